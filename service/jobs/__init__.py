@@ -1,0 +1,1 @@
+"""Jobs: from the request to the end of the run."""

@@ -1,0 +1,77 @@
+"""What the service asks of a launcher. Calls block; the service makes them off its event loop.
+
+A launcher keeps no truth: the database does. It can be asked the same thing twice, and a second submit of one
+submission id finds the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+
+class LaunchState(StrEnum):
+    """What the launcher's cluster says of a submission."""
+
+    UNKNOWN = "UNKNOWN"
+    """The cluster cannot be asked now, or its answer cannot be trusted yet. Change nothing."""
+    ABSENT = "ABSENT"
+    """The cluster has no such submission: it was never submitted, or was lost with its cluster."""
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchStatus:
+    """A submission's state and, where it failed, the cluster's words."""
+
+    state: LaunchState
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogChunk:
+    """Log text from an offset in characters, and the offset to go on from."""
+
+    text: str
+    next_offset: int
+
+
+class LauncherError(Exception):
+    """The launcher could not do it now; the message says what, why and what to do. Trying again may help."""
+
+
+class Launcher(Protocol):
+    """Starts, follows and ends the processes of jobs."""
+
+    name: str
+
+    def start(self) -> None:
+        """Bring up, or find again, what the launcher needs (its cluster). Raises LauncherError."""
+
+    def close(self) -> None:
+        """End everything that `start` brought up. Safe to call twice."""
+
+    def ready(self) -> str | None:
+        """None when jobs can be submitted, else the reason they cannot."""
+
+    def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
+        """Start the job whose run folder this is. A known submission id is a success. Raises LauncherError."""
+
+    def status(self, submission_id: str) -> LaunchStatus:
+        """What the cluster says of it. Never raises for a cluster that does not answer: that is UNKNOWN."""
+
+    def cancel(self, submission_id: str) -> None:
+        """Ask for its end. A submission that is over or absent is a success. Raises LauncherError."""
+
+    def logs(self, submission_id: str, offset: int) -> LogChunk:
+        """Log text from `offset` on; empty where there is none yet. Raises LauncherError."""
+
+    def dashboard_url(self, submission_id: str) -> str | None:
+        """A page where a person can watch it."""

@@ -1,0 +1,1 @@
+"""Where training runs. Imports nothing, so that the service can read `spec` without torch or ray."""

@@ -1,0 +1,59 @@
+"""The metrics that every worker exports: name, kind, unit, labels and help, declared once. Torch-free.
+
+The service documents them, the dashboards query them, `workers.telemetry` fills them. Adding one is a row here
+and one line where its value is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PHASES = ("warmup", "compressed", "dense")
+"""`dense` is the one phase of an optimizer that never compresses."""
+
+
+class MetricKind(StrEnum):
+    """The Prometheus type of a metric."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of METRICS. `labels` come after job_id and rank, which every worker metric has."""
+
+    name: str
+    kind: MetricKind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",)),
+        Metric(
+            "thinwire_compression_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Payload bytes an fp32 ring all-reduce would have sent in the last step, over the bytes that were sent",
+        ),
+        Metric("thinwire_samples_total", MetricKind.COUNTER, "samples", "Training windows this worker has consumed"),
+        Metric("thinwire_samples_per_second", MetricKind.GAUGE, "samples/s", "Global training throughput, all workers"),
+        Metric("thinwire_step_seconds", MetricKind.GAUGE, "seconds", "Wall time of the last step"),
+        Metric(
+            "thinwire_wire_bytes_total",
+            MetricKind.COUNTER,
+            "bytes",
+            "Payload bytes this worker has sent, counted by the transport",
+            ("purpose",),
+        ),
+        Metric("thinwire_world_size", MetricKind.GAUGE, "workers", "Workers in the communication group"),
+        Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
+        Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
+        Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),
+    )
+}

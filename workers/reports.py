@@ -1,0 +1,87 @@
+"""What a running job says back to the service: registrations and telemetry, as pydantic models. Torch-free.
+
+Both sides use these models, so that neither can drift. A job authenticates with a token of its own, which allows
+the three calls below and nothing else:
+
+    PUT  /v1/jobs/{id}/workers/{rank}   WorkerRegistration   (repeated as a heartbeat; a lease of LEASE_S)
+    POST /v1/jobs/{id}/telemetry        Telemetry            (rank 0, in batches; idempotent by attempt and step)
+    DELETE /v1/jobs/{id}/workers/{rank}                      (at a clean end)
+
+The run folder is the other border. The service writes it before it submits, the workers read and write it:
+
+    job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
+    token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
+    service_url    where the service listens now; rewritten when the service starts again
+    checkpoints/   written by the workers
+    history.jsonl  one Sample a line, written by rank 0
+    summary.json   written by rank 0 at the end of a run that succeeded
+    loss.png       loss and cumulative bytes over steps
+    failure.json   a Failure, written where a run ends for a reason that no restart can mend
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+LEASE_S = 30.0
+"""A worker that has not renewed its registration for so long is no longer a scrape target."""
+HEARTBEAT_S = 10.0
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WorkerRegistration(_Report):
+    """Where one worker's metrics can be scraped."""
+
+    address: str = Field(max_length=255, description="host:port of the worker's /metrics")
+    attempt: int = Field(ge=1, description="which submission of the job this worker belongs to")
+    pid: int = Field(ge=1)
+    node: str = Field(max_length=255)
+
+
+class Sample(_Report):
+    """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport."""
+
+    step: int = Field(ge=0, description="steps committed; 0 is the state before training")
+    phase: Literal["warmup", "compressed", "dense"]
+    loss: float | None = Field(None, description="training loss; None at step 0")
+    validation_loss: float | None = None
+    lr: float = 0.0
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    payload_bytes: int = Field(0, ge=0, description="sent in this step")
+    payload_bytes_total: int = Field(0, ge=0, description="sent in all training steps so far")
+    compression_ratio: float = Field(1.0, description="fp32 ring all-reduce bytes over payload_bytes, this step")
+    world_size: int = Field(1, ge=1)
+    time: float = Field(description="unix seconds")
+
+
+class Event(_Report):
+    """Something that happened once: phase_change, checkpoint_saved, resumed, replicas_checked."""
+
+    kind: str = Field(max_length=64)
+    step: int = Field(ge=0)
+    time: float
+    fields: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class Failure(_Report):
+    """Why a job cannot go on, for a person: what, the value received, what to do."""
+
+    kind: str = Field(max_length=64, description="the error's class name")
+    message: str = Field(max_length=4000)
+    step: int | None = None
+
+
+class Telemetry(_Report):
+    """A batch from rank 0. Samples of a step already known are replaced: a resumed run repeats steps."""
+
+    attempt: int = Field(ge=1)
+    samples: list[Sample] = Field(default_factory=list, max_length=2000)
+    events: list[Event] = Field(default_factory=list, max_length=2000)
+    summary: dict[str, JsonValue] | None = Field(None, description="summary.json, with the last batch of a success")
+    failure: Failure | None = None

@@ -1,0 +1,171 @@
+"""What a user asks for: TrainSpec, the contract between the service and the workers. Torch-free.
+
+Every default lives here and nowhere else. The world size never changes the mathematics: the global batch is
+fixed by the spec and each worker's share is derived from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+StepsOrFraction = Annotated[int, Field(ge=1)] | Fraction
+"""A number of steps (an integer >= 1) or a fraction of all steps (a float between 0 and 1)."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class GptRecipe(_Frozen):
+    """A byte-level GPT: pre-norm blocks, learned positions, untied head, vocabulary of 256 bytes."""
+
+    name: Literal["gpt"] = "gpt"
+    layers: int = Field(5, ge=1, le=96)
+    width: int = Field(192, ge=8, le=16384, description="model width; a multiple of heads")
+    heads: int = Field(6, ge=1, le=256)
+    context: int = Field(128, ge=2, le=65536, description="bytes in one training window")
+
+
+class PythonStdlib(_Frozen):
+    """The source code of the Python standard library of the worker's interpreter: real text on every machine."""
+
+    source: Literal["python-stdlib"] = "python-stdlib"
+    validation_fraction: Fraction = 0.1
+
+
+class TextFile(_Frozen):
+    """One file of bytes; its tail is the validation part."""
+
+    source: Literal["text-file"]
+    path: str = Field(min_length=1, description="absolute path, readable by every worker")
+    validation_fraction: Fraction = 0.1
+
+
+class OneBitAdamSpec(_Frozen):
+    """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
+
+    name: Literal["onebit_adam"]
+    lr: float = Field(1e-3, gt=0.0)
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    warmup: StepsOrFraction = Field(0.2, description="uncompressed steps, or their fraction of all steps")
+
+
+class AdamSpec(_Frozen):
+    """Dense Adam with decoupled decay (AdamW), the uncompressed baseline."""
+
+    name: Literal["adam"]
+    lr: float = Field(1e-3, gt=0.0)
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+
+
+class LrSchedule(_Frozen):
+    """Linear warm-up, then cosine to `final_fraction` of the peak (or constant)."""
+
+    warmup: StepsOrFraction = Field(0.05)
+    decay: Literal["cosine", "constant"] = "cosine"
+    final_fraction: float = Field(0.1, ge=0.0, le=1.0)
+
+
+class Workers(_Frozen):
+    """How many workers, and on what. One worker a GPU where there are GPUs, else one CPU each."""
+
+    min: int = Field(1, ge=1, le=4096)
+    max: int = Field(1, ge=1, le=4096)
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    max_restarts: int = Field(3, ge=0, le=1000, description="restarts from the checkpoint after a worker is lost")
+
+
+class Checkpoint(_Frozen):
+    """When the job saves, and how many checkpoints it keeps. It resumes from the newest by default."""
+
+    every_steps: int = Field(50, ge=1)
+    keep: int = Field(2, ge=1, le=100)
+
+
+class Evaluation(_Frozen):
+    """When the validation loss is taken, on the same fixed windows each time; always at the start and at the end."""
+
+    every_steps: int = Field(25, ge=1)
+    windows: int = Field(64, ge=1, le=65536)
+
+
+Recipe = Annotated[GptRecipe, Field()]
+Data = Annotated[PythonStdlib | TextFile, Field(discriminator="source")]
+Optimizer = Annotated[OneBitAdamSpec | AdamSpec, Field(discriminator="name")]
+
+
+class TrainSpec(_Frozen):
+    """One training job. YAML or JSON; unknown fields are refused."""
+
+    name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+    seed: int = Field(0, ge=0, lt=2**31)
+    steps: int = Field(ge=1, le=10**9, description="optimizer steps")
+    global_batch: int = Field(ge=1, le=10**6, description="windows in one step, over all workers")
+    recipe: Recipe = GptRecipe()
+    data: Data = PythonStdlib()
+    optimizer: Optimizer
+    lr_schedule: LrSchedule = LrSchedule()
+    workers: Workers = Workers()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Uncompressed steps before the compressed phase; None for an optimizer that has no such phase."""
+        if isinstance(self.optimizer, OneBitAdamSpec):
+            return steps_of(self.optimizer.warmup, self.steps)
+        return None
+
+    @property
+    def lr_warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        return steps_of(self.lr_schedule.warmup, self.steps)
+
+    @model_validator(mode="after")
+    def _possible(self) -> TrainSpec:
+        problems = list(_impossible(self))
+        if problems:
+            path, value, allowed = problems[0]
+            raise PydanticCustomError(
+                "impossible",
+                "{path} = {value} is not possible: {allowed}",
+                {
+                    "path": path,
+                    "value": value,
+                    "allowed": allowed,
+                    "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in problems],
+                },
+            )
+        return self
+
+
+def steps_of(amount: int | float, total: int) -> int:
+    """Steps named by `amount`: itself if an int, else that fraction of `total`, at least 1."""
+    return amount if isinstance(amount, int) else max(1, round(amount * total))
+
+
+def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
+    """Fields that are each in range and cannot stand together, as (path, value, what is allowed)."""
+    found: list[tuple[str, int | float, str]] = []
+    if spec.workers.min > spec.workers.max:
+        found.append(("workers.min", spec.workers.min, f"at most workers.max = {spec.workers.max}"))
+    if spec.global_batch < spec.workers.max:
+        found.append(
+            ("global_batch", spec.global_batch, f"at least one window a worker: workers.max = {spec.workers.max}")
+        )
+    if spec.recipe.width % spec.recipe.heads:
+        found.append(("recipe.width", spec.recipe.width, f"a multiple of recipe.heads = {spec.recipe.heads}"))
+    warmup = spec.warmup_steps
+    if warmup is not None and warmup >= spec.steps:
+        found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))
+    if spec.lr_warmup_steps > spec.steps:
+        found.append(("lr_schedule.warmup", spec.lr_warmup_steps, f"at most steps = {spec.steps}"))
+    return found
