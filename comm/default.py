@@ -1,0 +1,24 @@
+"""The reducer that an optimizer gets when its user names none: the default process group, or one rank alone."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.codecs import DenseCodec, SignCodec
+from thinwire.comm.group import SoloGroup, TorchGroup
+from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
+from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.reduce import CompressedAllReduce
+
+
+def default_reducer(group: Group | None, layout: VectorLayout, like: Tensor, block: int = DEFAULT_BLOCK) -> Reducer:
+    """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
+
+    A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
+    group may have left. Collective. Raises: WireMismatch, PeerLost.
+    """
+    if group is None:
+        group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
+    codec = SignCodec(block) if group.size > 1 else DenseCodec()
+    return CompressedAllReduce(group, layout, codec, like)

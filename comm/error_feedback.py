@@ -1,0 +1,63 @@
+"""What compression left out, kept for the next step, and carried across any change of the number of ranks.
+
+Rank i keeps the worker error d_i of the whole vector and the server error E_i of its own chunk. Only
+
+    R = mean_i d_i + concat_i E_i
+
+has meaning: a step gives out + R' = mean_i x_i + R, whatever the split of R over d and E. So one model-size vector is
+saved, and any number of ranks may load it: `residual()` and `restore()` serve saving, crash, shrink, grow and cold
+start alike. Both together also change the live run (worker errors move to the server error), so the run that saved
+and goes on is bit-equal to one that loads what it saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import Partition, VectorLayout
+from thinwire.comm.protocol import Group
+
+
+class ErrorFeedback:
+    """Error memory of one exchanged vector, named after what it compensates. Dead elements are always zero.
+
+    worker_N: this rank's compression error, the whole vector.  server_c: the error of re-encoding this rank's chunk.
+    """
+
+    __slots__ = ("_group", "_partition", "server_c", "worker_N")
+
+    def __init__(self, layout: VectorLayout, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self._partition = Partition(layout.numel, group.size)
+        start, stop = self._partition.bounds(group.rank)
+        self.worker_N = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.server_c = torch.zeros(stop - start, dtype=dtype, device=device)
+
+    def residual(self) -> Tensor:
+        """R, float[N], bit-identical on every rank. Collective; modifies nothing.
+
+        Raises: PeerLost.
+        """
+        mean_N = self.worker_N.clone()
+        self._group.mean_(mean_N)
+        chunk_bytes = self._partition.chunk * mean_N.element_size()
+        own_B = torch.zeros(chunk_bytes, dtype=torch.uint8, device=mean_N.device)
+        own_B[: self.server_c.numel() * mean_N.element_size()].copy_(self.server_c.view(torch.uint8))
+        all_nB = torch.empty((self._group.size, chunk_bytes), dtype=torch.uint8, device=mean_N.device)
+        self._group.all_gather(all_nB, own_B)
+        return mean_N.add_(all_nB.view(-1).view(mean_N.dtype)[: mean_N.numel()])
+
+    def restore(self, residual_N: Tensor) -> None:
+        """Hold R: all of it in the server errors, each rank its chunk; worker errors zero. Local; R is not modified.
+
+        Exact for any number of ranks on either side. The residual leaves through the codec, a little each step.
+        """
+        if residual_N.shape != self.worker_N.shape:
+            raise ValueError(
+                f"residual of {tuple(residual_N.shape)} does not fit error memory of {tuple(self.worker_N.shape)}: "
+                "it was saved by a model with other parameters"
+            )
+        start, stop = self._partition.bounds(self._group.rank)
+        self.worker_N.zero_()
+        self.server_c.copy_(residual_N[start:stop])

@@ -1,0 +1,33 @@
+"""What can go wrong between workers.
+
+CommError
+|-- PeerLost         a peer died, or did not answer within the time-out
+|-- NonFiniteInput   some rank gave NaN or infinity; every rank raises it alike, nothing was written
+`-- WireMismatch     ranks disagree on what they exchange: layout, codec, dtype or version
+"""
+
+from __future__ import annotations
+
+
+class CommError(RuntimeError):
+    """A collective did not do what was asked. No rank may assume that its peers' state is its own."""
+
+
+class PeerLost(CommError):
+    """A peer died or fell silent in a collective. `rank` is the peer, where the transport can tell."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NonFiniteInput(CommError):
+    """At least one rank's input held NaN or infinity. `ranks` names them; empty where only the mean overflowed."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class WireMismatch(CommError):
+    """Two ranks would read each other's bytes differently."""

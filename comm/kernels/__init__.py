@@ -1,0 +1,1 @@
+"""The inner loops of the codecs, one interface, several implementations held against `reference`."""

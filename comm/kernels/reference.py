@@ -1,0 +1,44 @@
+"""Signs to bits and back, and the scale of a block, in plain torch: what every faster kernel must equal.
+
+Bit order is big-endian in the byte, as numpy.packbits has it; bit 1 is +1. Zero and negative zero are +1: there is
+one bit a value and no symbol for zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SHIFTS = (7, 6, 5, 4, 3, 2, 1, 0)
+
+
+def pack_signs(x: Tensor, out: Tensor) -> None:
+    """out[k] <- the signs of x[8k .. 8k+7]. x: float[c], c a multiple of 8; out: uint8[c/8], modified."""
+    weights = torch.tensor([1 << shift for shift in _SHIFTS], dtype=torch.uint8, device=x.device)
+    torch.sum((x >= 0).view(-1, 8) * weights, dim=1, dtype=torch.uint8, out=out)
+
+
+def unpack_signs(bits: Tensor, out: Tensor) -> None:
+    """out[8k .. 8k+7] <- +1 or -1 as the bits of bits[k] say. bits: uint8[c/8]; out: float[c], modified."""
+    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=bits.device)
+    out.view(-1, 8).copy_((bits.unsqueeze(1) >> shifts).bitwise_and_(1))
+    out.mul_(2).sub_(1)
+
+
+def block_rms(x: Tensor, bytes_per_block: Tensor, live_per_block: Tensor) -> Tensor:
+    """s_b = ||x_b||_2 / sqrt(live elements of b), the scale that keeps the 2-norm.  [Tang et al. 2021, sec. 4]
+
+    x: float[c], zero where dead; bytes_per_block: int64[b], in bytes of signs; live_per_block: float[b].
+    Not finite exactly where a block holds a value that is not, or whose squares overflow.
+    """
+    return block_sums(x.square(), bytes_per_block).div_(live_per_block).sqrt_()
+
+
+def block_sums(x: Tensor, bytes_per_block: Tensor) -> Tensor:
+    """The sum of each block of x. x: float[c]; bytes_per_block: int64[b], adding up to c/8."""
+    return torch.segment_reduce(x.view(-1, 8).sum(dim=1), "sum", lengths=bytes_per_block, unsafe=True)
+
+
+def expand_scales(scales: Tensor, bytes_per_block: Tensor, num_bytes: int) -> Tensor:
+    """One scale a byte of signs: float[c/8, 1], to be multiplied into a view of [c/8, 8]."""
+    return torch.repeat_interleave(scales, bytes_per_block, output_size=num_bytes).unsqueeze(1)

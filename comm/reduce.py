@@ -1,0 +1,143 @@
+"""The two-phase compressed all-reduce with error feedback, in two collectives.  [Tang et al. 2021, fig. 3]
+
+Scales travel in the same row as the signs, and each row begins with a flag, so that all ranks decide alike whether a
+step may be committed. Nothing is written into error memory before the last collective has succeeded: `x` is worked
+on in place, the errors are formed at the commit, and undoing a failed call is to not have written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.errors import NonFiniteInput, WireMismatch
+from thinwire.comm.layout import Partition, VectorLayout, round_up
+from thinwire.comm.protocol import Codec, Group, RowCodec
+
+HEADER_BYTES = 8
+"""One flag (1: all values finite), padded so that scales of any dtype are aligned."""
+WIRE_VERSION = 1
+
+
+class CompressedAllReduce:
+    """A Reducer for vectors of one layout, over one group, through one codec.
+
+    Collective: every rank constructs it, with the same layout and codec. Raises: WireMismatch, PeerLost.
+    """
+
+    def __init__(self, group: Group, layout: VectorLayout, codec: Codec, like: Tensor) -> None:
+        self.size = group.size
+        self.stats = group.stats
+        self._group = group
+        self._layout = layout
+        self._dtype = like.dtype
+        self._device = like.device
+        _agree(group, layout, codec, like)
+        self._partition = Partition(layout.numel, group.size)
+        self._bounds = [self._partition.bounds(rank) for rank in range(group.size)]
+        self._rows: list[RowCodec] = [codec.row(layout, start, stop, like) for start, stop in self._bounds]
+        row_bytes = HEADER_BYTES + round_up(max(row.wire_bytes for row in self._rows), HEADER_BYTES)
+        self._sent_nB = torch.zeros((group.size, row_bytes), dtype=torch.uint8, device=like.device)
+        self._received_nB = torch.zeros_like(self._sent_nB)
+        self._served_B = torch.zeros(row_bytes, dtype=torch.uint8, device=like.device)
+        own = self._bounds[group.rank]
+        self._server_c = torch.empty(own[1] - own[0], dtype=like.dtype, device=like.device)
+        self._decoded_c = torch.empty_like(self._server_c)
+
+    def new_slot(self) -> ErrorFeedback:
+        """Error memory for one exchanged vector, empty."""
+        return ErrorFeedback(self._layout, self._group, self._dtype, self._device)
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> None:
+        """X <- x of rank `src`. Raises: PeerLost."""
+        self._group.broadcast_(x, src)
+
+    def full_(self, x_N: Tensor) -> None:
+        """X <- mean_i x_i, uncompressed, in place.
+
+        Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then.
+        """
+        own_peak = torch.linalg.vector_norm(x_N, torch.inf)  # NaN and infinity survive it; read only on failure
+        self._group.mean_(x_N)
+        if not bool(torch.isfinite(torch.linalg.vector_norm(x_N, torch.inf))):
+            raise _non_finite(self._gather_flags(torch.isfinite(own_peak)))
+
+    def compressed_(self, x_N: Tensor, slot: ErrorFeedback) -> None:
+        """Average x over ranks through the codec, in place:  out + R' = mean_i x_i + R.
+
+        (1) x += worker error; encode a row for each rank        (2) all-to-all
+        (3) decode, average, += server error; encode             (4) all-gather
+        (5) commit: the errors become what the two encodings left out; x becomes what was received
+
+        x: float[N], zero where dead; modified, undefined after a failure. slot: modified on success, untouched on
+        failure. out is bit-identical on every rank. Raises: PeerLost; NonFiniteInput, alike on every rank.
+        Source: Tang et al. 2021, Alg. 1, l. 7-11.
+        """
+        # (1)
+        x_N.add_(slot.worker_N)
+        flags = [
+            row.encode(x_N[start:stop], wire[HEADER_BYTES:])
+            for row, (start, stop), wire in zip(self._rows, self._bounds, self._sent_nB, strict=True)
+        ]
+        self._sent_nB[:, 0] = torch.stack(flags).all()
+        # (2)
+        self._group.all_to_all(self._received_nB, self._sent_nB)
+        self._refuse_non_finite(self._received_nB[:, 0])
+        # (3)
+        served = self._rows[self._group.rank]
+        self._server_c.zero_()
+        for wire in self._received_nB:
+            served.decode(wire[HEADER_BYTES:], self._decoded_c)
+            self._server_c.add_(self._decoded_c)
+        self._server_c.div_(self.size).add_(slot.server_c)
+        self._served_B[0] = served.encode(self._server_c, self._served_B[HEADER_BYTES:])
+        # (4)
+        self._group.all_gather(self._received_nB, self._served_B)
+        self._refuse_non_finite(self._received_nB[:, 0])
+        # (5)
+        self._decode_all(self._sent_nB, slot.worker_N)
+        slot.worker_N.neg_().add_(x_N)
+        served.decode(self._served_B[HEADER_BYTES:], slot.server_c)
+        slot.server_c.neg_().add_(self._server_c)
+        self._decode_all(self._received_nB, x_N)
+
+    def _decode_all(self, wire_nB: Tensor, out_N: Tensor) -> None:
+        for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True):
+            row.decode(wire[HEADER_BYTES:], out_N[start:stop])
+
+    def _gather_flags(self, own: Tensor) -> Tensor:
+        flags = torch.zeros((self.size, 1), dtype=torch.uint8, device=self._device)
+        self._group.all_gather(flags, own.to(torch.uint8).view(1))
+        return flags[:, 0]
+
+    def _refuse_non_finite(self, flags: Tensor) -> None:
+        # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
+        if not bool(flags.all()):
+            raise _non_finite(flags)
+
+
+def _non_finite(flags: Tensor) -> NonFiniteInput:
+    ranks = tuple(rank for rank, finite in enumerate(flags.tolist()) if not finite)
+    whose = f"of rank {', '.join(map(str, ranks))}" if ranks else "mean over ranks (each rank's own was finite)"
+    return NonFiniteInput(
+        f"the input {whose} holds NaN or infinity; nothing was changed. Look at the loss and the learning rate of the "
+        "step before",
+        ranks,
+    )
+
+
+def _agree(group: Group, layout: VectorLayout, codec: Codec, like: Tensor) -> None:
+    """All ranks compare what they are about to exchange. Raises: WireMismatch, naming both sides."""
+    mine = [WIRE_VERSION, layout.numel, layout.fingerprint(), codec.fingerprint(), like.element_size()]
+    names = ("wire version", "elements", "layout", "codec", "bytes an element")
+    own = torch.tensor(mine, dtype=torch.int64, device=like.device)
+    everyone = torch.zeros((group.size, own.numel()), dtype=torch.int64, device=like.device)
+    group.all_gather(everyone.view(torch.uint8), own.view(torch.uint8))
+    for rank, theirs in enumerate(everyone.tolist()):
+        for name, here, there in zip(names, mine, theirs, strict=True):
+            if here != there:
+                raise WireMismatch(
+                    f"rank {group.rank} has {name} {here}, rank {rank} has {there}: all ranks must build the same "
+                    "model with the same settings and the same version of thinwire"
+                )

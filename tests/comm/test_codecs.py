@@ -1,0 +1,77 @@
+"""Laws of the codecs on random and nasty values."""
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.comm.codecs import REGISTRY, SignCodec
+from thinwire.comm.kernels.reference import pack_signs, unpack_signs
+from thinwire.comm.layout import VectorLayout
+
+NASTY = [0.0, -0.0, 1e-40, -1e-40, 1e18, -1e18, 1.0, -1.0]
+
+
+def roundtrip(codec, x, layout):
+    row_codec = codec.row(layout, 0, layout.numel, x)
+    row = torch.zeros(row_codec.wire_bytes + 16, dtype=torch.uint8)
+    finite = bool(row_codec.encode(x, row))
+    out = torch.full_like(x, 7.0)
+    row_codec.decode(row, out)
+    return out, finite, row_codec
+
+
+def test_signs_are_packed_as_numpy_packs_bits():
+    x = torch.tensor(NASTY * 4 + [3.0, -3.0] * 4)
+    packed = torch.zeros(x.numel() // 8, dtype=torch.uint8)
+    pack_signs(x, packed)
+    assert packed.numpy().tolist() == np.packbits((x >= 0).numpy()).tolist()
+    out = torch.zeros_like(x)
+    unpack_signs(packed, out)
+    assert torch.equal(out, torch.where(x >= 0, 1.0, -1.0))
+
+
+@pytest.mark.parametrize("num_live", [1, 7, 8, 9, 4095, 4096, 4097, 10_000])
+def test_sign_codec_keeps_the_norm_of_every_block_and_the_sign_of_every_value(num_live):
+    layout = VectorLayout.single(num_live)
+    x = torch.zeros(layout.numel, dtype=torch.float64)
+    x[:num_live] = torch.randn(num_live, dtype=torch.float64)
+    out, finite, row = roundtrip(SignCodec(), x, layout)
+    assert finite
+    assert torch.equal(out[:num_live] >= 0, x[:num_live] >= 0)
+    assert not out[num_live:].any()
+    for start, stop in layout.blocks(4096):
+        assert out[start:stop].norm() == pytest.approx(float(x[start:stop].norm()), rel=1e-12)
+    assert row.wire_bytes == layout.numel // 8 + 8 * len(layout.blocks(4096))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_zeros_decode_to_zeros(name):
+    layout = VectorLayout.single(100)
+    out, finite, _ = roundtrip(REGISTRY[name](), torch.zeros(layout.numel), layout)
+    assert finite
+    assert not out.any()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_reported(name, bad):
+    layout = VectorLayout.single(100)
+    x = torch.randn(layout.numel)
+    x[100:] = 0
+    x[57] = bad
+    assert not roundtrip(REGISTRY[name](), x, layout)[1]
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_empty_chunk_encodes_to_nothing(name):
+    layout = VectorLayout.single(16)
+    row = REGISTRY[name]().row(layout, 16, 16, torch.zeros(1))
+    assert row.wire_bytes == 0
+    assert bool(row.encode(torch.zeros(0), torch.zeros(8, dtype=torch.uint8)))
+    row.decode(torch.zeros(8, dtype=torch.uint8), torch.zeros(0))
+
+
+@pytest.mark.parametrize("block", [0, 12, -8])
+def test_a_block_that_is_no_multiple_of_8_is_refused(block):
+    with pytest.raises(ValueError, match="multiple of 8"):
+        SignCodec(block=block)

@@ -1,0 +1,121 @@
+"""Groups: threads and real gloo processes give the same bits, and a peer that goes is noticed, not waited for."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from thinwire.comm import CompressedAllReduce, PeerLost, ThreadGroup, TorchGroup, run_threads
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.layout import VectorLayout
+
+GLOO_RANK = textwrap.dedent(
+    """
+    import datetime, os, sys
+    import torch, torch.distributed as dist
+    from thinwire.comm import CompressedAllReduce, PeerLost, TorchGroup
+    from thinwire.comm.codecs import SignCodec
+    from thinwire.comm.layout import VectorLayout
+
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=30))
+    group, layout = TorchGroup(), VectorLayout.single(10_001)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.zeros(layout.numel)
+    reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
+    slot = reducer.new_slot()
+    for _ in range(3):
+        x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
+        reducer.compressed_(x, slot)
+    torch.save({"out": x, "residual": slot.residual(), "sent": group.stats.sent_bytes}, f"{folder}/{rank}.pt")
+    if rank == size - 1:
+        os._exit(9)  # as a kill: no goodbye
+    try:
+        while True:
+            reducer.full_(x)
+    except PeerLost as error:
+        open(f"{folder}/{rank}.lost", "w").write(str(error))
+        os._exit(0)
+    """
+)
+
+
+def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tmp_path):
+    size = 3
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", GLOO_RANK, str(r), str(size), str(tmp_path)], env=environment)
+        for r in range(size)
+    ]
+    assert [p.wait(timeout=120) for p in ranks] == [0, 0, 9]
+
+    def work(group: ThreadGroup):
+        layout = VectorLayout.single(10_001)
+        generator = torch.Generator().manual_seed(group.rank)
+        x = torch.zeros(layout.numel)
+        reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
+        slot = reducer.new_slot()
+        for _ in range(3):
+            x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
+            reducer.compressed_(x, slot)
+        return x, slot.residual(), group.stats.sent_bytes
+
+    for rank, (out, residual, sent) in enumerate(run_threads(size, work)):
+        saved = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(saved["out"], out)
+        torch.testing.assert_close(saved["residual"], residual, rtol=0, atol=1e-6)  # the mean may sum in another order
+        assert saved["sent"] == sent
+    for rank in range(size - 1):
+        assert f"rank {rank} of 3 lost a peer in mean" in (tmp_path / f"{rank}.lost").read_text()
+
+
+def test_threads_mean_broadcast_gather():
+    def work(group: ThreadGroup):
+        x = torch.tensor([float(group.rank), 1.0])
+        group.mean_(x)
+        y = torch.tensor([group.rank])
+        group.broadcast_(y, src=2)
+        rows = torch.zeros((3, 1), dtype=torch.uint8)
+        group.all_gather(rows, torch.tensor([group.rank], dtype=torch.uint8))
+        return x.tolist(), y.item(), rows.flatten().tolist()
+
+    assert run_threads(3, work) == [([1.0, 1.0], 2, [0, 1, 2])] * 3
+
+
+def test_a_thread_that_raises_frees_its_peers_and_its_error_is_the_one_raised():
+    seen = []
+
+    def work(group: ThreadGroup):
+        if group.rank == 1:
+            raise KeyError("cause")
+        try:
+            group.mean_(torch.zeros(1))
+        except PeerLost as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(KeyError, match="cause"):
+        run_threads(3, work)
+    assert len(seen) == 2
+
+
+def test_a_silent_thread_is_a_lost_peer_after_the_timeout():
+    def work(group: ThreadGroup):
+        if group.rank == 0:
+            with pytest.raises(PeerLost, match="time-out"):
+                group.mean_(torch.zeros(1))
+        return True
+
+    assert run_threads(2, work, timeout_s=0.2) == [True, True]
+
+
+def test_a_group_needs_a_rank_and_torch_needs_initialising():
+    with pytest.raises(ValueError, match="at least one rank"):
+        ThreadGroup.create(0)
+    with pytest.raises(ValueError, match="init_process_group"):
+        TorchGroup()

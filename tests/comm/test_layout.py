@@ -1,0 +1,48 @@
+"""Laws of the cut of a vector: nothing is lost, nothing overlaps, every bound is a whole byte."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.comm.layout import Partition, VectorLayout
+
+
+@given(st.integers(0, 5000), st.integers(1, 17))
+def test_chunks_cover_the_vector_once_in_whole_bytes(num_live, world_size):
+    layout = VectorLayout.single(num_live)
+    partition = Partition(layout.numel, world_size)
+    bounds = [partition.bounds(rank) for rank in range(world_size)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == layout.numel
+    assert all(stop == start for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(start % 8 == 0 and stop - start <= partition.chunk for start, stop in bounds)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(1, 9), st.sampled_from([8, 64, 4096]))
+def test_blocks_of_all_chunks_cover_the_vector_and_never_span_two_segments(sizes, world_size, block):
+    live, segments, at = [], [], 0
+    for size in sizes:
+        live.append((at, at + size))
+        segments.append((at, at + -(-size // 8) * 8))
+        at = segments[-1][1]
+    layout = VectorLayout(at, tuple(live), tuple(segments))
+    partition = Partition(layout.numel, world_size)
+    blocks = [b for rank in range(world_size) for b in layout.blocks(block, *partition.bounds(rank))]
+    assert sum(stop - start for start, stop in blocks) == layout.numel
+    assert sorted(blocks) == blocks
+    for start, stop in blocks:
+        assert 0 < stop - start <= block
+        assert sum(low <= start and stop <= high for low, high in segments) == 1
+    assert len(layout.dead(0, layout.numel)) == layout.numel - layout.num_live
+
+
+def test_a_layout_with_a_gap_is_refused():
+    with pytest.raises(ValueError, match="gap"):
+        VectorLayout(24, ((0, 24),), ((0, 8), (16, 24)))
+    with pytest.raises(ValueError, match="multiples of 8"):
+        VectorLayout(20, ((0, 20),), ((0, 20),))
+
+
+def test_fingerprints_tell_layouts_apart():
+    assert VectorLayout.single(9).fingerprint() != VectorLayout.single(10).fingerprint()
+    assert VectorLayout.single(9).fingerprint() == VectorLayout.single(9).fingerprint()
