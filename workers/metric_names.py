@@ -34,7 +34,9 @@ class Metric:
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",)),
+        Metric(
+            "thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",)
+        ),
         Metric(
             "thinwire_compression_ratio",
             MetricKind.GAUGE,

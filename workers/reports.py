@@ -5,7 +5,7 @@ the three calls below and nothing else:
 
     PUT  /v1/jobs/{id}/workers/{rank}   WorkerRegistration   (repeated as a heartbeat; a lease of LEASE_S)
     POST /v1/jobs/{id}/telemetry        Telemetry            (rank 0, in batches; idempotent by attempt and step)
-    DELETE /v1/jobs/{id}/workers/{rank}                      (at a clean end)
+    DELETE /v1/jobs/{id}/workers/{rank}?attempt=N            (at a clean end; an older attempt's changes nothing)
 
 The run folder is the other border. The service writes it before it submits, the workers read and write it:
 
@@ -31,7 +31,8 @@ HEARTBEAT_S = 10.0
 
 
 class _Report(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Not finite would become null in JSON, which the other side then refuses to read.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class WorkerRegistration(_Report):

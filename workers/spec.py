@@ -12,8 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-StepsOrFraction = Annotated[int, Field(ge=1)] | Fraction
-"""A number of steps (an integer >= 1) or a fraction of all steps (a float between 0 and 1)."""
+StepsOrFraction = Annotated[int, Field(ge=1, strict=True)] | Fraction
+"""A number of steps (an integer >= 1) or a fraction of all steps (a float between 0 and 1, both excluded).
+
+Strict, or 1.0, which says "all steps", would be read as one step.
+"""
 
 
 class _Frozen(BaseModel):

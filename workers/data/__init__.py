@@ -1,0 +1,1 @@
+"""Real text as bytes, and which of them a step uses."""
