@@ -1,5 +1,7 @@
 """Laws of the cut of a vector: nothing is lost, nothing overlaps, every bound is a whole byte."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def test_chunks_cover_the_vector_once_in_whole_bytes(num_live, world_size):
     bounds = [partition.bounds(rank) for rank in range(world_size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == layout.numel
-    assert all(stop == start for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(bounds))
     assert all(start % 8 == 0 and stop - start <= partition.chunk for start, stop in bounds)
 
 

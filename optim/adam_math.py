@@ -1,0 +1,58 @@
+"""The element-wise mathematics of Adam on flat slices, in place. Nothing here knows of ranks, phases or objects.
+
+Shapes: N elements of a slice. beta, eps, lr: floats. t: steps taken, this one included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """The hyperparameters of one parameter group, and the slice of the flat vectors that it owns."""
+
+    span: slice
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def momentum_(m_N: Tensor, g_N: Tensor, beta1: float) -> None:
+    """M <- beta1 m + (1 - beta1) g."""
+    m_N.lerp_(g_N, 1 - beta1)
+
+
+def momentum_into(out_N: Tensor, m_N: Tensor, g_N: Tensor, beta1: float) -> None:
+    """Out <- beta1 m + (1 - beta1) g; m is kept, so that a step that fails has changed nothing."""
+    torch.lerp(m_N, g_N, 1 - beta1, out=out_N)
+
+
+def variance_(v_N: Tensor, g_N: Tensor, beta2: float) -> None:
+    """V <- beta2 v + (1 - beta2) g^2."""
+    v_N.mul_(beta2).addcmul_(g_N, g_N, value=1 - beta2)
+
+
+def unbias_variance_(v_N: Tensor, beta2: float, t: int) -> None:
+    """V <- v / (1 - beta2^t)."""
+    v_N.div_(1 - beta2**t)
+
+
+def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor) -> None:
+    """P <- p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p).
+
+    m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), t = bias_step; None: m and v are used as they are.
+    p is modified, scratch too. Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled decay).
+    """
+    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
+    correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
+    torch.sqrt(v_N, out=scratch_N)
+    scratch_N.div_(correction2**0.5).add_(h.eps)
+    if h.weight_decay:
+        p_N.mul_(1 - h.lr * h.weight_decay)
+    p_N.addcdiv_(m_N, scratch_N, value=-h.lr / correction1)

@@ -1,0 +1,115 @@
+"""1-bit Adam.  [Tang et al. 2021, arXiv 2102.02888]
+
+    warm-up, t <= T:      g = mean_i g_i;  Adam on g, bias-corrected
+    after step T:         v <- max(v / (1 - beta2^T), floor), for good
+    compressed, t > T:    m <- compressed_mean_i(beta1 m + (1 - beta1) g_i);  x <- x - lr (m / (sqrt(v) + eps) + wd x)
+
+With v fixed the update is linear in the momentum, so error feedback loses nothing: what one step leaves out a later
+one sends. Deviations from the paper, with their reasons: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import adam_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.optimizer import FlatOptimizer, adam_defaults
+from thinwire.optim.schedule import StepPlan, Wire, onebit_adam_plan
+from thinwire.optim.state import Replicated, Residual, Scratch
+from thinwire.optim.variance_floor import floor_variance_
+
+
+@dataclass(slots=True)
+class OneBitAdamState:
+    """Momentum, variance (frozen after warm-up), the error memory of the momentum, and one scratch vector."""
+
+    m_N: Replicated
+    v_N: Replicated
+    momentum_error: Residual
+    z_N: Scratch
+
+
+def step(
+    p_N: Tensor, g_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], plan: StepPlan, reduce: Reducer
+) -> None:
+    """One 1-bit Adam step on this rank, in place.
+
+    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the local gradient; undefined after.
+    """
+    if plan.gradient is Wire.FULL:
+        reduce.full_(g_N)
+    if plan.momentum is Wire.COMPRESSED:
+        for h in groups:
+            adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
+        reduce.compressed_(s.z_N, s.momentum_error)
+        s.m_N.copy_(s.z_N)
+    else:
+        for h in groups:
+            adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
+    for h in groups:
+        if plan.update_variance:
+            adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
+        adam_math.descend_(p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.z_N[h.span])
+
+
+class OneBitAdam(FlatOptimizer):
+    """1-bit Adam as a torch.optim.Optimizer: Adam for `warmup` steps, then 1/32 of fp32's bytes on the wire.
+
+    params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
+    warmup: uncompressed steps, at least 1; the step after them is the first compressed one. 15-25 % of a run.
+    group: the ranks (None: torch.distributed's default group, or this process alone).
+    block: values that share a scale.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup: int,
+        group: Group | None = None,
+        block: int = DEFAULT_BLOCK,
+    ) -> None:
+        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+            raise ValueError(f"warmup = {warmup!r}: the number of uncompressed steps, an integer of at least 1")
+        self.warmup = warmup
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), group=group, block=block)
+        self.evidence["floored_elements"] = 0
+
+    def make_state(self) -> OneBitAdamState:
+        """Empty vectors and error memory."""
+        p_N = self.space.p_N
+        return OneBitAdamState(
+            m_N=torch.zeros_like(p_N),
+            v_N=torch.zeros_like(p_N),
+            momentum_error=self.reduce.new_slot(),
+            z_N=torch.zeros_like(p_N),
+        )
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of step `step`, counted from 1."""
+        return onebit_adam_plan(step, self.warmup, self.frozen_at)
+
+    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step of the algorithm; after the last warm-up step the variance is corrected, floored and kept."""
+        assert isinstance(self.vectors, OneBitAdamState)
+        step(self.space.p_N, self.space.g_N, self.vectors, groups, plan, self.reduce)
+        if plan.freeze_variance:
+            assert plan.bias_step is not None
+            for h in groups:
+                adam_math.unbias_variance_(self.vectors.v_N[h.span], h.beta2, plan.bias_step)
+            layout = self.space.layout
+            floored = floor_variance_(self.vectors.v_N, layout.live, layout.blocks(self.block))
+            self.evidence["floored_elements"] = floored

@@ -1,0 +1,181 @@
+"""The torch.optim.Optimizer shell that all algorithms share: flat vectors, groups, steps, saving. No algorithm here.
+
+An algorithm gives three things: its state (`make_state`), what a step does (`plan`) and the step (`update`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import default_reducer
+from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.protocol import Group
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.flat import FlatSpace
+from thinwire.optim.schedule import Phase, StepPlan
+from thinwire.optim.state import replicated, slots
+
+FORMAT = 1
+"""Version of what state_dict returns."""
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """An optimizer whose parameters, gradients and state are flat vectors.
+
+    Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
+    evidence (what the algorithm found, such as elements floored at the freeze; saved).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        group: Group | None,
+        block: int = DEFAULT_BLOCK,
+    ) -> None:
+        super().__init__(params, defaults)
+        for param_group in self.param_groups:
+            _check_adam_group(param_group)
+        self.block = block
+        self.num_steps = 0
+        self.frozen_at: int | None = None
+        self.evidence: dict[str, int] = {}
+        self.space = FlatSpace(self.param_groups)
+        self.reduce = default_reducer(group, self.space.layout, self.space.p_N, block)
+        self.reduce.broadcast_(self.space.p_N)
+        self.vectors = self.make_state()
+
+    @abstractmethod
+    def make_state(self) -> object:
+        """The algorithm's vectors, a dataclass whose fields declare their Kind."""
+
+    @abstractmethod
+    def plan(self, step: int) -> StepPlan:
+        """What step `step` (from 1) does, from saved integers alone."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were."""
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self.plan(self.num_steps + 1).phase
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
+
+        Raises: PeerLost, NonFiniteInput (alike on every rank). Parameters, state and the step count are then exactly
+        as before the call; gradients are not.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.space.gather_gradients()
+        plan = self.plan(self.num_steps + 1)
+        self.update(plan, [_hyper(g, span) for g, span in zip(self.param_groups, self.space.spans, strict=True)])
+        self.num_steps += 1
+        if plan.freeze_variance:
+            self.frozen_at = self.num_steps
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them."""
+        self.space.zero_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: the flat vectors are laid out once."""
+        if hasattr(self, "space"):
+            raise ValueError("parameter groups cannot be added after construction; pass all groups to the constructor")
+        super().add_param_group(param_group)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group."""
+        return {
+            "phase": str(self.phase),
+            "num_steps": self.num_steps,
+            "frozen_at": self.frozen_at,
+            "sent_bytes": self.reduce.stats.sent_bytes,
+            **self.evidence,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
+
+        Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
+        bit-equal from here. Raises: PeerLost; then nothing has changed.
+        """
+        residuals = {name: slot.residual() for name, slot in slots(self.vectors).items()}
+        for name, slot in slots(self.vectors).items():
+            slot.restore(residuals[name])
+        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {
+            "format": FORMAT,
+            "optimizer": type(self).__name__,
+            "shapes": self.space.shapes(),
+            "num_steps": self.num_steps,
+            "frozen_at": self.frozen_at,
+            "evidence": dict(self.evidence),
+            "param_groups": hyper,
+            "vectors": {name: vector.clone() for name, vector in replicated(self.vectors).items()},
+            "residuals": residuals,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
+
+        Raises: ValueError saying what differs; then nothing has changed.
+        """
+        expected = {"format": FORMAT, "optimizer": type(self).__name__, "shapes": self.space.shapes()}
+        for key, value in expected.items():
+            if state_dict.get(key) != value:
+                raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
+        for key, mine in (
+            ("param_groups", range(len(self.param_groups))),
+            ("vectors", replicated(self.vectors)),
+            ("residuals", slots(self.vectors)),
+        ):
+            theirs = state_dict[key] if key != "param_groups" else range(len(state_dict[key]))
+            if set(theirs) != set(mine):
+                raise ValueError(f"state_dict has {key} {sorted(theirs)}, this optimizer needs {sorted(mine)}")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        for name, vector in replicated(self.vectors).items():
+            vector.copy_(state_dict["vectors"][name])
+        for name, slot in slots(self.vectors).items():
+            slot.restore(state_dict["residuals"][name].to(self.space.p_N))
+        self.num_steps = state_dict["num_steps"]
+        self.frozen_at = state_dict["frozen_at"]
+        self.evidence = dict(state_dict["evidence"])
+
+
+def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
+    """The per-group hyperparameters of the Adam family, under torch.optim's names."""
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+
+
+def _hyper(group: dict[str, Any], span: slice) -> AdamHyper:
+    beta1, beta2 = group["betas"]
+    return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+
+def _check_adam_group(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    for name, value, allowed, ok in (
+        ("lr", group["lr"], "at least 0", group["lr"] >= 0),
+        ("betas[0]", beta1, "in [0, 1)", 0 <= beta1 < 1),
+        ("betas[1]", beta2, "in (0, 1)", 0 < beta2 < 1),
+        ("eps", group["eps"], "above 0", group["eps"] > 0),
+        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
+    ):
+        if not ok:
+            raise ValueError(f"{name} = {value}: must be {allowed}")

@@ -1,0 +1,38 @@
+"""What an optimizer remembers, each vector with its kind: the kind says what a checkpoint and a resize do to it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, get_type_hints
+
+from torch import Tensor
+
+from thinwire.comm.error_feedback import ErrorFeedback
+
+
+class Kind(StrEnum):
+    """REPLICATED: bit-equal on every rank, saved. RESIDUAL: error memory, saved as R. SCRATCH: worth nothing."""
+
+    REPLICATED = "replicated"
+    RESIDUAL = "residual"
+    SCRATCH = "scratch"
+
+
+Replicated = Annotated[Tensor, Kind.REPLICATED]
+Residual = Annotated[ErrorFeedback, Kind.RESIDUAL]
+Scratch = Annotated[Tensor, Kind.SCRATCH]
+
+
+def replicated(state: object) -> dict[str, Tensor]:
+    """The replicated vectors of a state, by field name; not copies."""
+    return {name: getattr(state, name) for name in _names(state, Kind.REPLICATED)}
+
+
+def slots(state: object) -> dict[str, ErrorFeedback]:
+    """The error memory of a state, by field name."""
+    return {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
+
+
+def _names(state: object, kind: Kind) -> list[str]:
+    hints: dict[str, Any] = get_type_hints(type(state), include_extras=True)
+    return [name for name, hint in hints.items() if kind in getattr(hint, "__metadata__", ())]
