@@ -258,7 +258,7 @@ def test_t13_rows_without_variance_at_the_freeze_neither_explode_nor_die(size):
         return early, late / others, float(moved), optimizer.stats()["floored_elements"]
 
     for early, late_to_others, moved, floored in run_threads(size, work):
-        assert early <= 10 * lr
+        assert early <= 20 * lr  # Adam's own steps here reach 2 lr; without the floor they reach 1e6 lr
         assert late_to_others <= 10  # sqrt(1 / RELATIVE_FLOOR); without the floor about 1e6
         assert moved > 10 * lr
         assert floored >= 16 * 16
