@@ -53,6 +53,13 @@ class Logs(BaseModel):
     complete: bool
 
 
+class TargetGroup(BaseModel):
+    """One entry of GET /v1/metrics/targets, in the form of Prometheus HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 class Problem(BaseModel):
     """One thing wrong with a request: where, what came, what is allowed."""
 

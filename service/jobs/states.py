@@ -1,9 +1,9 @@
 """The states of a job and the moves between them.
 
-    SUBMITTING -> PENDING -> RUNNING -> SUCCEEDED
-         |           |          |-----> FAILED
-         |           |          |-----> SUBMITTING       (a new attempt: its processes were lost with their cluster)
-         +-----------+----------+-----> CANCELLING -> CANCELLED
+SUBMITTING -> PENDING -> RUNNING -> SUCCEEDED
+     |           |          |-----> FAILED
+     |           |          |-----> SUBMITTING       (a new attempt: its processes were lost with their cluster)
+     +-----------+----------+-----> CANCELLING -> CANCELLED
 """
 
 from __future__ import annotations

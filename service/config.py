@@ -1,0 +1,63 @@
+"""Where the service keeps its state and how it listens: Settings, read once from the environment and the command line.
+
+Every field can be set by an environment variable with the prefix THINWIRE_, for instance THINWIRE_HOME.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from thinwire.workers.reports import LEASE_S
+
+
+def default_home() -> Path:
+    """The user's data folder for Thinwire: $XDG_DATA_HOME/thinwire, else ~/.local/share/thinwire."""
+    data = os.environ.get("XDG_DATA_HOME", "")
+    # The XDG rule: a relative path in the variable is to be ignored.
+    base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
+    return base / "thinwire"
+
+
+class Settings(BaseSettings):
+    """Settings of one service process. Frozen; an unknown argument is refused."""
+
+    model_config = SettingsConfigDict(env_prefix="THINWIRE_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    home: Path = Field(default_factory=default_home, description="token, server.json, thinwire.db, runs/")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="0: a free port, written to server.json")
+    launcher: Literal["local", "fake"] = "local"
+    public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
+    database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
+    reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
+    worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @property
+    def database(self) -> str:
+        """The SQLAlchemy URL in use."""
+        return self.database_url or f"sqlite:///{self.home / 'thinwire.db'}"
+
+    @property
+    def runs(self) -> Path:
+        """The folder of the jobs' run folders."""
+        return self.home / "runs"
+
+    @property
+    def token_file(self) -> Path:
+        """The operator's token, mode 0600."""
+        return self.home / "token"
+
+    @property
+    def server_file(self) -> Path:
+        """Where the running server says its url and pid."""
+        return self.home / "server.json"

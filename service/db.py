@@ -1,0 +1,109 @@
+"""The database: one engine, two kinds of session, and the upgrade of the schema at start.
+
+SQLite runs with a write-ahead log and synchronous=FULL, so that what was answered survives a kill -9 and a power
+cut. A writing session takes the write lock when it begins: a transaction that reads, decides and then writes
+would otherwise fail at its first write when another has written since, and no busy_timeout helps there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import Connection, create_engine, event, make_url, text
+from sqlalchemy.orm import DeclarativeBase, Session
+
+logger = logging.getLogger(__name__)
+
+BUSY_TIMEOUT_MS = 5000
+
+
+class Base(DeclarativeBase):
+    """The root of all rows."""
+
+
+class DatabaseUnusable(Exception):
+    """The database cannot be used by this version; the message says what to do."""
+
+
+class Database:
+    """Sessions of one database. `read` and `write` may be called from any thread."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite" and parsed.database:
+            _create_private(Path(parsed.database))
+        self.engine = create_engine(parsed)
+        if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "connect", _sqlite_connected)
+            event.listen(self.engine, "begin", _sqlite_begin)
+        self._writing = self.engine.execution_options(thinwire_write=True)
+        self._upgraded = False
+
+    def upgrade(self) -> None:
+        """Bring the schema to this version's newest revision, once a process. Raises DatabaseUnusable."""
+        if self._upgraded:
+            return
+        config = Config()
+        config.set_main_option("script_location", "thinwire.service:migrations")
+        try:
+            with self._writing.begin() as connection:
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+            self._upgraded = True
+        except CommandError as error:
+            raise DatabaseUnusable(
+                f"the database {self.engine.url.render_as_string(hide_password=True)} does not fit this version: "
+                f"{error}. It was probably written by a newer thinwire: install that one, or use another THINWIRE_HOME"
+            ) from error
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A session to read with; what it changes is not kept."""
+        with Session(self.engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """One transaction: committed at a clean end, rolled back by an exception."""
+        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def check(self) -> None:
+        """Ask the database for something. Raises sqlalchemy's errors where it does not answer."""
+        with self.read() as session:
+            session.execute(text("SELECT version_num FROM alembic_version"))
+
+    def close(self) -> None:
+        """Close all connections. Safe to call twice."""
+        self.engine.dispose()
+
+
+def _create_private(path: Path) -> None:
+    """Make the file, and its folder, readable by its owner alone, before SQLite makes it readable by all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def _sqlite_connected(connection: Any, record: Any) -> None:
+    # The driver's own transaction control begins too late (at the first write); _sqlite_begin does it instead.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    writing = connection.get_execution_options().get("thinwire_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")

@@ -1,0 +1,164 @@
+"""The errors of the service, each with the HTTP status and the stable code that a client sees.
+
+    ServiceError
+      +- Unauthorized         401  no token, or a wrong one
+      +- Forbidden            403  a job's token used for something else
+      +- NotFound             404
+      |    +- JobNotFound          (jobs/errors.py)
+      +- Conflict             409
+      |    +- JobOver, IdempotencyKeyReused, StaleAttempt   (jobs/errors.py)
+      +- BodyTooLarge         413
+      +- InvalidRequest       422  carries the problems, field by field
+      +- Unavailable          503  the launcher or the database cannot answer now
+
+Whatever goes wrong, the body is schemas.ErrorBody: `install` registers the handlers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from thinwire.service.jobs.schemas import ErrorBody, Problem
+from thinwire.service.problems import describe_problems
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceError(Exception):
+    """The root. `status` and `code` are of the class, the message of the occasion."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+    headers: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.problems = list(problems)
+
+
+class Unauthorized(ServiceError):
+    """No token, or a wrong one."""
+
+    status = 401
+    code = "unauthorized"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(ServiceError):
+    """The token is known and does not allow this."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(ServiceError):
+    """There is no such thing."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(ServiceError):
+    """The request contradicts the state of what it names."""
+
+    status = 409
+    code = "conflict"
+
+
+class BodyTooLarge(ServiceError):
+    """The request's body is above its limit."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class InvalidRequest(ServiceError):
+    """The request is readable and wrong; `problems` says where."""
+
+    status = 422
+    code = "invalid_request"
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> InvalidRequest:
+        """The error for these problems; the message names the first and counts the rest."""
+        first = problems[0]
+        where = f"{first.path}: " if first.path else ""
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return cls(f"{where}{first.message}{more}", problems)
+
+
+class Unavailable(ServiceError):
+    """The service cannot do this now; trying again may help."""
+
+    status = 503
+    code = "unavailable"
+
+
+def documented(*errors: type[ServiceError]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` argument of a route that can answer these errors, for OpenAPI."""
+    by_status: dict[int | str, dict[str, Any]] = {}
+    for error in errors:
+        text = f"`{error.code}`: {(error.__doc__ or '').strip()}"
+        if error.status in by_status:
+            text = by_status[error.status]["description"] + "\n\n" + text
+        by_status[error.status] = {"model": ErrorBody, "description": text}
+    return by_status
+
+
+def error_response(error: ServiceError) -> JSONResponse:
+    """The answer that a client gets for this error."""
+    body = ErrorBody(code=error.code, message=error.message, problems=error.problems)
+    return JSONResponse(body.model_dump(mode="json"), status_code=error.status, headers=error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers, so that every error of the app answers an ErrorBody."""
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OperationalError, _database_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return error_response(error)
+
+
+def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    path = getattr(request.scope.get("route"), "path", "")
+    document = request.app.openapi()
+    operation = document.get("paths", {}).get(path, {}).get(request.method.lower(), {})
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    return error_response(InvalidRequest.of(describe_problems(error.errors(), body, document)))
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    message = f"{status.phrase}: {request.method} {request.url.path}"
+    if status is HTTPStatus.METHOD_NOT_ALLOWED and error.headers and "Allow" in error.headers:
+        message += f"; allowed: {error.headers['Allow']}"
+    body = ErrorBody(code=status.name.lower(), message=message + "; see /docs")
+    return JSONResponse(body.model_dump(mode="json"), status_code=status, headers=error.headers)
+
+
+def _database_error(request: Request, error: Exception) -> Response:
+    logger.error("database_error method=%s path=%s", request.method, request.url.path, exc_info=error)
+    return error_response(Unavailable("the database does not answer now; try again, and see the service's log"))
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    # The server logs the traceback itself after this answer has been sent.
+    return error_response(ServiceError("an error inside the service; its log has the details"))

@@ -1,0 +1,152 @@
+"""What to do about a job, from what the database believes and what the launcher says. Pure: no clock, no effects.
+
+believed    launcher says   action
+SUBMITTING  (not asked)     Submit: a second submit of one id finds the first
+CANCELLING  PENDING RUNNING StopRun, again at each poll until it is gone
+CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
+CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
+PENDING     RUNNING         Run
+either      SUCCEEDED       Succeed
+either      FAILED          Fail, with the best reason that is known
+either      STOPPED         Fail: nobody asked us; or Succeed where the run left its summary
+either      ABSENT          Wait for ABSENT_POLLS of them; then by what the run left: Succeed, Fail, or Retry
+any         UNKNOWN         Wait
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.service.jobs.states import JobState
+from thinwire.service.launch.protocol import LaunchState, LaunchStatus
+from thinwire.workers.reports import Failure
+
+ABSENT_POLLS = 3
+"""Consecutive polls that must say ABSENT before a run is given up for lost."""
+LAST_LINES = 5
+LONGEST_REASON = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """What a decision depends on."""
+
+    id: str
+    state: JobState
+    attempt: int
+    max_attempts: int
+    version: int = 1
+    absent_polls: int = 0
+    """Consecutive polls before this one that said ABSENT."""
+    summary: dict[str, Any] | None = None
+    """What a run that succeeded has left, posted or in its folder."""
+    failure: Failure | None = None
+    """What a run that cannot go on has left, posted or in its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Hand the current attempt to the launcher; then PENDING."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """PENDING -> RUNNING."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Back to SUBMITTING with the next attempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    """-> SUCCEEDED."""
+
+    summary: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """-> FAILED."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRun:
+    """Ask the launcher to end the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """CANCELLING -> CANCELLED."""
+
+
+Action = Wait | Submit | Run | Retry | Succeed | Fail | StopRun | Cancel
+
+
+def decide(job: JobView, status: LaunchStatus) -> Action:
+    """The one action for a job that is not over. See the table above."""
+    said = status.state
+    if job.state is JobState.SUBMITTING:
+        return Submit()
+    if said is LaunchState.UNKNOWN:
+        return Wait()
+    if said is LaunchState.SUCCEEDED:
+        return Succeed(job.summary)
+    if said in (LaunchState.ABSENT, LaunchState.STOPPED) and job.summary is not None:
+        return Succeed(job.summary)
+    if job.state is JobState.CANCELLING:
+        return StopRun() if said in (LaunchState.PENDING, LaunchState.RUNNING) else Cancel()
+    if said is LaunchState.FAILED:
+        return Fail(failure_reason(job, status))
+    if said is LaunchState.STOPPED:
+        return Fail("the run was stopped in its cluster, not by a cancel of this service; submit it again to go on")
+    if said is LaunchState.ABSENT:
+        return _absent(job)
+    if said is LaunchState.RUNNING and job.state is JobState.PENDING:
+        return Run()
+    return Wait()
+
+
+def _absent(job: JobView) -> Action:
+    if job.absent_polls + 1 < ABSENT_POLLS:
+        return Wait()
+    if job.failure is not None:
+        return Fail(failure_text(job.failure))
+    lost = f"attempt {job.attempt} was lost with its cluster"
+    if job.attempt < job.max_attempts:
+        return Retry(f"{lost}; attempt {job.attempt + 1} resumes from the newest checkpoint")
+    restarts = job.max_attempts - 1
+    return Fail(f"{lost}, and workers.max_restarts = {restarts} allows no further attempt")
+
+
+def failure_reason(job: JobView, status: LaunchStatus) -> str:
+    """Why a run failed, for a person: its own words where it left some, else the end of the launcher's message."""
+    if job.failure is not None:
+        return failure_text(job.failure)
+    lines = [line for line in status.message.splitlines() if line.strip() and not _of_a_stack(line)]
+    if not lines:
+        return f"the run ended without a reason; see its log: thinwire logs {job.id}"
+    words = "\n".join(lines[-LAST_LINES:])[-LONGEST_REASON:]
+    return f"the run gave no reason of its own. The cluster's last words:\n{words}\nFull log: thinwire logs {job.id}"
+
+
+def failure_text(failure: Failure) -> str:
+    """A Failure as one text."""
+    at = f" (step {failure.step})" if failure.step is not None else ""
+    return f"{failure.kind}{at}: {failure.message}"
+
+
+def _of_a_stack(line: str) -> bool:
+    """True for the lines of a stack trace that tell a person nothing: its head, its frames and their source."""
+    return line.startswith((" ", "\t")) or line.lstrip().startswith(("Traceback (most recent call last)", 'File "'))

@@ -1,0 +1,143 @@
+"""All SQL of the jobs domain. A repository belongs to one session; the caller owns the transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import DeclarativeBase, Session
+
+from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow
+from thinwire.service.jobs.states import TERMINAL, JobState
+
+
+class JobRepository:
+    """Jobs, samples, events and leases of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    # jobs
+
+    def add(self, job: JobRow) -> None:
+        """Insert the job now, so that a key that is taken shows itself here. Raises IntegrityError."""
+        self.session.add(job)
+        self.session.flush()
+
+    def get(self, job_id: str) -> JobRow | None:
+        """The job of this id."""
+        return self.session.get(JobRow, job_id)
+
+    def lock(self, job_id: str) -> JobRow | None:
+        """The job of this id, held against other writers until the transaction ends."""
+        return self.session.get(JobRow, job_id, with_for_update=True)
+
+    def by_idempotency_key(self, key: str) -> JobRow | None:
+        """The job that was made with this key."""
+        return self.session.scalar(select(JobRow).where(JobRow.idempotency_key == key))
+
+    def id_by_token_hash(self, token_hash: str) -> str | None:
+        """The id of the job whose token this is."""
+        return self.session.scalar(select(JobRow.id).where(JobRow.token_hash == token_hash))
+
+    def newest(self, limit: int, state: JobState | None = None) -> Sequence[JobRow]:
+        """Up to `limit` jobs, newest first; of one state where it is given."""
+        query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
+        if state is not None:
+            query = query.where(JobRow.state == state.value)
+        return self.session.scalars(query).all()
+
+    def unfinished(self) -> Sequence[JobRow]:
+        """Every job that is not over, oldest first."""
+        query = select(JobRow).where(JobRow.state.not_in([s.value for s in TERMINAL])).order_by(JobRow.created_at)
+        return self.session.scalars(query).all()
+
+    def count_by_state(self) -> dict[str, int]:
+        """How many jobs each state has; a state without jobs is left out."""
+        return dict(self.session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).tuples().all())
+
+    def set_token_hash(self, job_id: str, token_hash: str) -> None:
+        """Replace the job's token. The row's version stays: no decision depends on the token."""
+        table = JobRow.__table__
+        self.session.execute(update(table).where(table.c.id == job_id).values(token_hash=token_hash))  # type: ignore[arg-type]
+
+    def set_progress(self, job_id: str, values: dict[str, Any]) -> None:
+        """Replace newest_sample or newest_validation. The row's version stays: no decision depends on them."""
+        table = JobRow.__table__
+        self.session.execute(update(table).where(table.c.id == job_id).values(**values))  # type: ignore[arg-type]
+
+    # history
+
+    def put_samples(self, job_id: str, attempt: int, samples: dict[int, dict[str, Any]]) -> None:
+        """Write samples by step. A step that a later attempt has written stays as it is."""
+        if not samples:
+            return
+        insert = self._insert(SampleRow)
+        newer: ColumnElement[bool] = insert.excluded.attempt >= SampleRow.attempt
+        changes = {"attempt": insert.excluded.attempt, "sample": insert.excluded.sample}
+        statement = insert.on_conflict_do_update(index_elements=["job_id", "step"], set_=changes, where=newer)
+        rows = [{"job_id": job_id, "attempt": attempt, "step": step, "sample": s} for step, s in samples.items()]
+        self.session.execute(statement, rows)
+
+    def put_events(self, job_id: str, attempt: int, events: Sequence[dict[str, Any]]) -> None:
+        """Write events (kind, step, time, fields); one that is known already is left out."""
+        if not events:
+            return
+        statement = self._insert(EventRow).on_conflict_do_nothing(
+            index_elements=["job_id", "attempt", "kind", "step", "time"]
+        )
+        self.session.execute(statement, [{"job_id": job_id, "attempt": attempt, **event} for event in events])
+
+    def samples(self, job_id: str, after_step: int) -> Sequence[dict[str, Any]]:
+        """The samples with a step above `after_step`, in order of step."""
+        query = select(SampleRow.sample).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
+        return self.session.scalars(query.order_by(SampleRow.step)).all()
+
+    def events(self, job_id: str) -> Sequence[EventRow]:
+        """All events of the job, in order of time."""
+        query = select(EventRow).where(EventRow.job_id == job_id).order_by(EventRow.time, EventRow.id)
+        return self.session.scalars(query).all()
+
+    # leases
+
+    def put_lease(self, lease: LeaseRow) -> None:
+        """Make or renew a worker's lease."""
+        self.session.merge(lease)
+
+    def drop_lease(self, job_id: str, rank: int) -> None:
+        """End a worker's lease; none is fine."""
+        self.session.execute(delete(LeaseRow).where(LeaseRow.job_id == job_id, LeaseRow.rank == rank))
+
+    def drop_leases(self, job_id: str) -> None:
+        """End all leases of a job."""
+        self.session.execute(delete(LeaseRow).where(LeaseRow.job_id == job_id))
+
+    def has_expired_leases(self, now: float) -> bool:
+        """True where `drop_expired_leases` has something to do."""
+        return self.session.scalar(select(LeaseRow.rank).where(LeaseRow.expires_at <= now).limit(1)) is not None
+
+    def drop_expired_leases(self, now: float) -> None:
+        """End the leases that have run out."""
+        self.session.execute(delete(LeaseRow).where(LeaseRow.expires_at <= now))
+
+    def live_leases(self, now: float) -> Sequence[LeaseRow]:
+        """Every lease that has not run out, by job and rank."""
+        query = select(LeaseRow).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
+        return self.session.scalars(query).all()
+
+    def count_live_leases(self, job_ids: Sequence[str], now: float) -> dict[str, int]:
+        """How many live leases each of these jobs has; a job without any is left out."""
+        query = (
+            select(LeaseRow.job_id, func.count())
+            .where(LeaseRow.job_id.in_(job_ids), LeaseRow.expires_at > now)
+            .group_by(LeaseRow.job_id)
+        )
+        return dict(self.session.execute(query).tuples().all())
+
+    def _insert(self, row: type[DeclarativeBase]) -> Any:
+        """An insert that can name its conflicts; SQLAlchemy has one for each database."""
+        if self.session.get_bind().dialect.name == "postgresql":
+            return postgresql.insert(row)
+        return sqlite.insert(row)

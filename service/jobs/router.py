@@ -1,0 +1,112 @@
+"""The routes of the jobs domain: what comes in and what goes out. Decisions are in service and worker_reports."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+
+from thinwire.service.auth import job_or_operator, operator
+from thinwire.service.errors import BodyTooLarge, Forbidden, InvalidRequest, Unauthorized, Unavailable, documented
+from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver, StaleAttempt
+from thinwire.service.jobs.schemas import History, Job, JobList, Logs, TargetGroup
+from thinwire.service.jobs.service import JobService
+from thinwire.service.jobs.states import JobState
+from thinwire.service.jobs.worker_reports import WorkerReports
+from thinwire.workers.reports import Telemetry, WorkerRegistration
+from thinwire.workers.spec import TrainSpec
+
+_ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
+LARGEST_OFFSET = 2**53 - 1
+LARGEST_STEP = 10**9
+
+operators = APIRouter(prefix="/v1", dependencies=[Depends(operator)], responses=_ALWAYS, tags=["jobs"])
+workers = APIRouter(prefix="/v1/jobs", dependencies=[Depends(job_or_operator)], responses=_ALWAYS, tags=["reports"])
+
+
+def _job_service(request: Request) -> JobService:
+    service: JobService = request.app.state.jobs
+    return service
+
+
+def _worker_reports(request: Request) -> WorkerReports:
+    reports: WorkerReports = request.app.state.reports
+    return reports
+
+
+Jobs = Annotated[JobService, Depends(_job_service)]
+Reports = Annotated[WorkerReports, Depends(_worker_reports)]
+Rank = Annotated[int, Path(ge=0, lt=4096)]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=255,
+        pattern=r"^[\x20-\x7e]+$",
+        description="makes the request safe to repeat: the same key and spec give the same job",
+    ),
+]
+
+
+@operators.post("/jobs", status_code=202, responses=documented(IdempotencyKeyReused, BodyTooLarge))
+def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
+    """Accept a training job. It is written down before the answer, and started soon after."""
+    job = jobs.submit(spec, idempotency_key)
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
+
+
+@operators.get("/jobs")
+def list_jobs(jobs: Jobs, limit: Annotated[int, Query(ge=1, le=1000)] = 100, state: JobState | None = None) -> JobList:
+    """The newest jobs, newest first."""
+    return jobs.list(limit, state)
+
+
+@operators.get("/jobs/{job_id}", responses=documented(JobNotFound))
+def show(job_id: str, jobs: Jobs) -> Job:
+    """One job: its state, its progress, how it ended."""
+    return jobs.get(job_id)
+
+
+@operators.post("/jobs/{job_id}/cancel", status_code=202, responses=documented(JobNotFound, JobOver))
+def cancel(job_id: str, jobs: Jobs) -> Job:
+    """Ask for the job's end. Asking again is fine; a job that has succeeded or failed is a conflict."""
+    return jobs.cancel(job_id)
+
+
+@operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound))
+def logs(job_id: str, jobs: Jobs, offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET)] = 0) -> Logs:
+    """Log text from `offset` on. Ask again from `next_offset` until `complete`."""
+    return jobs.logs(job_id, offset)
+
+
+@operators.get("/jobs/{job_id}/metrics", responses=documented(JobNotFound))
+def history(job_id: str, jobs: Jobs, after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1) -> History:
+    """Every sample that the job has posted, in order of step; `after_step` leaves out what is known already."""
+    return jobs.history(job_id, after_step)
+
+
+@operators.get("/metrics/targets", tags=["metrics"])
+def targets(reports: Reports) -> list[TargetGroup]:
+    """The workers that can be scraped now, for Prometheus `http_sd_configs`."""
+    return reports.targets()
+
+
+@workers.put(
+    "/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge)
+)
+def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports) -> None:
+    """Say where a worker can be scraped. Repeat it: the registration runs out."""
+    reports.register(job_id, rank, worker)
+
+
+@workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))
+def leave(job_id: str, rank: Rank, reports: Reports) -> None:
+    """Say that a worker is gone. Repeating it is fine."""
+    reports.leave(job_id, rank)
+
+
+@workers.post("/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge))
+def telemetry(job_id: str, batch: Telemetry, reports: Reports) -> None:
+    """Post samples, events, and how the run ended. Repeating a batch changes nothing."""
+    reports.post(job_id, batch)

@@ -1,0 +1,228 @@
+"""What an operator can do with jobs: submit, look, read logs and history, cancel.
+
+A submission is one row first; the run folder and the launcher's part follow from it, and the reconciler finishes
+whatever a crash leaves open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from thinwire.service.auth import new_token, token_hash
+from thinwire.service.db import Database
+from thinwire.service.errors import InvalidRequest, Unavailable
+from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver
+from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.run_folder import RunFolders
+from thinwire.service.jobs.schemas import History, Job, JobList, Logs, Problem
+from thinwire.service.jobs.states import JobState
+from thinwire.service.jobs.transitions import job_json, record, transition
+from thinwire.service.jobs.views import event_view, job_view, submission_id
+from thinwire.service.launch.protocol import Launcher, LauncherError
+from thinwire.workers.reports import Sample
+from thinwire.workers.spec import TextFile, TrainSpec
+
+logger = logging.getLogger(__name__)
+
+LOG_OFFSET_BITS = 40
+"""A log offset is (attempt - 1) << 40 plus characters: each attempt has a log of its own."""
+
+
+class JobService:
+    """The operator's side of the jobs domain. Methods may be called from any thread.
+
+    wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        launcher: Launcher,
+        folders: RunFolders,
+        *,
+        launcher_reason: Callable[[], str | None],
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        new_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
+    ) -> None:
+        self._db = db
+        self._launcher = launcher
+        self._folders = folders
+        self._launcher_reason = launcher_reason
+        self._wake = wake
+        self._clock = clock
+        self._new_suffix = new_suffix
+
+    def submit(self, spec: TrainSpec, idempotency_key: str | None) -> Job:
+        """Accept a job: its row, then its run folder. The same key and spec again give the same job.
+
+        Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read).
+        """
+        digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+        earlier = self._earlier(idempotency_key, digest)
+        if earlier is not None:
+            return earlier
+        _check_data(spec)
+        token = new_token()
+        with self._folders.lock:
+            row = self._insert(spec, digest, idempotency_key, token)
+            while row is None:  # the id is taken, or another request with this key was faster
+                earlier = self._earlier(idempotency_key, digest)
+                if earlier is not None:
+                    return earlier
+                row = self._insert(spec, digest, idempotency_key, token)
+            try:
+                self._folders.of(row.id).write(job_json(row), token, self._folders.service_url)
+            except OSError:
+                # The job is accepted: its row is written. The reconciler completes the folder.
+                logger.exception("run_folder_incomplete job_id=%s", row.id)
+        logger.info("job_accepted job_id=%s steps=%d optimizer=%s", row.id, spec.steps, spec.optimizer.name)
+        self._wake()
+        return self._view(row, workers=0)
+
+    def list(self, limit: int, state: JobState | None) -> JobList:
+        """The newest jobs."""
+        now = self._clock()
+        with self._db.read() as session:
+            jobs = JobRepository(session)
+            rows = jobs.newest(limit, state)
+            workers = jobs.count_live_leases([row.id for row in rows], now)
+        return JobList(jobs=[self._view(row, workers.get(row.id, 0)) for row in rows])
+
+    def get(self, job_id: str) -> Job:
+        """One job. Raises JobNotFound."""
+        now = self._clock()
+        with self._db.read() as session:
+            row = _found(session, job_id)
+            workers = JobRepository(session).count_live_leases([job_id], now)
+        return self._view(row, workers.get(job_id, 0))
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the job's end; asking again changes nothing. Raises JobNotFound, JobOver."""
+        with self._db.write() as session:
+            row = JobRepository(session).lock(job_id)
+            if row is None:
+                raise JobNotFound(job_id)
+            state = JobState(row.state)
+            if state in (JobState.SUCCEEDED, JobState.FAILED):
+                raise JobOver(job_id, state, "it has finished and cannot be cancelled")
+            if not state.terminal and state is not JobState.CANCELLING:
+                transition(session, row, JobState.CANCELLING, self._clock())
+        self._wake()
+        return self.get(job_id)
+
+    def history(self, job_id: str, after_step: int) -> History:
+        """The samples above a step in order of step, and all events in order of time. Raises JobNotFound."""
+        with self._db.read() as session:
+            _found(session, job_id)
+            jobs = JobRepository(session)
+            samples = [Sample.model_validate(sample) for sample in jobs.samples(job_id, after_step)]
+            return History(job_id=job_id, samples=samples, events=[event_view(row) for row in jobs.events(job_id)])
+
+    def logs(self, job_id: str, offset: int) -> Logs:
+        """Log text of the current attempt from `offset` on. Raises JobNotFound, Unavailable.
+
+        An offset into the log of an earlier attempt goes on at the beginning of the current one's.
+        """
+        with self._db.read() as session:
+            row = _found(session, job_id)
+        state, base = JobState(row.state), (row.attempt - 1) << LOG_OFFSET_BITS
+        if state is JobState.SUBMITTING:
+            return Logs(text="", next_offset=offset, complete=False)
+        reason = self._launcher_reason()
+        if reason is not None:
+            raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
+        try:
+            chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base))
+        except LauncherError as error:
+            raise Unavailable(f"the launcher has no log to give: {error}") from error
+        # An empty chunk of a job that is over is the end: nobody writes any more.
+        return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
+
+    def count_by_state(self) -> dict[JobState, int]:
+        """How many jobs each state has."""
+        with self._db.read() as session:
+            counts = JobRepository(session).count_by_state()
+        return {state: counts.get(state.value, 0) for state in JobState}
+
+    def rewrite_service_urls(self) -> None:
+        """Tell the run folder of every job that is not over where the service listens now."""
+        with self._db.read() as session:
+            ids = [row.id for row in JobRepository(session).unfinished()]
+        for job_id in ids:
+            try:
+                self._folders.of(job_id).write_service_url(self._folders.service_url)
+            except OSError:
+                logger.exception("service_url_not_written job_id=%s", job_id)
+
+    def _earlier(self, key: str | None, digest: str) -> Job | None:
+        if key is None:
+            return None
+        with self._db.read() as session:
+            row = JobRepository(session).by_idempotency_key(key)
+        if row is None:
+            return None
+        if row.spec_digest != digest:
+            raise IdempotencyKeyReused(key, row.id)
+        return self.get(row.id)
+
+    def _insert(self, spec: TrainSpec, digest: str, key: str | None, token: str) -> JobRow | None:
+        """The new row, committed with its first event; None where its id or its key has been taken meanwhile."""
+        row = JobRow(
+            id=f"{spec.name}-{self._new_suffix()}",
+            name=spec.name,
+            spec=spec.model_dump(mode="json"),
+            spec_digest=digest,
+            idempotency_key=key,
+            token_hash=token_hash(token),
+            state=JobState.SUBMITTING.value,
+            attempt=1,
+            max_attempts=1 + spec.workers.max_restarts,
+            created_at=self._clock(),
+        )
+        try:
+            with self._db.write() as session:
+                JobRepository(session).add(row)
+                record(session, row, row.created_at)
+        except IntegrityError:
+            return None
+        return row
+
+    def _view(self, row: JobRow, workers: int) -> Job:
+        return job_view(row, workers, self._folders.of(row.id).path, self._launcher.dashboard_url)
+
+
+def _found(session: Session, job_id: str) -> JobRow:
+    row = JobRepository(session).get(job_id)
+    if row is None:
+        raise JobNotFound(job_id)
+    return row
+
+
+def _check_data(spec: TrainSpec) -> None:
+    """Refuse a data file that this machine cannot read. Raises InvalidRequest."""
+    if not isinstance(spec.data, TextFile):
+        return
+    path = spec.data.path
+    wrong = None
+    if "\0" in path or not os.path.isabs(path):
+        wrong = "must be an absolute path"
+    elif not Path(path).exists():
+        wrong = "there is no such file on the service's machine"
+    elif not Path(path).is_file():
+        wrong = "must be a regular file, not a folder or a device"
+    elif not os.access(path, os.R_OK):
+        wrong = "the service may not read this file; change its permissions, or name another"
+    elif Path(path).stat().st_size == 0:
+        wrong = "the file is empty; training needs text"
+    if wrong:
+        raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])

@@ -1,0 +1,36 @@
+"""A job's move to another state: the row, its times and its event, in the caller's transaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.states import JobState
+
+
+def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:
+    """Move `row` to a state and record it. row: modified; its leases end with it where the state is terminal."""
+    row.state = to.value
+    row.reason = reason
+    if to is JobState.RUNNING and row.started_at is None:
+        row.started_at = now
+    if to.terminal:
+        row.finished_at = now
+        JobRepository(session).drop_leases(row.id)
+    record(session, row, now)
+
+
+def record(session: Session, row: JobRow, now: float) -> None:
+    """Write the event that the job has come to its state: kind job_submitting, job_running and so on."""
+    step = row.newest_sample["sample"]["step"] if row.newest_sample else 0
+    fields = {"reason": row.reason} if row.reason else {}
+    event = {"kind": f"job_{row.state.lower()}", "step": step, "time": now, "fields": fields}
+    JobRepository(session).put_events(row.id, row.attempt, [event])
+
+
+def job_json(row: JobRow) -> dict[str, Any]:
+    """What job.json in the run folder holds."""
+    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec}

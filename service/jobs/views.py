@@ -1,0 +1,52 @@
+"""Rows turned into what the API answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from thinwire.service.jobs.models import EventRow, JobRow
+from thinwire.service.jobs.schemas import Job
+from thinwire.service.jobs.states import JobState
+from thinwire.workers.reports import Event, Sample
+from thinwire.workers.spec import TrainSpec
+
+
+def submission_id(job_id: str, attempt: int) -> str:
+    """The launcher's name of one attempt of a job; the first has the job's own id."""
+    return job_id if attempt == 1 else f"{job_id}-attempt{attempt}"
+
+
+def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: Callable[[str], str | None]) -> Job:
+    """The job as GET /v1/jobs/{id} shows it. dashboard_url: from a submission id."""
+    sample = row.newest_sample["sample"] if row.newest_sample else None
+    validation = row.newest_validation["sample"]["validation_loss"] if row.newest_validation else None
+    state = JobState(row.state)
+    submitted = state is not JobState.SUBMITTING
+    return Job(
+        id=row.id,
+        name=row.name,
+        state=state,
+        reason=row.reason,
+        attempt=row.attempt,
+        created_at=_datetime(row.created_at),
+        started_at=_datetime(row.started_at) if row.started_at is not None else None,
+        finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
+        spec=TrainSpec.model_validate(row.spec),
+        progress=Sample.model_validate(sample) if sample else None,
+        validation_loss=validation,
+        workers=workers,
+        summary=row.summary,
+        run_dir=str(run_dir),
+        dashboard_url=dashboard_url(submission_id(row.id, row.attempt)) if submitted else None,
+    )
+
+
+def event_view(row: EventRow) -> Event:
+    """The event as History shows it."""
+    return Event(kind=row.kind, step=row.step, time=row.time, fields=row.fields)
+
+
+def _datetime(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,182 @@
+"""What a running job says: its workers' leases and its telemetry; and what Prometheus is told of them.
+
+Every report names its attempt. One from another attempt than the current is refused, so that a process which
+outlives its cluster cannot write over the run that has replaced it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from thinwire.service.db import Database
+from thinwire.service.errors import InvalidRequest
+from thinwire.service.jobs.errors import JobNotFound, JobOver, StaleAttempt
+from thinwire.service.jobs.models import JobRow, LeaseRow
+from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.schemas import Problem, TargetGroup
+from thinwire.service.jobs.states import JobState
+from thinwire.service.jobs.transitions import transition
+from thinwire.workers.reports import Event, Sample, Telemetry, WorkerRegistration
+
+logger = logging.getLogger(__name__)
+
+LARGEST_STEP = 10**9
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
+_LOSSES = frozenset({"loss", "validation_loss"})
+
+
+class WorkerReports:
+    """The workers' side of the jobs domain. Methods may be called from any thread.
+
+    lease_s: how long a registration holds. clock: unix seconds.
+    """
+
+    def __init__(self, db: Database, *, lease_s: float, clock: Callable[[], float]) -> None:
+        self._db = db
+        self._lease_s = lease_s
+        self._clock = clock
+
+    def register(self, job_id: str, rank: int, worker: WorkerRegistration) -> None:
+        """Make or renew a worker's lease. Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest."""
+        port = _ADDRESS.match(worker.address)
+        if port is None or not 0 < int(port[1]) <= 65535:
+            message = "must be host:port, with a port from 1 to 65535"
+            raise InvalidRequest.of([Problem(path="address", value=worker.address, message=message)])
+        with self._db.write() as session:
+            row = _current(session, job_id, worker.attempt)
+            if JobState(row.state).terminal:
+                raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
+            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **worker.model_dump())
+            JobRepository(session).put_lease(lease)
+
+    def leave(self, job_id: str, rank: int) -> None:
+        """End a worker's lease; one that is gone already is fine. Raises JobNotFound."""
+        with self._db.write() as session:
+            jobs = JobRepository(session)
+            if jobs.get(job_id) is None:
+                raise JobNotFound(job_id)
+            jobs.drop_lease(job_id, rank)
+
+    def post(self, job_id: str, telemetry: Telemetry) -> None:
+        """Store a batch; the same batch again changes nothing. Raises JobNotFound, StaleAttempt, InvalidRequest.
+
+        A batch that arrives after the job's end is stored too: it is the end of its history.
+        """
+        samples = _clean(telemetry)
+        with self._db.write() as session:
+            row = _current(session, job_id, telemetry.attempt)
+            jobs = JobRepository(session)
+            by_step = {sample.step: sample.model_dump(mode="json") for sample in samples}
+            jobs.put_samples(job_id, telemetry.attempt, by_step)
+            jobs.put_events(job_id, telemetry.attempt, [event.model_dump(mode="json") for event in telemetry.events])
+            progress = _progress(row, telemetry.attempt, samples)
+            state = JobState(row.state)
+            if telemetry.summary is not None:
+                row.summary = telemetry.summary
+            if telemetry.failure is not None and not state.terminal:
+                row.failure = telemetry.failure.model_dump(mode="json")
+            if samples and state in (JobState.SUBMITTING, JobState.PENDING):
+                transition(session, row, JobState.RUNNING, self._clock())
+            if progress:
+                session.flush()
+                jobs.set_progress(job_id, progress)
+
+    def targets(self) -> list[TargetGroup]:
+        """Every worker that can be scraped now, as Prometheus HTTP service discovery wants it."""
+        with self._db.read() as session:
+            leases = JobRepository(session).live_leases(self._clock())
+        # Labels that begin with __meta_ are dropped after relabelling, so they never clash with the metrics' own.
+        return [
+            TargetGroup(
+                targets=[lease.address],
+                labels={
+                    "__meta_thinwire_job_id": lease.job_id,
+                    "__meta_thinwire_rank": str(lease.rank),
+                    "__meta_thinwire_node": lease.node,
+                    "__meta_thinwire_attempt": str(lease.attempt),
+                },
+            )
+            for lease in leases
+        ]
+
+
+def _current(session: Session, job_id: str, attempt: int) -> JobRow:
+    row = JobRepository(session).lock(job_id)
+    if row is None:
+        raise JobNotFound(job_id)
+    if row.attempt != attempt:
+        raise StaleAttempt(job_id, attempt, row.attempt)
+    return row
+
+
+def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any]:
+    """The changes of newest_sample and newest_validation: the newest by attempt, then time, then step."""
+    changes: dict[str, Any] = {}
+    validated = [sample for sample in samples if sample.validation_loss is not None]
+    for column, candidates in (("newest_sample", samples), ("newest_validation", validated)):
+        if not candidates:
+            continue
+        newest = max(candidates, key=lambda sample: (sample.time, sample.step))
+        known = getattr(row, column)
+        if known is None or (attempt, newest.time) >= (known["attempt"], known["sample"]["time"]):
+            changes[column] = {"attempt": attempt, "sample": newest.model_dump(mode="json")}
+    return changes
+
+
+def _clean(telemetry: Telemetry) -> list[Sample]:
+    """The samples with a loss that is not finite shown as none. Raises InvalidRequest for what cannot be stored.
+
+    Neither JSON nor the history's reader knows NaN; a loss that is not finite is what the run's Failure tells.
+    """
+    problems: list[Problem] = []
+    clean = []
+    for index, sample in enumerate(telemetry.samples):
+        values = sample.model_dump()
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                if name in _LOSSES:
+                    values[name] = None
+                else:
+                    problems.append(_problem(f"samples.{index}.{name}", str(value), "must be a finite number"))
+        _bounded(f"samples.{index}.step", sample.step, problems)
+        if not problems:
+            clean.append(Sample.model_validate(values))
+    for index, event in enumerate(telemetry.events):
+        _bounded(f"events.{index}.step", event.step, problems)
+        _finite_event(index, event, problems)
+    if telemetry.summary is not None and not _is_json(telemetry.summary):
+        problems.append(_problem("summary", None, "must hold finite numbers only"))
+    if problems:
+        raise InvalidRequest.of(problems[:20])
+    return clean
+
+
+def _finite_event(index: int, event: Event, problems: list[Problem]) -> None:
+    if not math.isfinite(event.time):
+        problems.append(_problem(f"events.{index}.time", str(event.time), "must be a finite number"))
+    if not _is_json(event.fields):
+        problems.append(_problem(f"events.{index}.fields", None, "must hold finite numbers only"))
+
+
+def _bounded(path: str, step: int, problems: list[Problem]) -> None:
+    if step > LARGEST_STEP:
+        problems.append(_problem(path, str(step), f"must be at most {LARGEST_STEP}"))
+
+
+def _problem(path: str, value: str | None, message: str) -> Problem:
+    return Problem(path=path, value=value, message=message)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,168 @@
+"""The control plane as an ASGI application. `thinwire.service.server` runs it as a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+
+from thinwire.service import errors
+from thinwire.service.auth import Guard, operator, operator_token
+from thinwire.service.config import Settings
+from thinwire.service.db import Database
+from thinwire.service.files import private_folder
+from thinwire.service.jobs import router as jobs_router
+from thinwire.service.jobs.reconciler import Reconciler
+from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.run_folder import RunFolders
+from thinwire.service.jobs.service import JobService
+from thinwire.service.jobs.worker_reports import WorkerReports
+from thinwire.service.launch.protocol import Launcher
+from thinwire.service.launch.starter import LauncherStarter
+from thinwire.service.limits import BodyLimit
+from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
+
+
+class ControlPlane:
+    """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs."""
+
+    def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
+        private_folder(settings.home)
+        self.token = operator_token(settings.token_file)
+        self.db = Database(settings.database)
+        self.starter = LauncherStarter(launcher)
+        self.metrics = ServiceMetrics()
+        folders = RunFolders(settings.runs, service_url)
+        self.reconciler = Reconciler(
+            self.db,
+            launcher,
+            folders,
+            launcher_reason=self.starter.reason,
+            clock=clock,
+            interval_s=settings.reconcile_interval_s,
+            observe_turn=self.metrics.reconcile_seconds.observe,
+        )
+        self.jobs = JobService(
+            self.db,
+            launcher,
+            folders,
+            launcher_reason=self.starter.reason,
+            wake=self.reconciler.wake,
+            clock=clock,
+        )
+        self.reports = WorkerReports(self.db, lease_s=settings.worker_lease_s, clock=clock)
+        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.starter.reason)
+
+    def start(self) -> None:
+        """Bring the schema up to date, tell the runs where the service is, begin to launch and to reconcile."""
+        self.db.upgrade()
+        self.jobs.rewrite_service_urls()
+        self.starter.start()
+        self.reconciler.start()
+
+    def close(self) -> None:
+        """End the reconciler, the launcher and the database's connections. Safe to call twice."""
+        self.reconciler.close()
+        self.starter.close()
+        self.db.close()
+
+    def job_of_token(self, token_hash: str) -> str | None:
+        """The id of the job whose token has this hash."""
+        with self.db.read() as session:
+            return JobRepository(session).id_by_token_hash(token_hash)
+
+    def not_ready(self) -> str | None:
+        """None when the service can take and start jobs, else why not."""
+        try:
+            self.db.check()
+        except SQLAlchemyError as error:
+            return f"database: {type(error).__name__}; see the service's log"
+        reason = self.starter.reason()
+        return f"launcher: {reason}" if reason is not None else None
+
+
+def create_app(
+    settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
+) -> FastAPI:
+    """The application. It makes the home folder and the operator's token where they are missing; its lifespan
+    upgrades the database, starts the launcher in a thread and the reconciler, and ends both.
+
+    service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
+    clock: unix seconds. Raises: auth.TokenFileError, OSError.
+    """
+    url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
+    plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(plane.start)
+        try:
+            yield
+        finally:
+            await run_in_threadpool(plane.close)
+
+    app = FastAPI(
+        title="Thinwire",
+        version=_version(),
+        description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
+        lifespan=lifespan,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.plane = plane
+    app.state.jobs = plane.jobs
+    app.state.reports = plane.reports
+    errors.install(app)
+    app.include_router(jobs_router.operators)
+    app.include_router(jobs_router.workers)
+    app.include_router(_own)
+    # The last one added is the first to see a request: count it, then ask who it is, then read its body.
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, token=plane.token, find_job=plane.job_of_token)
+    app.add_middleware(RequestMetrics, metrics=plane.metrics)
+    return app
+
+
+_own = APIRouter(tags=["service"])
+
+
+@_own.get("/healthz")
+def healthz() -> dict[str, str]:
+    """The process answers. Open."""
+    return {"status": "ok"}
+
+
+@_own.get("/readyz", responses=errors.documented(errors.Unavailable))
+def readyz(request: Request) -> dict[str, str]:
+    """The database and the launcher answer, so jobs can be taken and started; else 503 and why. Open."""
+    plane: ControlPlane = request.app.state.plane
+    reason = plane.not_ready()
+    if reason is not None:
+        raise errors.Unavailable(reason)
+    return {"status": "ready"}
+
+
+_METRICS_DOC: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
+    **errors.documented(errors.Unauthorized, errors.Forbidden),
+}
+
+
+@_own.get("/metrics", dependencies=[Depends(operator)], response_class=Response, responses=_METRICS_DOC)
+def metrics(request: Request) -> Response:
+    """The service's own metrics."""
+    plane: ControlPlane = request.app.state.plane
+    return Response(plane.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _version() -> str:
+    try:
+        return version("thinwire")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0"

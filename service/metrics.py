@@ -1,0 +1,121 @@
+"""The service's own metrics, in a registry of their own. Those of the workers are in thinwire.workers.metric_names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy.exc import OperationalError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from thinwire.service.jobs.states import JobState
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class ServiceMetrics:
+    """What GET /metrics shows."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "thinwire_service_requests",
+            "HTTP requests answered",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "thinwire_service_request_seconds",
+            "Time to answer an HTTP request",
+            ("method", "route"),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "thinwire_service_reconcile_seconds",
+            "Time of one turn of the reconciler over all jobs",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def watch(
+        self,
+        count_by_state: Callable[[], Mapping[JobState, int]],
+        launcher_name: str,
+        launcher_reason: Callable[[], str | None],
+    ) -> None:
+        """Show the jobs by state and whether the launcher is ready, asked anew at each scrape."""
+        self.registry.register(_Asked(count_by_state, launcher_name, launcher_reason))
+
+    def text(self) -> bytes:
+        """The exposition, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Asked(Collector):
+    def __init__(
+        self,
+        count_by_state: Callable[[], Mapping[JobState, int]],
+        launcher_name: str,
+        launcher_reason: Callable[[], str | None],
+    ) -> None:
+        self._count_by_state = count_by_state
+        self._launcher_name = launcher_name
+        self._launcher_reason = launcher_reason
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask the database."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The current values. A database that does not answer leaves the jobs out; the other metrics stay."""
+        ready = GaugeMetricFamily(
+            "thinwire_service_launcher_ready", "1 when jobs can be submitted, else 0", labels=("launcher",)
+        )
+        ready.add_metric((self._launcher_name,), 0.0 if self._launcher_reason() else 1.0)
+        yield ready
+        jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
+        try:
+            for state, count in self._count_by_state().items():
+                jobs.add_metric((state.value,), count)
+        except OperationalError:
+            logger.exception("database_error where=metrics")
+        yield jobs
+
+
+class RequestMetrics:
+    """ASGI middleware that counts and times requests by the template of their route, never by their path."""
+
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and write down how it went."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            route = getattr(scope.get("route"), "path", "unmatched")
+            self._metrics.requests.labels(method, route, str(status)).inc()
+            self._metrics.request_seconds.labels(method, route).observe(time.perf_counter() - began)

@@ -1,0 +1,188 @@
+"""The control plane as a process: one per home folder, on a port that it finds and says.
+
+The running server is found by $THINWIRE_HOME/server.json, {"url", "pid"}, which is there while it answers. A lock
+file makes it the only one: the lock is the kernel's and ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from types import FrameType
+
+import uvicorn
+
+from thinwire.service.auth import TokenFileError
+from thinwire.service.config import Settings
+from thinwire.service.db import DatabaseUnusable
+from thinwire.service.files import private_folder, write_private
+from thinwire.service.launch.protocol import Launcher
+from thinwire.service.launch.registry import make_launcher
+from thinwire.service.main import ControlPlane, create_app
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OPEN_REQUESTS_S = 5
+"""How long requests that are under way at the end may still take."""
+
+
+class ServeRefused(Exception):
+    """The server cannot run; the message says why and what to do."""
+
+
+def serve(
+    settings: Settings, *, launcher: Launcher | None = None, on_started: Callable[[str], None] | None = None
+) -> None:
+    """Run the control plane until SIGINT, SIGTERM or SIGHUP; then end it with everything it started.
+
+    launcher: default, the one that the settings name. on_started: called with the url once requests are answered.
+    Must be called in the main thread: it handles signals. Raises: ServeRefused.
+    """
+    with _signals() as asked_to_end, _only_server(settings):
+        listener = _bind(settings.host, settings.port)
+        try:
+            url = settings.public_url or _url(listener)
+            launcher = launcher or make_launcher(settings.launcher, settings.home)
+            try:
+                app = create_app(settings, launcher, service_url=url)
+            except (TokenFileError, OSError) as error:
+                raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
+            plane: ControlPlane = app.state.plane
+            try:
+                plane.db.upgrade()
+            except DatabaseUnusable as error:
+                raise ServeRefused(str(error)) from error
+            config = uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=OPEN_REQUESTS_S
+            )
+            server = _Server(config, settings, _url(listener), on_started)
+            asked_to_end.append(server)
+            try:
+                asyncio.run(server.serve(sockets=[listener]))
+            finally:
+                settings.server_file.unlink(missing_ok=True)
+                # A second Ctrl-C makes uvicorn skip the end of the lifespan; nothing may stay behind.
+                plane.close()
+            if not server.started:
+                raise ServeRefused("the service could not start; the log above says why")
+        finally:
+            listener.close()
+    logger.info("server_ended home=%s", settings.home)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that writes server.json when it answers."""
+
+    def __init__(
+        self, config: uvicorn.Config, settings: Settings, url: str, on_started: Callable[[str], None] | None
+    ) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._url = url
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, then say so."""
+        await super().startup(sockets)
+        if not self.started or self.should_exit:
+            return
+        write_private(self._settings.server_file, json.dumps({"url": self._url, "pid": os.getpid()}) + "\n")
+        logger.info("server_started url=%s home=%s pid=%d", self._url, self._settings.home, os.getpid())
+        if self._on_started is not None:
+            self._on_started(self._url)
+
+
+@contextmanager
+def _signals() -> Iterator[list[_Server]]:
+    """Let the signals end the servers in the list, and nothing else, until everything is closed.
+
+    uvicorn takes SIGINT and SIGTERM over while it runs and raises them again at its end; these handlers are what
+    they then meet. They also cover the time before and after.
+    """
+    servers: list[_Server] = []
+    early = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal early
+        early = True
+        for server in servers:
+            server.should_exit = True
+        if not servers:
+            raise KeyboardInterrupt  # nothing has been started yet
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
+    try:
+        yield servers
+    except KeyboardInterrupt:
+        if not early:
+            raise
+        logger.info("server_ended before=start")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _only_server(settings: Settings) -> Iterator[None]:
+    """Hold the home folder's lock. Raises ServeRefused where another server holds it."""
+    try:
+        private_folder(settings.home)
+        descriptor = os.open(settings.home / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}; set THINWIRE_HOME") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ServeRefused(
+                f"another server already serves {settings.home}: {_other(settings)}. Use that one, end it, or set "
+                "THINWIRE_HOME to another folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _other(settings: Settings) -> str:
+    try:
+        known = json.loads(settings.server_file.read_text(encoding="utf-8"))
+        return f"{known['url']}, process {known['pid']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it is starting or ending and has not said its address"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ServeRefused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ServeRefused(f"cannot listen on {host} port {port}: {error}; port 0 finds a free one") from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    """How a process of this machine reaches the listener."""
+    host, port = listener.getsockname()[:2]
+    address = ip_address(host)
+    if address.is_unspecified:  # 0.0.0.0 and :: are not addresses that one can connect to
+        address = ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
