@@ -1,0 +1,165 @@
+"""Ray's Jobs REST API over plain HTTP: submit, ask, stop, logs. Ray itself is never imported here.
+
+Facts of Ray 2.60 that shape this file: a submission id that is taken is refused with 500 and a traceback, an unknown
+one is 404, stopping what has ended is 200 with {"stopped": false}, and logs come as one whole text. Whoever has the
+token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus, LogChunk
+
+ASK_TIMEOUT_S: Final = 15.0
+SUBMIT_TIMEOUT_S: Final = 60.0
+"""Ray answers a submit when the job is recorded, and waits up to a minute for its own agent to be there."""
+MESSAGE_CHARS: Final = 2000
+"""Ray puts up to 20,000 characters of log into the message of a failed job; more than this is cut in the middle."""
+
+_STATES: Final = {
+    "PENDING": LaunchState.PENDING,
+    "RUNNING": LaunchState.RUNNING,
+    "SUCCEEDED": LaunchState.SUCCEEDED,
+    "FAILED": LaunchState.FAILED,
+    "STOPPED": LaunchState.STOPPED,
+}
+
+
+class _Job(BaseModel):
+    status: str
+    message: str | None = None
+
+
+class _Logs(BaseModel):
+    logs: str | None = None
+
+
+class RayJobs:
+    """A client of one Ray head. Threads may share it."""
+
+    def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+        """`url` is the dashboard's, without a slash at the end; `transport` is for tests."""
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=ASK_TIMEOUT_S,
+            transport=transport,
+            trust_env=False,  # a proxy set for the internet must not see, or break, calls to this machine
+        )
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._http.close()
+
+    def unready(self) -> str | None:
+        """None when the Jobs API answers and takes our token, else the reason in one sentence."""
+        try:
+            answer = self._send("GET", "/api/version")
+        except httpx.HTTPError as error:
+            return f"Ray's dashboard at {self.url} does not answer ({_words(error)})"
+        if answer.status_code != httpx.codes.OK:
+            return f"Ray's dashboard at {self.url} answered {answer.status_code}: {_last_line(answer.text)}"
+        return None
+
+    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
+        """Start `entrypoint` (a shell command line) under our id. An id that Ray knows is a success.
+
+        Raises: LauncherError where Ray neither took it nor knows it, as far as can be seen.
+        """
+        if self.status(submission_id).state not in (LaunchState.ABSENT, LaunchState.UNKNOWN):
+            return
+        body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
+        try:
+            answer = self._send("POST", "/api/jobs/", json=body, timeout=SUBMIT_TIMEOUT_S)
+            refusal = None if answer.is_success else f"{answer.status_code}: {_last_line(answer.text)}"
+        except httpx.HTTPError as error:
+            refusal = _words(error)
+        # A refusal may mean that the id is taken, a lost answer that the job was recorded: ask, rather than guess.
+        if refusal is not None and self.status(submission_id).state in (LaunchState.ABSENT, LaunchState.UNKNOWN):
+            raise LauncherError(f"Ray at {self.url} did not take job {submission_id} ({refusal}); submit it again")
+
+    def status(self, submission_id: str) -> LaunchStatus:
+        """What Ray says of it: ABSENT for 404, UNKNOWN where Ray does not answer properly. Never raises."""
+        try:
+            answer = self._send("GET", f"/api/jobs/{submission_id}")
+        except httpx.HTTPError as error:
+            return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} does not answer ({_words(error)})")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return LaunchStatus(LaunchState.ABSENT)
+        if not answer.is_success:
+            why = f"Ray at {self.url} answered {answer.status_code}: {_last_line(answer.text)}"
+            return LaunchStatus(LaunchState.UNKNOWN, why)
+        try:
+            job = _Job.model_validate_json(answer.content)
+        except ValidationError as error:
+            return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} answered what is not a job: {error}")
+        state = _STATES.get(job.status)
+        if state is None:
+            return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} told the unknown job status {job.status!r}")
+        return LaunchStatus(state, _shortened(job.message or ""))
+
+    def stop(self, submission_id: str) -> None:
+        """Ask for its end; over or absent is a success. Raises LauncherError."""
+        answer = self._ask("POST", f"/api/jobs/{submission_id}/stop", f"stop job {submission_id}")
+        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
+            raise LauncherError(
+                f"Ray at {self.url} did not stop job {submission_id} "
+                f"({answer.status_code}: {_last_line(answer.text)}); try again"
+            )
+
+    def logs(self, submission_id: str, offset: int) -> LogChunk:
+        """The driver's log from `offset` characters on; empty for an unknown job. Raises LauncherError."""
+        answer = self._ask("GET", f"/api/jobs/{submission_id}/logs", f"give the log of job {submission_id}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return LogChunk("", offset)
+        if not answer.is_success:
+            raise LauncherError(
+                f"Ray at {self.url} did not give the log of job {submission_id} "
+                f"({answer.status_code}: {_last_line(answer.text)}); try again"
+            )
+        try:
+            whole = _Logs.model_validate_json(answer.content).logs or ""
+        except ValidationError as error:
+            raise LauncherError(f"Ray at {self.url} answered what is not a log: {error}") from error
+        text = whole[offset:]
+        return LogChunk(text, offset + len(text))
+
+    def _ask(self, method: str, path: str, what: str) -> httpx.Response:
+        try:
+            return self._send(method, path)
+        except httpx.HTTPError as error:
+            raise LauncherError(f"Ray at {self.url} could not {what} ({_words(error)}); try again") from error
+
+    def _send(
+        self, method: str, path: str, json: Mapping[str, object] | None = None, timeout: float = ASK_TIMEOUT_S
+    ) -> httpx.Response:
+        try:
+            return self._http.request(method, path, json=json, timeout=timeout)
+        except RuntimeError as error:
+            if not self._http.is_closed:
+                raise
+            # Another thread found the head dead and closed us: for the caller it is a lost connection.
+            raise httpx.NetworkError("the connection was closed because the head ended") from error
+
+
+def _words(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _last_line(text: str) -> str:
+    """The line of a Python traceback that says something; Ray answers errors with whole tracebacks."""
+    lines = [line for line in text.splitlines() if line.strip(" .")]
+    return lines[-1].strip() if lines else "(empty answer)"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MESSAGE_CHARS:
+        return text
+    half = MESSAGE_CHARS // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"

@@ -1,0 +1,67 @@
+"""One Ray head for the whole test session, started only when a test asks for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.service.launch.local import LocalLauncher
+
+_COMMAND_FILE = "command"
+
+
+def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
+    """What `run_dir/command` says (a shell command line), else the real workers."""
+    chosen = run_dir / _COMMAND_FILE
+    if chosen.exists():
+        return ["/bin/sh", "-c", chosen.read_text()]
+    return [sys.executable, "-m", "thinwire.workers.main", "--run-dir", str(run_dir), "--attempt", str(attempt)]
+
+
+def write_command(run_dir: Path, *command: str) -> Path:
+    """Make `run_dir` a job that runs `command` under the session's launcher instead of the workers."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / _COMMAND_FILE).write_text(shlex.join(command))
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of the session's Ray head."""
+    return tmp_path_factory.mktemp("ray-home")
+
+
+@pytest.fixture(scope="session")
+def local_launcher(ray_home: Path) -> Iterator[LocalLauncher]:
+    """The session's launcher over a real Ray. Runs the workers, or `run_dir/command` where that file exists."""
+    if importlib.util.find_spec("ray") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("Ray is not installed: pip install 'thinwire[worker]'")
+        pytest.skip("Ray is not installed: pip install 'thinwire[worker]'")
+    launcher = LocalLauncher(ray_home, command=_tiny_or_worker_command)
+    launcher.start()
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+@pytest.fixture
+def spawned() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that a test starts; those still alive at its end are killed."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr, process.stdin):
+            if stream is not None:
+                stream.close()

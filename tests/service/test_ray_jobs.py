@@ -1,0 +1,152 @@
+"""The Jobs client against answers that Ray 2.60 was seen to give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from thinwire.service.launch.protocol import LauncherError, LaunchState
+from thinwire.service.launch.ray_jobs import MESSAGE_CHARS, RayJobs
+
+TAKEN = """Traceback (most recent call last):
+  File "job_manager.py", line 553, in submit_job
+ValueError: Job with submission_id sub-1 already exists. Please use a different submission_id.
+.
+"""
+NO_AGENT = "No available agent to submit job, please try again later."
+
+
+def client(handler: Callable[[httpx.Request], httpx.Response]) -> RayJobs:
+    return RayJobs("http://127.0.0.1:1", "a-token", httpx.MockTransport(handler))
+
+
+def job(status: str, message: str | None = None) -> httpx.Response:
+    return httpx.Response(200, json={"status": status, "message": message, "submission_id": "sub-1", "new_field": 1})
+
+
+def refused(_request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("connection refused")
+
+
+@pytest.mark.parametrize("status", ["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"])
+def test_each_status_of_ray_has_its_state(status):
+    found = client(lambda _: job(status, "its words")).status("sub-1")
+    assert (found.state, found.message) == (LaunchState(status), "its words")
+
+
+def test_an_unknown_submission_is_absent():
+    assert client(lambda _: httpx.Response(404, text="no")).status("sub-1").state is LaunchState.ABSENT
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        refused,
+        lambda _: httpx.Response(500, text="Traceback\nRuntimeError: GCS is away"),
+        lambda _: httpx.Response(401, text="Unauthorized: Missing authentication token"),
+        lambda _: httpx.Response(200, text="<html>"),
+        lambda _: job("PAUSED"),
+    ],
+)
+def test_what_cannot_be_trusted_is_unknown_with_a_reason(handler):
+    found = client(handler).status("sub-1")
+    assert found.state is LaunchState.UNKNOWN
+    assert found.message
+
+
+def test_a_closed_client_is_unknown_not_an_exception():
+    jobs = client(lambda _: job("RUNNING"))
+    jobs.close()
+    assert jobs.status("sub-1").state is LaunchState.UNKNOWN
+
+
+def test_a_long_message_keeps_its_two_ends():
+    found = client(lambda _: job("FAILED", "start " + "x" * 30000 + " end")).status("sub-1")
+    assert len(found.message) < MESSAGE_CHARS + 10
+    assert found.message.startswith("start")
+    assert found.message.endswith("end")
+
+
+def test_every_request_carries_the_token_in_its_header():
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(404)
+
+    client(handler).status("sub-1")
+    assert seen[0].headers["Authorization"] == "Bearer a-token"
+    assert "a-token" not in str(seen[0].url)
+
+
+def test_submit_sends_our_id_and_nothing_else_of_ours():
+    bodies: list[dict[str, object]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(404)
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json={"job_id": "sub-1", "submission_id": "sub-1"})
+
+    client(handler).submit("sub-1", "true", {"name": "n"})
+    assert bodies == [{"submission_id": "sub-1", "entrypoint": "true", "metadata": {"name": "n"}}]
+
+
+def test_submit_of_a_known_id_asks_and_posts_nothing():
+    def handler(request: httpx.Request) -> httpx.Response:
+        assert request.method == "GET"
+        return job("RUNNING")
+
+    client(handler).submit("sub-1", "true", {})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_refused_or_lost_submit_that_ray_recorded_is_a_success(lost):
+    posted: list[bool] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return job("PENDING") if posted else httpx.Response(404)
+        posted.append(True)
+        if lost:
+            raise httpx.ReadTimeout("timed out")
+        return httpx.Response(500, text=TAKEN)
+
+    client(handler).submit("sub-1", "true", {})
+    assert posted
+
+
+def test_a_submit_that_ray_did_not_take_raises_with_its_words():
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404) if request.method == "GET" else httpx.Response(500, text=NO_AGENT)
+
+    with pytest.raises(LauncherError, match="No available agent"):
+        client(handler).submit("sub-1", "true", {})
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(200, json={"stopped": False}), httpx.Response(404, text="no")])
+def test_stopping_what_is_over_or_absent_is_a_success(answer):
+    client(lambda _: answer).stop("sub-1")
+
+
+def test_stop_and_logs_raise_when_ray_is_away():
+    with pytest.raises(LauncherError, match="stop job sub-1"):
+        client(refused).stop("sub-1")
+    with pytest.raises(LauncherError, match="log of job sub-1"):
+        client(refused).logs("sub-1", 0)
+
+
+def test_logs_are_cut_at_the_offset_and_count_characters():
+    jobs = client(lambda _: httpx.Response(200, json={"logs": "a\u00e9b\nnext"}))
+    first = jobs.logs("sub-1", 0)
+    assert (first.text, first.next_offset) == ("a\u00e9b\nnext", 8)
+    assert (jobs.logs("sub-1", 4).text, jobs.logs("sub-1", 8).text) == ("next", "")
+    assert jobs.logs("sub-1", 8).next_offset == 8
+
+
+def test_logs_of_an_absent_job_are_empty():
+    chunk = client(lambda _: httpx.Response(404, text="no")).logs("sub-1", 5)
+    assert (chunk.text, chunk.next_offset) == ("", 5)
