@@ -145,11 +145,12 @@ def _draw(samples: Sequence[Sample], summary: Mapping[str, Any]) -> Figure:
     _draw_bytes(lower, [sample for sample in samples if sample.step > 0], summary["parameters"])
     lower.set_xlabel("step", fontsize=11)
     for axes in (upper, lower):
-        axes.set_xlim(0, samples[-1].step)
+        axes.set_xlim(0, max(1, samples[-1].step))
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-        _shade_warmup(axes, summary["frozen_at"], samples[-1].step)
+    if summary["frozen_at"] is not None:
+        _shade_warmup((upper, lower), summary["frozen_at"])
     upper.legend(fontsize=10, frameon=False, loc="upper right")
     return figure
 
@@ -160,10 +161,10 @@ def _title(summary: Mapping[str, Any]) -> str:
         return "One worker: nothing was sent"
     where = f"{workers} workers, {summary['parameters'] / 1e6:.1f} M parameters"
     if ratios["compressed_phase"] is None:
-        return f"{where}: no compressed phase, {ratios['overall']:.1f}x fewer bytes than fp32"
+        return f"{where}: not compressed, fp32 / sent = {ratios['overall']:.2f}"
     return (
-        f"{where}: {ratios['compressed_phase']:.1f}x fewer bytes than fp32\n"
-        f"in the compressed phase, {ratios['overall']:.1f}x over the whole run"
+        f"{where}: compressed {ratios['compressed_phase']:.1f}x against fp32 after the warm-up,\n"
+        f"{ratios['overall']:.1f}x over the whole run"
     )
 
 
@@ -179,6 +180,7 @@ def _draw_losses(axes: Axes, samples: Sequence[Sample]) -> None:
             linewidth=1.8,
             marker="o",
             markersize=4.5,
+            clip_on=False,
             label="validation",
         )
         step, loss = validation[-1]
@@ -190,25 +192,56 @@ def _draw_bytes(axes: Axes, steps: Sequence[Sample], parameters: int) -> None:
     """Cumulative MB, each line named at its end."""
     x = [sample.step for sample in steps]
     lines = (
-        ("fp32 all-reduce", _FP32, "--", [ring_bytes(parameters, sample.world_size, 4) for sample in steps]),
-        ("bf16 all-reduce", _BF16, "--", [ring_bytes(parameters, sample.world_size, 2) for sample in steps]),
-        ("sent", _SENT, "-", [float(sample.payload_bytes) for sample in steps]),
+        (
+            "fp32 all-reduce would send",
+            _FP32,
+            "--",
+            3,
+            [ring_bytes(parameters, sample.world_size, 4) for sample in steps],
+        ),
+        (
+            "bf16 all-reduce would send",
+            _BF16,
+            "--",
+            3,
+            [ring_bytes(parameters, sample.world_size, 2) for sample in steps],
+        ),
+        ("sent", _SENT, "-", 2, [float(sample.payload_bytes) for sample in steps]),
     )
-    for name, color, style, per_step in lines:
+    for name, color, style, order, per_step in lines:
         megabytes = [total / 1e6 for total in accumulate(per_step)]
         if not megabytes or megabytes[-1] <= 0:  # one worker sends nothing, which a log axis cannot show
             continue
-        axes.plot(x, megabytes, style, color=color, linewidth=2.0, label=f"{name}: {megabytes[-1]:,.0f} MB")
+        width = 3.0 if name == "sent" else 1.8
+        label = f"{name} {_megabytes(megabytes[-1])}"
+        axes.plot(x, megabytes, style, color=color, linewidth=width, zorder=order, label=label)
     if axes.lines:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.legend(fontsize=10, frameon=False, loc="lower right")
     else:
+        axes.set_yticks([])
         axes.text(0.5, 0.5, "nothing was sent", transform=axes.transAxes, ha="center", fontsize=11)
     axes.set_ylabel("sent by each worker,\ncumulative (MB)", fontsize=11)
 
 
-def _shade_warmup(axes: Axes, frozen_at: int | None, last_step: int) -> None:
-    if frozen_at is None:
-        return
-    axes.axvspan(0, frozen_at, color="#808080", alpha=0.12, linewidth=0)
-    axes.axvline(frozen_at, color="#606060", linewidth=1.0, linestyle=":")
+def _megabytes(value: float) -> str:
+    return f"{value:,.0f} MB" if value >= 100 else f"{value:.3g} MB"
+
+
+def _shade_warmup(panels: Sequence[Axes], frozen_at: int) -> None:
+    for axes in panels:
+        axes.axvspan(0, frozen_at, color="#808080", alpha=0.13, linewidth=0, zorder=0)
+        axes.axvline(frozen_at, color="#505050", linewidth=1.2, linestyle=":")
+    top = panels[0]
+    late = frozen_at > 0.4 * top.get_xlim()[1]  # the legend stands at the right
+    top.annotate(
+        f"warm-up ends at step {frozen_at:,}",
+        (frozen_at, 0.93),
+        (-8 if late else 8, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        fontsize=10,
+        color="#404040",
+    )

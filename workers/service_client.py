@@ -54,8 +54,12 @@ class ServiceClient:
         self._run_dir = run_dir
         self._silent_since: float | None = None
         self._lock = threading.Lock()
+        # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
+        limits = httpx.Limits(keepalive_expiry=2.0)
         # trust_env: the token must not travel through a proxy that the environment happens to name.
-        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), trust_env=False)
+        self._http = httpx.Client(
+            timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), limits=limits, trust_env=False
+        )
 
     def register(self, address: str) -> None:
         """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""

@@ -48,6 +48,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="thinwire-heartbeat", daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """False after close, and after the service has said that a newer attempt is running."""
+        return self._thread.is_alive()
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop, and end the registration if the service answers at once; else its lease runs out."""
         self._closing.set()
@@ -98,6 +103,11 @@ class Poster:
     def superseded(self) -> bool:
         """True once the service has said that a newer attempt of this job is running."""
         return self._superseded
+
+    @property
+    def running(self) -> bool:
+        """False once it has posted its last word, has given up or is superseded."""
+        return self._thread.is_alive()
 
     def add_sample(self, sample: Sample) -> None:
         """Take a sample to post. Returns at once."""
