@@ -21,9 +21,10 @@ The run folder is the other border. The service writes it before it submits, the
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
@@ -45,7 +46,10 @@ class WorkerRegistration(_Report):
 
 
 class Sample(_Report):
-    """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport."""
+    """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport.
+
+    A loss that is not finite is kept as None: JSON has no such number, and the run's Failure tells of it.
+    """
 
     step: int = Field(ge=0, description="steps committed; 0 is the state before training")
     phase: Literal["warmup", "compressed", "dense"]
@@ -59,6 +63,11 @@ class Sample(_Report):
     compression_ratio: float = Field(1.0, description="fp32 ring all-reduce bytes over payload_bytes, this step")
     world_size: int = Field(1, ge=1)
     time: float = Field(description="unix seconds")
+
+    @field_validator("loss", "validation_loss", mode="before")
+    @classmethod
+    def _finite_or_none(cls, loss: object) -> object:
+        return None if isinstance(loss, float) and not math.isfinite(loss) else loss
 
 
 class Event(_Report):

@@ -24,7 +24,15 @@ def test_a_batch_survives_the_wire() -> None:
     assert Telemetry.model_validate_json(batch.model_dump_json()) == batch
 
 
-@pytest.mark.parametrize("name", ["loss", "validation_loss", "lr", "step_seconds", "compression_ratio", "time"])
+@pytest.mark.parametrize("name", ["loss", "validation_loss"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_loss_that_is_not_finite_is_kept_as_none_and_survives_the_wire(name: str, value: float) -> None:
+    made = sample(**{name: value})
+    assert getattr(made, name) is None
+    assert Sample.model_validate_json(made.model_dump_json()) == made
+
+
+@pytest.mark.parametrize("name", ["lr", "step_seconds", "samples_per_second", "compression_ratio", "time"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_number_that_json_cannot_carry_is_refused_at_once(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match="finite number"):
