@@ -1,0 +1,74 @@
+"""From a spec to what trains: model, optimizer, data, learning rate. Each the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.protocol import Group
+from thinwire.optim import Adam, FlatOptimizer, OneBitAdam
+from thinwire.workers.data.batches import Batches, validation_windows
+from thinwire.workers.data.corpus import load_corpus
+from thinwire.workers.recipes import REGISTRY as RECIPES
+from thinwire.workers.spec import AdamSpec, OneBitAdamSpec, TrainSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Everything that one rank trains with. validation: inputs and targets, int64[windows, context], on the device."""
+
+    spec: TrainSpec
+    group: Group
+    device: torch.device
+    model: nn.Module
+    optimizer: FlatOptimizer
+    batches: Batches
+    validation: tuple[Tensor, Tensor]
+
+
+def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
+    """Build it. Collective: the optimizer compares layouts and sends rank 0's parameters to all.
+
+    Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
+    """
+    corpus = load_corpus(spec.data)
+    batches = Batches(corpus.train, spec.recipe.context, spec.global_batch, spec.seed)
+    inputs, targets = validation_windows(corpus.validation, spec.recipe.context, spec.evaluation.windows)
+    model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device)
+    optimizer = _OPTIMIZERS[spec.optimizer.name](spec, model, group)
+    return Training(spec, group, device, model, optimizer, batches, (inputs.to(device), targets.to(device)))
+
+
+def learning_rate(spec: TrainSpec, step: int) -> float:
+    """The rate of step `step` (from 1): linear to the peak over the warm-up, then cosine to final_fraction of it."""
+    peak, warmup = spec.optimizer.lr, spec.lr_warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    if spec.lr_schedule.decay == "constant":
+        return peak
+    progress = (step - warmup) / max(1, spec.steps - warmup)
+    floor = spec.lr_schedule.final_fraction
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def _onebit_adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer:
+    h, warmup = spec.optimizer, spec.warmup_steps
+    assert isinstance(h, OneBitAdamSpec)
+    assert warmup is not None
+    return OneBitAdam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, warmup=warmup, group=group)
+
+
+def _adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer:
+    h = spec.optimizer
+    assert isinstance(h, AdamSpec)
+    return Adam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, group=group)
+
+
+_OPTIMIZERS: dict[str, Callable[[TrainSpec, nn.Module, Group], FlatOptimizer]] = {
+    "onebit_adam": _onebit_adam,
+    "adam": _adam,
+}

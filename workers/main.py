@@ -1,0 +1,99 @@
+"""The driver of a job: what Ray Jobs runs.  python -m thinwire.workers.main --run-dir RUNS/ID --attempt 1
+
+Reads job.json from the run folder, runs a Ray Train job over the workers that the spec asks for, and exits 0 where
+the run succeeded; otherwise failure.json says why and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from thinwire.workers.reports import Failure
+from thinwire.workers.spec import TrainSpec, Workers
+from thinwire.workers.worker import FAILURE_NAME, failure_of, train_worker, write_failure
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job of a run folder. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="thinwire.workers.main", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--run-dir", type=Path, required=True, help="the job's folder, holding job.json")
+    parser.add_argument("--attempt", type=int, default=1, help="which submission of the job this is")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    run_dir: Path = options.run_dir.resolve()
+    try:
+        job = json.loads((run_dir / "job.json").read_text())
+        spec = TrainSpec.model_validate(job["spec"])
+        fit(spec, job["job_id"], run_dir, options.attempt)
+    except Exception as error:
+        logger.exception("job_failed")
+        write_failure(run_dir, _in_short(error))
+    if (run_dir / FAILURE_NAME).exists():
+        failure = Failure.model_validate_json((run_dir / FAILURE_NAME).read_text())
+        logger.error("job_failed kind=%s message=%s", failure.kind, failure.message)
+        return 1
+    return 0
+
+
+def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
+    """Run the Ray Train job to its end, restarting the workers from the checkpoint when one is lost.
+
+    Raises: what Ray Train raises once spec.workers.max_restarts is used up.
+    """
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True)
+    use_gpu = _use_gpu(spec.workers, ray.cluster_resources().get("GPU", 0))
+    workers = spec.workers
+    TorchTrainer(
+        train_worker,
+        train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=120),
+        scaling_config=ScalingConfig(
+            num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": 1, **({"GPU": 1} if use_gpu else {})},
+        ),
+        run_config=RunConfig(
+            name=job_id,
+            storage_path=str(run_dir / "ray"),
+            failure_config=FailureConfig(max_failures=workers.max_restarts),
+        ),
+    ).fit()
+
+
+def _use_gpu(workers: Workers, num_gpus: float) -> bool:
+    """Whether workers take a GPU each. Raises: ValueError where the spec asks for GPUs that the cluster lacks."""
+    if workers.device == "gpu" and num_gpus < workers.min:
+        raise ValueError(
+            f"workers.device = gpu with workers.min = {workers.min}, but the cluster has {num_gpus:g} GPUs: add nodes "
+            "with GPUs, lower workers.min, or use device: cpu"
+        )
+    return workers.device == "gpu" or (workers.device == "auto" and num_gpus >= workers.min)
+
+
+def _in_short(error: Exception) -> Failure:
+    """What a person should read of an error of Ray Train: which worker ended how, not the stack."""
+    causes = getattr(error, "worker_failures", None)
+    if not causes:
+        return failure_of(error)
+    told = "; ".join(f"rank {rank}: {str(cause).strip().splitlines()[-1]}" for rank, cause in sorted(causes.items()))
+    return Failure(
+        kind=type(error).__name__,
+        message=f"workers were lost more often than workers.max_restarts allows. Last: {told}"[:4000],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Where the time and the bytes of a run go: one account a part, seconds and payload bytes together."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from thinwire.comm.protocol import Stats
+
+
+class Meter:
+    """Books wall seconds and the bytes that the transport counted (`stats`) on named parts. Parts do not nest."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.sent_bytes: dict[str, int] = defaultdict(int)
+        self._stats = stats
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Book what happens inside on `name`. On a GPU the host's time, which the step's last read synchronises."""
+        began, sent = time.perf_counter(), self._stats.sent_bytes
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+            self.sent_bytes[name] += self._stats.sent_bytes - sent
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Both accounts, for a checkpoint."""
+        return {"seconds": dict(self.seconds), "sent_bytes": dict(self.sent_bytes)}
+
+    def load(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from saved accounts."""
+        self.seconds.update(state["seconds"])
+        self.sent_bytes.update({name: int(value) for name, value in state["sent_bytes"].items()})
