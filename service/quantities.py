@@ -1,0 +1,37 @@
+"""How quantities are written for people: bytes, seconds, rates. Decimal units, three digits that mean something."""
+
+from __future__ import annotations
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def bytes_text(amount: float) -> str:
+    """Bytes with a decimal unit: 0 B, 999 B, 1.23 MB."""
+    size, unit = float(amount), 0
+    while abs(size) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        size /= 1000.0
+        unit += 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_BYTE_UNITS[unit]}"
+
+
+def seconds_text(amount_s: float) -> str:
+    """A duration: 0.42 s, 9.3 s, 75 s becomes 1 min 15 s, 2 h 05 min."""
+    if amount_s < 9.95:
+        return f"{amount_s:.2g} s"
+    if amount_s < 59.5:
+        return f"{amount_s:.0f} s"
+    minutes, seconds = divmod(round(amount_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A compression ratio: 31.8x; a dash where there is none."""
+    return "-" if ratio is None else f"{ratio:.3g}x"
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss in nats; a dash where there is none."""
+    return "-" if loss is None else f"{loss:.4f}"
