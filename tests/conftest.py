@@ -6,13 +6,12 @@ import importlib.util
 import os
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from thinwire.service.launch.local import LocalLauncher
+from thinwire.service.launch.local import LocalLauncher, worker_command
 
 _COMMAND_FILE = "command"
 
@@ -21,15 +20,21 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     """What `run_dir/command` says (a shell command line), else the real workers."""
     chosen = run_dir / _COMMAND_FILE
     if chosen.exists():
-        return ["/bin/sh", "-c", chosen.read_text()]
-    return [sys.executable, "-m", "thinwire.workers.main", "--run-dir", str(run_dir), "--attempt", str(attempt)]
+        return shlex.split(chosen.read_text())
+    return worker_command(run_dir, attempt)
 
 
-def write_command(run_dir: Path, *command: str) -> Path:
-    """Make `run_dir` a job that runs `command` under the session's launcher instead of the workers."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / _COMMAND_FILE).write_text(shlex.join(command))
-    return run_dir
+@pytest.fixture
+def tiny_job(tmp_path: Path) -> Callable[..., Path]:
+    """`tiny_job("echo", "hi")` is a run folder for which the session's launcher runs that command, not the workers."""
+
+    def make(*command: str) -> Path:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / _COMMAND_FILE).write_text(shlex.join(command))
+        return run_dir
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 TICK_S = 0.2
-GRACE_S = 4.0
-"""Between SIGTERM and SIGKILL."""
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL. Ray itself would drain an idle node for up to 30 s."""
 LIMIT_S = 30.0
 """A process that outlives SIGKILL this long hangs in the kernel; the keeper says so and goes."""
 

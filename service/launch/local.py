@@ -67,8 +67,10 @@ class LocalLauncher:
                 self._head.release()
                 raise
             except BaseException:  # an interrupt: the caller will not come back to close what was begun
-                self._head.abort()
-                self._head.release()
+                try:
+                    self._head.abort()
+                finally:
+                    self._head.release()
                 raise
             self._watcher = threading.Thread(target=self._watch, name="ray-head-watch", daemon=True)
             self._watcher.start()
@@ -148,17 +150,16 @@ class LocalLauncher:
         wait_s = WATCH_S
         while not self._closing.wait(wait_s):
             wait_s = WATCH_S
-            self._head.touch()
-            serving = self._serving
-            if serving is not None and serving[0].alive():
-                continue
-            if serving is not None:
-                self._stop_serving(f"the Ray head has ended and is being started again; see {self._head.log_path}")
-                _log.error("ray_head_lost keeper_pid=%d", serving[0].pid)
             try:
+                self._head.touch()
+                if (serving := self._serving) is not None:
+                    if serving[0].alive():
+                        continue
+                    self._stop_serving(f"the Ray head has ended and is being started again; see {self._head.log_path}")
+                    _log.error("ray_head_lost keeper_pid=%d", serving[0].pid)
                 self._serve(self._head.adopt_or_start(self._closing))
                 backoff_s = 1.0
-            except LauncherError as error:
+            except (LauncherError, OSError) as error:  # a full disk, no more processes: it may pass
                 self._trouble = f"the Ray head has ended and could not be started again: {error}"
                 _log.error("ray_head_restart_failed next_in_s=%g error=%s", backoff_s, error)
                 wait_s, backoff_s = backoff_s, min(2 * backoff_s, MAX_BACKOFF_S)

@@ -46,6 +46,8 @@ MIN_NUM_CPUS: Final = 8
 coordinators would wait for ever on a two-core machine, where in fact it only runs slower."""
 MAX_TEMP_CHARS: Final = 24
 """Longest system temporary folder under which Ray's socket paths still fit."""
+ADOPT_S: Final = 60.0
+"""How long a living head may take to answer before it counts as hung; its jobs may be using the whole machine."""
 CLOSE_S: Final = keeper.GRACE_S + keeper.LIMIT_S + 10.0
 
 _FOREIGN: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE")
@@ -131,7 +133,7 @@ class RayHead:
         self.touch()
         head = self.recorded()
         if head is not None and head.alive():
-            if self._answers(head, time.monotonic() + self._start_timeout_s, give_up):
+            if self._answers(head, time.monotonic() + ADOPT_S, give_up):
                 _log.info("ray_head_adopted keeper_pid=%d url=%s", head.pid, head.url)
                 if head.python != sys.executable:
                     _log.warning("ray_head_python_differs head=%s server=%s", head.python, sys.executable)
