@@ -59,8 +59,13 @@ class History:
 
 
 def read(path: Path) -> list[Sample]:
-    """Every sample in order of writing, without a torn last line. Raises HistoryError, OSError."""
-    return [_parse(path, number, line) for number, line in enumerate(_complete_lines(path).splitlines(), 1)]
+    """Every sample in order of step, without a torn last line; of a step written twice, the later line.
+
+    Raises HistoryError, OSError.
+    """
+    lines = _complete_lines(path).splitlines()
+    by_step = {sample.step: sample for sample in (_parse(path, number, line) for number, line in enumerate(lines, 1))}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _complete_lines(path: Path) -> bytes:

@@ -42,6 +42,22 @@ def test_resume_forgets_the_steps_that_are_done_again(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_step_that_is_done_again_replaces_the_first_time(path: Path) -> None:
+    """A run that dies before its first checkpoint begins again at step 0."""
+    again = sample(0).model_copy(update={"time": 5000.0})
+    with History(path) as history:
+        history.truncate_after(0)
+        history.append(again)
+        history.append(sample(1))
+    assert read(path) == [again, sample(1)]
+
+
+def test_truncating_before_the_first_step_empties_it(path: Path) -> None:
+    with History(path) as history:
+        history.truncate_after(-1)
+    assert read(path) == []
+
+
 @pytest.mark.parametrize("step", [9, 100])
 def test_truncating_after_the_last_step_changes_nothing(path: Path, step: int) -> None:
     before = path.read_bytes()
