@@ -236,7 +236,7 @@ def _shade_warmup(panels: Sequence[Axes], frozen_at: int) -> None:
     top = panels[0]
     late = frozen_at > 0.4 * top.get_xlim()[1]  # the legend stands at the right
     top.annotate(
-        f"warm-up ends at step {frozen_at:,}",
+        f"warm-up ends, freeze at step {frozen_at:,}",
         (frozen_at, 0.93),
         (-8 if late else 8, 0),
         xycoords=("data", "axes fraction"),

@@ -1,4 +1,5 @@
 import hashlib
+import os
 import subprocess
 import sys
 import sysconfig
@@ -43,7 +44,11 @@ def test_corpus_is_the_same_in_another_process_with_another_hash_seed() -> None:
     )
     answers = {
         subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for seed in ("1", "2")
     }

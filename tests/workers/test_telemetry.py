@@ -237,6 +237,17 @@ def test_silence_and_return_are_logged_once_each_and_failures_counted(
     assert [record.message.split()[0] for record in caplog.records] == ["service_silent", "service_back"]
 
 
+def test_service_that_takes_the_call_and_never_answers_is_an_outage(service: Service) -> None:
+    client = ServiceClient(service.run_dir, rank=0, attempt=1, timeout_s=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        (service.run_dir / "service_url").write_text(f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(ServiceUnavailable, match="Timeout"):
+            client.register("a:1")
+        assert time.monotonic() - start < 5.0
+    client.close()
+
+
 # --- the heartbeat
 
 
