@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--facts", type=json.loads, default={}, help="JSON object that is added to the record")
     parser.add_argument("--grace-s", type=float, default=GRACE_S, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--remove", type=Path, help="folder to remove at the end")
+    parser.add_argument("--save", type=Path, nargs=2, metavar=("FROM", "TO"), help="copy if the command ends by itself")
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper %(message)s", stream=sys.stderr)
@@ -92,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if left:
         _log.error("processes_left pids=%s they outlived SIGKILL for %g s", [p.pid for p in left], LIMIT_S)
         return EXIT_LEFT_SOME  # the record and the folder stay, so that the next start tries again
+    if args.save is not None and code == EXIT_COMMAND_ENDED:
+        _save(*args.save)
     if args.remove is not None:
         shutil.rmtree(args.remove, onerror=_log_unremoved)
     args.record.unlink(missing_ok=True)
@@ -144,6 +147,15 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)
+
+
+def _save(source: Path, target: Path) -> None:
+    """Replace the folder `target` by a copy of `source`: what a command that nobody ended has to say."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(source, target, ignore_dangling_symlinks=True)
+    except (OSError, shutil.Error) as error:
+        _log.warning("not_saved source=%s error=%s", source, error)
 
 
 def _log_unremoved(_function: object, path: str, error: object) -> None:

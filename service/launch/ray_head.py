@@ -4,7 +4,7 @@ Everything listens on loopback and asks for a token of the home's own. Below the
 
     auth_token   the token, mode 0600      head.json   the keeper's record: pid, birth, port, temp_dir
     head.log     keeper and `ray start`    lease       touched by whoever serves the home
-    lock         held while a server serves the home
+    lock         held by the server        lost-logs/  Ray's logs of the last head that ended by itself
 
 Ray's own files are in a short folder below the system's temporary one, because Ray puts sockets there and a socket's
 path may have about 100 characters. It is readable by this user alone (Ray opens its folders to everyone) and is
@@ -216,7 +216,8 @@ class RayHead:
         facts = {"port": port, "temp_dir": str(temp_dir), "python": sys.executable}
         command = [
             *(sys.executable, "-m", keeper.__name__, "--facts", json.dumps(facts), "--record", str(self._record_path)),
-            *("--lease", str(self._lease_path), "--lease-s", str(self._lease_s), "--remove", str(temp_dir), "--"),
+            *("--lease", str(self._lease_path), "--lease-s", str(self._lease_s), "--remove", str(temp_dir)),
+            *("--save", str(temp_dir / "r" / "session_latest" / "logs"), str(self.folder / "lost-logs"), "--"),
             *head_command(temp_dir / "r", port),
         ]
         with self.log_path.open("wb") as log:
@@ -280,6 +281,7 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
     kept = {key: value for key, value in base.items() if key not in _FOREIGN and not key.startswith("THINWIRE_")}
     return {
         "RAY_GRAFANA_HOST": "DISABLED",  # else the dashboard looks for a Grafana for ever
+        "RAY_COLOR_PREFIX": "0",  # a job's log is read in files and over REST, not on Ray's terminal
         # Both are 30 s by default, which a loaded two-core machine may exceed.
         "RAY_raylet_start_wait_time_s": "120",
         "RAY_agent_register_timeout_ms": "120000",

@@ -56,11 +56,14 @@ class Kept:
         self.lease = folder / "lease"
         self.removed = folder / "kept"
         self.removed.mkdir()
+        (self.removed / "logs").mkdir()
+        (self.removed / "logs" / "why").write_text("because")
         self.lease.touch()
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", keeper.__name__, "--lease", self.lease, "--lease-s", str(lease_s)),
                 *("--record", self.record, "--remove", self.removed, "--facts", '{"port": 7}', "--grace-s", "0.3"),
+                *("--save", self.removed / "logs", folder / "saved"),
                 *("--", sys.executable, "-c", code, self.pids),
             ],
             env={**os.environ, processes.MARKER: str(self.removed)},
@@ -88,6 +91,7 @@ def test_sigterm_ends_descendants_that_left_session_and_parent(tmp_path, spawned
     assert living(births) == []
     assert not kept.removed.exists()
     assert not kept.record.exists()
+    assert not (tmp_path / "saved").exists()
 
 
 def test_an_untouched_lease_ends_everything(tmp_path, spawned):
@@ -110,6 +114,8 @@ def test_the_end_of_the_command_ends_what_it_left_behind(tmp_path, spawned):
     kept = Kept(tmp_path, code=leaving)
     spawned.append(kept.process)
     assert kept.process.wait(20) == keeper.EXIT_COMMAND_ENDED
+    assert (tmp_path / "saved" / "why").read_text() == "because"
+    assert not kept.removed.exists()
     assert living({pid: processes.birth_of(pid) or "gone" for pid in pids_in(kept.pids)}) == []
 
 
