@@ -16,6 +16,9 @@ from torch import Tensor
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.protocol import Stats
 
+# torch 2.13 renames it and warns at the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class TorchGroup:
     """A torch.distributed process group (None: the default one) as a Group."""
@@ -39,7 +42,7 @@ class TorchGroup:
         """out[i] <- in of rank i. Raises: PeerLost."""
         _check_rows(out_nB, in_B.view(1, -1).expand(self.size, -1), self.size)
         with self._peers("all_gather"):
-            dist.all_gather_into_tensor(out_nB.view(-1), in_B.view(-1), group=self._pg)
+            _all_gather(out_nB.view(-1), in_B.view(-1), group=self._pg)
         self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
 
     def mean_(self, x: Tensor) -> None:

@@ -16,12 +16,15 @@ from thinwire.workers.history import FILE_NAME, History
 from thinwire.workers.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient, WorkerMetrics
 
+DELIVER_S = 60.0
+"""How long the end of a run waits for a service that does not answer."""
+
 
 class Reporter(Protocol):
     """Where the training loop says what happened. Never blocks for long, never fails a run."""
 
     def resumed(self, step: int) -> None:
-        """The run goes on from `step`; later history is void."""
+        """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """New history, this rank's training windows so far, and its bytes by purpose so far."""
@@ -29,8 +32,13 @@ class Reporter(Protocol):
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:
         """Something that happened once."""
 
-    def close(self, summary: Mapping[str, JsonValue] | None = None, failure: Failure | None = None) -> None:
-        """Deliver what is left and end."""
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
+        """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
 
 
 class Silent:
@@ -50,7 +58,12 @@ class Silent:
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:
         """Nothing."""
 
-    def close(self, summary: Mapping[str, JsonValue] | None = None, failure: Failure | None = None) -> None:
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
         """Nothing."""
 
 
@@ -69,8 +82,9 @@ class ServiceReporter:
     def resumed(self, step: int) -> None:
         """Drop the history after `step`."""
         if self._history is not None:
-            self._history.truncate_after(step)
-        self.event("resumed", step)
+            self._history.truncate_after(step or -1)
+        if step:
+            self.event("resumed", step)
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """Write, post and export."""
@@ -98,10 +112,16 @@ class ServiceReporter:
         if self._poster is not None:
             self._poster.add_event(Event(kind=kind, step=step, time=time.time(), fields=fields))
 
-    def close(self, summary: Mapping[str, JsonValue] | None = None, failure: Failure | None = None) -> None:
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
         """Post the rest with the last word, end the registration, stop serving metrics."""
         if self._poster is not None:
-            self._poster.close(summary=dict(summary) if summary is not None else None, failure=failure)
+            last_word = dict(summary) if summary is not None else None
+            self._poster.close(summary=last_word, failure=failure, timeout_s=timeout_s)
         self._heartbeat.close()
         self._client.close()
         if self._history is not None:

@@ -50,7 +50,7 @@ def train_worker(config: dict[str, Any]) -> None:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)
     except PeerLost:
-        reporter.close()
+        reporter.close(timeout_s=2.0)  # the restart must not wait for a service that is away too
         raise
     except Exception as error:
         logger.exception("training_failed rank=%d", group.rank)

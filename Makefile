@@ -1,0 +1,48 @@
+# make run       set up, train the quickstart through the service, write runs/quickstart/
+# make serve     set up, keep a service on 127.0.0.1 with its state in .thinwire/
+# make test      set up, run the checks and the tests; make test-all adds the slow ones
+# make check     formatting, lint, types, import rules, spelling
+
+PYTHON ?= python3
+BIN := .venv/bin
+THINWIRE_HOME ?= $(CURDIR)/.thinwire
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: run serve test test-all check clean
+
+run: .venv/.worker
+	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
+
+serve: .venv/.worker
+	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
+
+test: check
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: check
+	$(PYTEST) -m "not gpu"
+
+check: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"thinwire needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}; run: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv .venv || { echo "could not make .venv: on Debian and Ubuntu run: apt install python3-venv" >&2; rm -rf .venv; exit 1; }
+	@touch $@
+
+.venv/.worker: .venv/.created pyproject.toml
+	@echo "installing thinwire and its workers into .venv (torch and ray: some minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker]"
+	@touch $@
+
+.venv/.dev: .venv/.created pyproject.toml
+	@echo "installing thinwire, its workers and the development tools into .venv ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,dev]"
+	@touch $@ .venv/.worker

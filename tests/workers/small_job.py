@@ -1,0 +1,64 @@
+"""A job small enough for tests: the whole loop in a second or two, on threads."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from thinwire.comm import run_threads
+from thinwire.workers import history
+from thinwire.workers.loop import Run, train
+from thinwire.workers.reporter import Silent
+from thinwire.workers.spec import TrainSpec
+
+SMALL = {
+    "name": "small",
+    "steps": 24,
+    "global_batch": 7,  # divides by nothing
+    "recipe": {"layers": 1, "width": 32, "heads": 2, "context": 32},
+    "optimizer": {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99], "warmup": 6},
+    "lr_schedule": {"warmup": 2},
+    "workers": {"min": 1, "max": 3},
+    "checkpoint": {"every_steps": 8},
+    "evaluation": {"every_steps": 12, "windows": 9},
+}
+
+
+def small_spec(**changes) -> TrainSpec:
+    return TrainSpec.model_validate({**SMALL, **changes})
+
+
+class Recording(Silent):
+    """Keeps events, and writes history as rank 0 of a service's run does."""
+
+    def __init__(self, run_dir: Path, rank: int):
+        super().__init__()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.events = []
+        self._history = history.History(run_dir / history.FILE_NAME) if rank == 0 else None
+
+    def resumed(self, step):
+        super().resumed(step)
+        self.events.append(("resumed", step))
+        if self._history:
+            self._history.truncate_after(step if step else -1)
+
+    def steps(self, samples, num_samples, sent_bytes):
+        super().steps(samples, num_samples, sent_bytes)
+        for sample in samples:
+            if self._history:
+                self._history.append(sample)
+
+    def event(self, kind, step, **fields):
+        self.events.append((kind, step))
+
+
+def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: group):
+    """[(summary, samples, events)] by rank, of a run on `size` threads; `wrap` may replace a rank's group."""
+
+    def work(group):
+        reporter = Recording(run_dir, group.rank)
+        summary = train(spec, Run(run_dir, time.time()), wrap(group), torch.device("cpu"), reporter)
+        return summary, reporter.samples, reporter.events
+
+    return run_threads(size, work)

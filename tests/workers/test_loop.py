@@ -1,0 +1,141 @@
+"""The run of a job on threads: what is counted, what a resume continues, what a failure leaves behind."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.workers.small_job import run_small, small_spec
+from thinwire.comm import NonFiniteInput, PeerLost
+from thinwire.workers import history
+from thinwire.workers.checkpoint import CheckpointFolder
+from thinwire.workers.data.corpus import DataError
+from thinwire.workers.report import ring_bytes, write_report
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, size):
+    (summary, samples, events), *_ = run_small(tmp_path, small_spec(steps=40), size)
+    assert summary["steps"] == 40
+    assert summary["frozen_at"] == 6
+    assert summary["world_size"] == size
+    assert summary["replicas_bit_equal"] is True
+    assert summary["loss"]["validation_first"] == pytest.approx(5.55, abs=0.1)
+    assert summary["loss"]["validation_last"] < summary["loss"]["validation_first"] - 0.8
+    assert [s.step for s in samples] == list(range(41))
+    assert [s.phase for s in samples[1:]] == ["warmup"] * 6 + ["compressed"] * 34
+    assert all(s.payload_bytes_total == sum(t.payload_bytes for t in samples[: s.step + 1]) for s in samples)
+    sent = summary["payload_bytes"]
+    dense = ring_bytes(summary["parameters"], size, 4)
+    if size == 1:
+        assert sent["sent"] == 0
+        assert summary["compression_ratio"]["overall"] is None
+    else:
+        assert sent["warmup_phase"] == pytest.approx(6 * dense, rel=0.01)
+        assert sent["compressed_phase_fp32"] / sent["compressed_phase"] == pytest.approx(32, rel=0.06)  # a tiny model
+    assert ("phase_change", 6) in events
+    write_report(tmp_path, summary)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_steps_do_not_depend_on_the_number_of_workers(tmp_path):
+    """In warm-up the mean gradient is that of the global batch, whoever computed which share of it."""
+    runs = [run_small(tmp_path / str(n), small_spec(steps=7), n)[0][1] for n in (1, 2, 3)]
+    for other in runs[1:]:
+        for a, b in zip(runs[0][1:6], other[1:6], strict=True):
+            assert b.loss == pytest.approx(a.loss, abs=1e-4)
+
+
+def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
+    whole = run_small(tmp_path / "whole", small_spec(), 2)
+    spec = small_spec(checkpoint={"every_steps": 8, "keep": 10})
+    run_small(tmp_path / "cut", spec, 2)
+    folder = tmp_path / "cut" / "checkpoints"
+    for later in ("step-00000016", "step-00000024"):
+        shutil.rmtree(folder / later)
+    resumed = run_small(tmp_path / "cut", spec, 2)
+    assert resumed[0][2][0] == ("resumed", 8)
+    steps = {s.step: s for s in resumed[0][1]}
+    assert min(steps) == 9
+    for sample in whole[0][1][9:]:
+        assert steps[sample.step].loss == sample.loss
+        assert steps[sample.step].payload_bytes_total == sample.payload_bytes_total
+    assert [s.step for s in history.read(tmp_path / "cut" / history.FILE_NAME)] == list(range(25))
+    final = [torch.load(tmp_path / run / "checkpoints/step-00000024/state.pt") for run in ("whole", "cut")]
+    for name, value in final[0]["model"].items():
+        assert torch.equal(value, final[1]["model"][name])
+
+
+@pytest.mark.parametrize("new_size", [1, 3])
+def test_a_checkpoint_is_resumed_by_another_number_of_workers(tmp_path, new_size):
+    spec = small_spec(steps=16)
+    run_small(tmp_path, spec, 2)
+    (summary, samples, events), *_ = run_small(tmp_path, small_spec(steps=24), new_size)
+    assert events[0] == ("resumed", 16)
+    assert summary["steps"] == 24
+    assert samples[-1].world_size == new_size
+    assert samples[-1].loss < 4.6
+
+
+class Dying:
+    """A group whose rank leaves in the middle of a collective, `calls` collectives from the start."""
+
+    def __init__(self, group, calls):
+        self._group, self._calls = group, calls
+        self.rank, self.size, self.stats = group.rank, group.size, group.stats
+
+    def __getattr__(self, name):
+        self._calls -= 1
+        if self._calls <= 0 and self.rank == 1:
+            self._group.leave()
+            raise PeerLost("killed")
+        return getattr(self._group, name)
+
+
+def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint(tmp_path):
+    with pytest.raises(PeerLost):
+        run_small(tmp_path, small_spec(), 2, wrap=lambda group: Dying(group, calls=50))
+    before = CheckpointFolder(tmp_path / "checkpoints", 2).newest_whole()
+    assert before in (8, 16)
+    (summary, _, events), *_ = run_small(tmp_path, small_spec(), 2)
+    assert events[0] == ("resumed", before)
+    assert summary["steps"] == 24
+    assert [s.step for s in history.read(tmp_path / history.FILE_NAME)] == list(range(25))
+
+
+def test_a_loss_that_becomes_nan_stops_every_rank_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    from thinwire.workers import step as step_module
+
+    original = step_module.learning_rate
+    monkeypatch.setattr(step_module, "learning_rate", lambda spec, step: 1e30 if step > 17 else original(spec, step))
+    with pytest.raises(NonFiniteInput, match="NaN or infinity"):
+        run_small(tmp_path, small_spec(), 2)
+    folder = CheckpointFolder(tmp_path / "checkpoints", 2)
+    assert folder.newest_whole() == 16
+    state = folder.load(16, torch.device("cpu"))
+    assert torch.isfinite(state["optimizer"]["residuals"]["momentum_error"]).all()
+
+
+def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path, monkeypatch):
+    def full(self, step, state):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "save", full)
+    (summary, _, events), *_ = run_small(tmp_path, small_spec(steps=8), 1)
+    assert summary["steps"] == 8
+    assert ("checkpoint_failed", 8) in events
+
+
+def test_a_text_too_short_for_the_context_is_told_before_any_step(tmp_path):
+    (tmp_path / "tiny.txt").write_text("too short")
+    spec = small_spec(data={"source": "text-file", "path": str(tmp_path / "tiny.txt")})
+    with pytest.raises(DataError, match="context"):
+        run_small(tmp_path, spec, 2)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_dense_adam_runs_on_the_same_loop(tmp_path):
+    (summary, samples, _), *_ = run_small(tmp_path, small_spec(optimizer={"name": "adam", "lr": 4e-3}), 2)
+    assert summary["frozen_at"] is None
+    assert {s.phase for s in samples} == {"dense"}
+    assert summary["compression_ratio"]["overall"] == pytest.approx(1.0, rel=0.01)

@@ -1,0 +1,50 @@
+"""How a worker's end is told: in words, whole or not at all, the first cause standing."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from thinwire.workers import main as driver
+from thinwire.workers.reports import Failure
+from thinwire.workers.spec import TrainSpec, Workers
+from thinwire.workers.worker import failure_of, write_failure
+
+
+def test_the_first_failure_written_stands(tmp_path):
+    write_failure(tmp_path, Failure(kind="A", message="cause"))
+    write_failure(tmp_path, Failure(kind="B", message="consequence"))
+    assert Failure.model_validate_json((tmp_path / "failure.json").read_text()).kind == "A"
+    assert [p.name for p in tmp_path.iterdir()] == ["failure.json"]
+
+
+def test_a_spec_error_is_told_by_its_field():
+    with pytest.raises(ValidationError) as raised:
+        TrainSpec.model_validate({"steps": 0, "global_batch": 1, "optimizer": {"name": "adam"}})
+    assert failure_of(raised.value).message == "steps: Input should be greater than or equal to 1 (got 0)"
+
+
+def test_a_driver_whose_job_file_is_bad_ends_with_the_reason(tmp_path):
+    job = {"job_id": "j", "name": "j", "created_at": 0.0, "spec": {"steps": 0}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert driver.main(["--run-dir", str(tmp_path)]) == 1
+    assert "steps" in Failure.model_validate_json((tmp_path / "failure.json").read_text()).message
+
+
+def test_lost_workers_are_told_without_a_stack():
+    class Lost(Exception):
+        worker_failures = {1: SimpleNamespace(__str__=lambda self: "x")}  # noqa: RUF012
+
+    Lost.worker_failures = {1: RuntimeError("Traceback ...\n  File x\nActorDiedError: the worker died")}
+    failure = driver._in_short(Lost())
+    assert failure.message.endswith("Last: rank 1: ActorDiedError: the worker died")
+    assert "Traceback" not in failure.message
+
+
+def test_gpus_are_used_where_there_are_enough_and_missed_with_a_reason():
+    assert driver._use_gpu(Workers(min=2, max=2), 2)
+    assert not driver._use_gpu(Workers(min=2, max=2), 1)
+    assert not driver._use_gpu(Workers(device="cpu"), 8)
+    with pytest.raises(ValueError, match="has 1 GPUs"):
+        driver._use_gpu(Workers(min=2, max=2, device="gpu"), 1)
