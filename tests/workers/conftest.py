@@ -3,8 +3,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stub_service import TOKEN, Service
 
+from tests.workers.stub_service import TOKEN, Service
 from thinwire.workers.service_client import ServiceClient
 
 

@@ -3,8 +3,8 @@ import socket
 import time
 
 import pytest
-from stub_service import TOKEN, Service
 
+from tests.workers.stub_service import TOKEN, Service
 from thinwire.workers.reports import Sample, Telemetry, WorkerRegistration
 from thinwire.workers.service_client import Refused, ServiceClient, ServiceUnavailable, Superseded
 

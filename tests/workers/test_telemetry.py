@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from stub_service import Service, until
 
+from tests.workers.stub_service import Service, until
 from thinwire.workers import telemetry
 from thinwire.workers.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient
