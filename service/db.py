@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, create_engine, event, make_url, text
+from sqlalchemy import Connection, Double, create_engine, event, make_url, text
 from sqlalchemy.orm import DeclarativeBase, Session
+from sqlalchemy.types import TypeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,9 @@ BUSY_TIMEOUT_MS = 5000
 
 
 class Base(DeclarativeBase):
-    """The root of all rows."""
+    """The root of all rows. Double: single precision cannot tell unix seconds apart."""
+
+    type_annotation_map: ClassVar[dict[type, TypeEngine[Any]]] = {float: Double()}
 
 
 class DatabaseUnusable(Exception):

@@ -67,10 +67,15 @@ class ControlPlane:
         self.reconciler.start()
 
     def close(self) -> None:
-        """End the reconciler, the launcher and the database's connections. Safe to call twice."""
+        """End the reconciler, the launcher and the database's connections. Safe to call twice.
+
+        Raises: LauncherError, where the launcher could not end everything that it had started.
+        """
         self.reconciler.close()
-        self.starter.close()
-        self.db.close()
+        try:
+            self.starter.close()
+        finally:
+            self.db.close()
 
     def job_of_token(self, token_hash: str) -> str | None:
         """The id of the job whose token has this hash."""

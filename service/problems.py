@@ -42,8 +42,8 @@ def describe_problems(errors: Sequence[Mapping[str, Any]], body: Schema, documen
 def shown(value: Any) -> JsonValue:
     """The value as it can stand in an answer: itself if it is short JSON, else the beginning of its text."""
     try:
-        text = json.dumps(value, allow_nan=False)
-        text.encode()
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # a lone surrogate cannot be sent
     except (TypeError, ValueError):
         text = ascii(value)
         return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
@@ -97,8 +97,8 @@ def _walk(loc: Sequence[str | int], body: Schema, document: Schema) -> tuple[lis
         tags = node.get("discriminator", {}).get("mapping", {})
         if part in tags:
             node = {"$ref": tags[part]}
-        elif _branches(node, document):
-            break  # `part` names a branch; the union itself is what says what is allowed
+        elif not node or _branches(node, document):
+            break  # `part` names a branch of a union, or is inside of what may be any JSON
         else:
             path.append(str(part))
             parent, node = node, _inside(node, part)

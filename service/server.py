@@ -45,7 +45,8 @@ def serve(
     """Run the control plane until SIGINT, SIGTERM or SIGHUP; then end it with everything it started.
 
     launcher: default, the one that the settings name. on_started: called with the url once requests are answered.
-    Must be called in the main thread: it handles signals. Raises: ServeRefused.
+    Must be called in the main thread: it handles signals. Raises: ServeRefused; LauncherError where something that
+    the launcher had started could not be ended.
     """
     with _signals() as asked_to_end, _only_server(settings):
         listener = _bind(settings.host, settings.port)

@@ -56,7 +56,8 @@ class JobRepository:
 
     def count_by_state(self) -> dict[str, int]:
         """How many jobs each state has; a state without jobs is left out."""
-        return dict(self.session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).tuples().all())
+        query = select(JobRow.state, func.count()).group_by(JobRow.state)
+        return {row[0]: row[1] for row in self.session.execute(query)}
 
     def set_token_hash(self, job_id: str, token_hash: str) -> None:
         """Replace the job's token. The row's version stays: no decision depends on the token."""
@@ -134,7 +135,7 @@ class JobRepository:
             .where(LeaseRow.job_id.in_(job_ids), LeaseRow.expires_at > now)
             .group_by(LeaseRow.job_id)
         )
-        return dict(self.session.execute(query).tuples().all())
+        return {row[0]: row[1] for row in self.session.execute(query)}
 
     def _insert(self, row: type[DeclarativeBase]) -> Any:
         """An insert that can name its conflicts; SQLAlchemy has one for each database."""

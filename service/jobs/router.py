@@ -57,7 +57,9 @@ def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: Ide
 
 
 @operators.get("/jobs")
-def list_jobs(jobs: Jobs, limit: Annotated[int, Query(ge=1, le=1000)] = 100, state: JobState | None = None) -> JobList:
+def list_jobs(
+    jobs: Jobs, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, state: JobState | None = None
+) -> JobList:
     """The newest jobs, newest first."""
     return jobs.list(limit, state)
 

@@ -10,8 +10,8 @@ import hashlib
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable
-from pathlib import Path
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -213,16 +213,24 @@ def _check_data(spec: TrainSpec) -> None:
     if not isinstance(spec.data, TextFile):
         return
     path = spec.data.path
-    wrong = None
-    if "\0" in path or not os.path.isabs(path):
-        wrong = "must be an absolute path"
-    elif not Path(path).exists():
-        wrong = "there is no such file on the service's machine"
-    elif not Path(path).is_file():
-        wrong = "must be a regular file, not a folder or a device"
-    elif not os.access(path, os.R_OK):
-        wrong = "the service may not read this file; change its permissions, or name another"
-    elif Path(path).stat().st_size == 0:
-        wrong = "the file is empty; training needs text"
+    impossible = "\0" in path or not os.path.isabs(path)
+    wrong = "must be an absolute path" if impossible else _unreadable(path)
     if wrong:
         raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])
+
+
+def _unreadable(path: str) -> str | None:
+    """Why this machine cannot read text from `path`; None where it can."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return "there is no such file on the service's machine"
+    except OSError as error:
+        return f"the service cannot reach this file: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return "must be a regular file, not a folder or a device"
+    if not os.access(path, os.R_OK):
+        return "the service may not read this file; change its permissions, or name another"
+    if found.st_size == 0:
+        return "the file is empty; training needs text"
+    return None

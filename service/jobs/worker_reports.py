@@ -6,7 +6,6 @@ outlives its cluster cannot write over the run that has replaced it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -23,7 +22,7 @@ from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.schemas import Problem, TargetGroup
 from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import transition
-from thinwire.workers.reports import Event, Sample, Telemetry, WorkerRegistration
+from thinwire.workers.reports import Sample, Telemetry, WorkerRegistration
 
 logger = logging.getLogger(__name__)
 
@@ -150,19 +149,11 @@ def _clean(telemetry: Telemetry) -> list[Sample]:
             clean.append(Sample.model_validate(values))
     for index, event in enumerate(telemetry.events):
         _bounded(f"events.{index}.step", event.step, problems)
-        _finite_event(index, event, problems)
-    if telemetry.summary is not None and not _is_json(telemetry.summary):
-        problems.append(_problem("summary", None, "must hold finite numbers only"))
+        if not math.isfinite(event.time):
+            problems.append(_problem(f"events.{index}.time", str(event.time), "must be a finite number"))
     if problems:
         raise InvalidRequest.of(problems[:20])
     return clean
-
-
-def _finite_event(index: int, event: Event, problems: list[Problem]) -> None:
-    if not math.isfinite(event.time):
-        problems.append(_problem(f"events.{index}.time", str(event.time), "must be a finite number"))
-    if not _is_json(event.fields):
-        problems.append(_problem(f"events.{index}.fields", None, "must hold finite numbers only"))
 
 
 def _bounded(path: str, step: int, problems: list[Problem]) -> None:
@@ -172,11 +163,3 @@ def _bounded(path: str, step: int, problems: list[Problem]) -> None:
 
 def _problem(path: str, value: str | None, message: str) -> Problem:
     return Problem(path=path, value=value, message=message)
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True

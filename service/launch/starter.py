@@ -30,14 +30,18 @@ class LauncherStarter:
         return self._waiting if self._waiting is not None else self._launcher.ready()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Wait for a start that is under way, then close the launcher. Safe to call twice."""
+        """Close the launcher, and whatever a start that is under way brings up. Safe to call twice.
+
+        Raises: LauncherError, where the launcher could not end everything.
+        """
         self._stop.set()
         self._waiting = "the service is ending"
-        if self._thread is not None:
+        self._launcher.close()  # makes a slow start give up
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("launcher_still_starting timeout_s=%g", timeout_s)
-        self._launcher.close()
+            self._launcher.close()  # a start that began just as the first close ended
 
     def _loop(self) -> None:
         while not self._stop.is_set():

@@ -26,9 +26,9 @@ def upgrade() -> None:
         sa.Column("reason", sa.String()),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("max_attempts", sa.Integer(), nullable=False),
-        sa.Column("created_at", sa.Float(), nullable=False),
-        sa.Column("started_at", sa.Float()),
-        sa.Column("finished_at", sa.Float()),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("started_at", sa.Double()),
+        sa.Column("finished_at", sa.Double()),
         sa.Column("newest_sample", sa.JSON()),
         sa.Column("newest_validation", sa.JSON()),
         sa.Column("summary", sa.JSON()),
@@ -51,7 +51,7 @@ def upgrade() -> None:
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("kind", sa.String(64), nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
-        sa.Column("time", sa.Float(), nullable=False),
+        sa.Column("time", sa.Double(), nullable=False),
         sa.Column("fields", sa.JSON(), nullable=False),
         sa.UniqueConstraint("job_id", "attempt", "kind", "step", "time", name="events_once"),
     )
@@ -64,7 +64,7 @@ def upgrade() -> None:
         sa.Column("address", sa.String(255), nullable=False),
         sa.Column("pid", sa.Integer(), nullable=False),
         sa.Column("node", sa.String(255), nullable=False),
-        sa.Column("expires_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Double(), nullable=False),
     )
     op.create_index("ix_worker_leases_expires_at", "worker_leases", ["expires_at"])
 

@@ -1,0 +1,130 @@
+"""The whole service in one process, with its clock and its launcher in the test's hands."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from thinwire.service.config import Settings
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.main import ControlPlane, create_app
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # starlette would rather see httpx2
+    from fastapi.testclient import TestClient
+
+SERVICE_URL = "http://127.0.0.1:4711"
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    """A small job as JSON."""
+    base = {"name": "quickstart", "steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}}
+    return {**base, **changes}
+
+
+def sample(step: int, *, at: float | None = None, **changes: Any) -> dict[str, Any]:
+    """A sample of a history as JSON; its time follows its step."""
+    return {"step": step, "phase": "warmup", "loss": 5.0, "time": float(step) if at is None else at, **changes}
+
+
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    """The first truth of `claim`; fails with `what` when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = claim()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Clock:
+    """Unix seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Service:
+    """An application without its lifespan: `turn` is the reconciler's thread."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.clock = Clock()
+        self.launcher = FakeLauncher()
+        self.settings = Settings(home=home, launcher="fake")
+        self.open()
+
+    def open(self) -> None:
+        """Build the application over the home, as a service that starts does, without the reconciler's thread."""
+        self.app: FastAPI = create_app(self.settings, self.launcher, service_url=SERVICE_URL, clock=self.clock)
+        self.plane: ControlPlane = self.app.state.plane
+        self.plane.db.upgrade()
+        self.plane.jobs.rewrite_service_urls()
+        self.plane.starter.start()
+        wait_until(lambda: self.launcher.starts > 0 and self.plane.starter.reason() is None, "the fake launcher")
+        self.token = (self.home / "token").read_text().strip()
+        self.client = TestClient(self.app, raise_server_exceptions=False)
+        self.client.headers["Authorization"] = f"Bearer {self.token}"
+
+    def close(self) -> None:
+        self.plane.close()
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.clock.pass_(1.0)
+            self.plane.reconciler.turn()
+
+    def submit(self, **changes: Any) -> str:
+        """Submit a job and return its id; nothing has been launched yet."""
+        answer = self.client.post("/v1/jobs", json=spec(**changes))
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def running(self, **changes: Any) -> str:
+        """A job that its cluster says is running."""
+        job_id = self.submit(**changes)
+        self.turn()
+        self.launcher.put(job_id, LaunchState.RUNNING)
+        self.turn()
+        assert self.job(job_id)["state"] == "RUNNING"
+        return job_id
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        answer = self.client.get(f"/v1/jobs/{job_id}")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def state(self, job_id: str) -> str:
+        return str(self.job(job_id)["state"])
+
+    def run_dir(self, job_id: str) -> Path:
+        return self.home / "runs" / job_id
+
+    def job_headers(self, job_id: str) -> dict[str, str]:
+        """What the workers of the job send."""
+        token = (self.run_dir(job_id) / "token").read_text().strip()
+        return {"Authorization": f"Bearer {token}"}
+
+    def post(self, job_id: str, *, attempt: int = 1, **batch: Any) -> Any:
+        """Post telemetry as the job does."""
+        body = {"attempt": attempt, **batch}
+        return self.client.post(f"/v1/jobs/{job_id}/telemetry", json=body, headers=self.job_headers(job_id))
+
+    def register(self, job_id: str, rank: int, **changes: Any) -> Any:
+        """Register a worker as the job does."""
+        body = {"address": f"127.0.0.1:{9000 + rank}", "attempt": 1, "pid": 100 + rank, "node": "box-a", **changes}
+        return self.client.put(f"/v1/jobs/{job_id}/workers/{rank}", json=body, headers=self.job_headers(job_id))

@@ -1,0 +1,131 @@
+"""The database: durable, private, and its schema the one that the rows expect."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import select, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm.exc import StaleDataError
+
+from thinwire.service.db import Base, Database, DatabaseUnusable
+from thinwire.service.jobs.models import JobRow, SampleRow
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Database:
+    database = Database(f"sqlite:///{tmp_path / 'thinwire.db'}")
+    database.upgrade()
+    return database
+
+
+def _job(job_id: str = "job-1", **changes: object) -> JobRow:
+    values = {
+        "id": job_id,
+        "name": "job",
+        "spec": {},
+        "spec_digest": "d",
+        "token_hash": job_id,
+        "state": "PENDING",
+        "max_attempts": 1,
+        "created_at": 0.0,
+    }
+    return JobRow(**{**values, **changes})
+
+
+def test_the_migrations_make_what_the_rows_expect(db: Database) -> None:
+    with db.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+def test_the_upgrade_may_be_repeated(db: Database, tmp_path: Path) -> None:
+    db.upgrade()
+    Database(f"sqlite:///{tmp_path / 'thinwire.db'}").upgrade()
+
+
+def test_a_database_of_a_newer_version_is_refused(db: Database, tmp_path: Path) -> None:
+    with db.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(DatabaseUnusable, match="newer thinwire"):
+        Database(f"sqlite:///{tmp_path / 'thinwire.db'}").upgrade()
+
+
+def test_sqlite_is_durable_and_private(db: Database, tmp_path: Path) -> None:
+    with db.read() as session:
+        pragmas = {name: session.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "synchronous")}
+        assert pragmas == {"journal_mode": "wal", "synchronous": 2}  # 2 is FULL
+        assert session.execute(text("PRAGMA foreign_keys")).scalar() == 1
+        assert session.execute(text("PRAGMA busy_timeout")).scalar() == 5000
+    for path in tmp_path.glob("thinwire.db*"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_an_exception_leaves_nothing_behind(db: Database) -> None:
+    def interrupted() -> None:
+        with db.write() as session:
+            session.add(_job())
+            session.flush()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    with db.read() as session:
+        assert session.scalars(select(JobRow)).all() == []
+
+
+def test_the_second_writer_of_a_stale_row_is_refused(db: Database) -> None:
+    with db.write() as session:
+        session.add(_job())
+    with db.read() as session:
+        stale = session.get(JobRow, "job-1")
+        assert stale is not None
+    with db.write() as session:
+        fresh = session.get(JobRow, "job-1")
+        assert fresh is not None
+        fresh.state = "RUNNING"
+
+    def write_stale() -> None:
+        with db.write() as session:
+            session.add(stale)
+            stale.state = "FAILED"
+
+    with pytest.raises(StaleDataError):
+        write_stale()
+
+
+def test_a_sample_needs_its_job(db: Database) -> None:
+    with pytest.raises(IntegrityError), db.write() as session:
+        session.add(SampleRow(job_id="none", step=1, attempt=1, sample={}))
+
+
+def test_writers_that_read_first_do_not_fail_each_other(db: Database) -> None:
+    """With a deferred BEGIN, one of two transactions that read and then write would get SQLITE_BUSY at once."""
+    with db.write() as session:
+        session.add(_job(spec={"count": 0}))
+    errors: list[Exception] = []
+
+    def add_ten() -> None:
+        try:
+            for _ in range(10):
+                with db.write() as session:
+                    row = session.get(JobRow, "job-1")
+                    assert row is not None
+                    row.spec = {"count": row.spec["count"] + 1}
+        except Exception as error:  # noqa: BLE001 - told by the assertion below
+            errors.append(error)
+
+    threads = [threading.Thread(target=add_ten) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    with db.read() as session:
+        row = session.get(JobRow, "job-1")
+        assert row is not None
+        assert row.spec == {"count": 40}

@@ -1,0 +1,147 @@
+"""422: what is wrong with a request, by field, with the value and what is allowed; and 413."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_plane_harness import Service, spec
+
+from thinwire.service.limits import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
+
+ONEBIT = {"name": "onebit_adam"}
+
+CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
+    ("unknown field", {"stepz": 1}, "stepz", 1, "no such field; allowed here: name, seed, steps"),
+    ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, device"),
+    ("unknown in a tagged union", {"optimizer": {**ONEBIT, "foo": 1}}, "optimizer.foo", 1, "warmup"),
+    ("wrong type", {"steps": "many"}, "steps", "many", "valid integer"),
+    ("below", {"workers": {"min": 0, "max": 1}}, "workers.min", 0, "greater than or equal to 1"),
+    ("in a tuple", {"optimizer": {**ONEBIT, "betas": [0.9, 2]}}, "optimizer.betas.1", 2, "less than 1"),
+    (
+        "a union that has no tag",
+        {"optimizer": {**ONEBIT, "warmup": 1.5}},
+        "optimizer.warmup",
+        1.5,
+        "must be a whole number at least 1, or a number above 0 and below 1",
+    ),
+    ("the same, by text", {"lr_schedule": {"warmup": "x"}}, "lr_schedule.warmup", "x", "must be a whole number"),
+    ("unknown tag", {"optimizer": {"name": "adamw"}}, "optimizer.name", "adamw", "one of adam, onebit_adam"),
+    ("no tag", {"optimizer": {}}, "optimizer.name", None, "one of adam, onebit_adam"),
+    ("unknown source", {"data": {"source": "s3"}}, "data.source", "s3", "one of python-stdlib, text-file"),
+    ("missing in a union", {"data": {"source": "text-file"}}, "data.path", None, "required: text"),
+    ("min above max", {"workers": {"min": 3, "max": 2}}, "workers.min", 3, "at most workers.max = 2"),
+    ("warm-up past the end", {"optimizer": {**ONEBIT, "warmup": 100}}, "optimizer.warmup", 100, "fewer than steps"),
+    ("batch too small", {"workers": {"max": 9}}, "global_batch", 8, "at least one window a worker"),
+    ("width and heads", {"recipe": {"width": 100, "heads": 6}}, "recipe.width", 100, "a multiple of recipe.heads"),
+    ("bad name", {"name": "../x"}, "name", "../x", "pattern"),
+    ("not an object", {"workers": 3}, "workers", 3, "object"),
+    ("relative path", {"data": {"source": "text-file", "path": "a.txt"}}, "data.path", "a.txt", "absolute"),
+    ("missing file", {"data": {"source": "text-file", "path": "/no/such"}}, "data.path", "/no/such", "no such file"),
+    ("a folder", {"data": {"source": "text-file", "path": "/usr"}}, "data.path", "/usr", "regular file"),
+    ("a device", {"data": {"source": "text-file", "path": "/dev/zero"}}, "data.path", "/dev/zero", "regular file"),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "value", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_wrong_spec_is_told_by_field(
+    service: Service, changes: dict[str, Any], path: str, value: Any, words: str
+) -> None:
+    answer = service.client.post("/v1/jobs", json=spec(**changes))
+    assert answer.status_code == 422, answer.text
+    body = answer.json()
+    assert body["code"] == "invalid_request"
+    assert [problem["path"] for problem in body["problems"]] == [path]
+    assert body["problems"][0]["value"] == value
+    assert words in body["problems"][0]["message"]
+    assert path in body["message"]
+    assert service.client.get("/v1/jobs").json()["jobs"] == []
+    assert not (service.home / "runs").exists()
+
+
+def test_all_problems_are_told_at_once(service: Service) -> None:
+    wrong = spec(steps=0, workers={"min": 0, "max": 0}, optimizer={**ONEBIT, "lr": -1, "x": 1})
+    paths = {problem["path"] for problem in service.client.post("/v1/jobs", json=wrong).json()["problems"]}
+    assert paths == {"steps", "workers.min", "workers.max", "optimizer.lr", "optimizer.x"}
+
+
+def test_all_impossible_combinations_are_told_at_once(service: Service) -> None:
+    wrong = spec(workers={"min": 3, "max": 2}, optimizer={**ONEBIT, "warmup": 100})
+    paths = {problem["path"] for problem in service.client.post("/v1/jobs", json=wrong).json()["problems"]}
+    assert paths == {"workers.min", "optimizer.warmup"}
+
+
+def test_a_missing_required_field_says_what_it_wants(service: Service) -> None:
+    body = spec()
+    del body["steps"]
+    (problem,) = service.client.post("/v1/jobs", json=body).json()["problems"]
+    assert problem["path"] == "steps"
+    assert problem["value"] is None
+    assert problem["message"] == "this field is required: a whole number at least 1 and at most 1e+09"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"{", "not JSON"), (b"", "a JSON body is required"), (b"[1]", "object"), (b"\xff", "")]
+)
+def test_a_body_that_is_no_spec_is_refused(service: Service, content: bytes, words: str) -> None:
+    answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422), answer.text
+    assert words in answer.text
+
+
+def test_values_that_json_cannot_hold_are_shown_as_text(service: Service) -> None:
+    content = b'{"steps": NaN, "global_batch": 8, "optimizer": {"name": "adam"}, "name": "\\ud800"}'
+    answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert {problem["path"] for problem in answer.json()["problems"]} == {"steps", "name"}
+
+
+def test_a_long_value_is_not_sent_back_whole(service: Service) -> None:
+    (problem,) = service.client.post("/v1/jobs", json=spec(name="x" * 10_000)).json()["problems"]
+    assert len(problem["value"]) < 300
+
+
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/" + "x" * 5000])
+def test_a_path_that_no_system_takes_is_refused(service: Service, path: str) -> None:
+    answer = service.client.post("/v1/jobs", json=spec(data={"source": "text-file", "path": path}))
+    assert answer.status_code == 422
+    assert answer.json()["problems"][0]["path"] == "data.path"
+
+
+def test_an_empty_data_file_is_refused(service: Service, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    answer = service.client.post("/v1/jobs", json=spec(data={"source": "text-file", "path": str(empty)}))
+    assert "empty" in answer.json()["problems"][0]["message"]
+
+
+def test_query_parameters_are_told_by_name(service: Service) -> None:
+    (problem,) = service.client.get("/v1/jobs/x/logs", params={"offset": "-1"}).json()["problems"]
+    assert problem["path"] == "offset"
+
+
+def test_a_body_above_the_limit_is_too_large(service: Service) -> None:
+    answer = service.client.post("/v1/jobs", content=b" " * (BODY_LIMIT_BYTES + 1))
+    assert answer.status_code == 413
+    assert answer.json()["code"] == "body_too_large"
+    assert str(BODY_LIMIT_BYTES) in answer.json()["message"]
+
+
+def test_a_chunked_body_is_counted(service: Service) -> None:
+    chunks = (b" " * 65536 for _ in range(BODY_LIMIT_BYTES // 65536 + 1))
+    assert service.client.post("/v1/jobs", content=chunks).status_code == 413
+
+
+def test_a_body_at_the_limit_is_read(service: Service) -> None:
+    padding = b" " * (BODY_LIMIT_BYTES - 2)
+    answer = service.client.post("/v1/jobs", content=b"{}" + padding, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+
+
+def test_telemetry_may_be_larger(service: Service) -> None:
+    job_id = service.running()
+    url, headers = f"/v1/jobs/{job_id}/telemetry", {**service.job_headers(job_id), "Content-Type": "application/json"}
+    padding = b" " * (BODY_LIMIT_BYTES + 1)
+    assert service.client.post(url, content=b'{"attempt": 1}' + padding, headers=headers).status_code == 204
+    assert service.client.post(url, content=b" " * (TELEMETRY_LIMIT_BYTES + 1), headers=headers).status_code == 413

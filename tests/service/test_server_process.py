@@ -1,0 +1,238 @@
+"""The control plane as a process: found, the only one of its home, clean at its end, and safe from kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from control_plane_harness import spec, wait_until
+
+from thinwire.service.config import Settings, default_home
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.server import ServeRefused, _bind, _url, serve
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from thinwire.service.config import Settings
+from thinwire.service.launch.fake import FakeLauncher, Timeline
+from thinwire.service.server import serve
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+
+class Telling(FakeLauncher):
+    def close(self):
+        super().close()
+        (Path(sys.argv[1]) / "launcher-closed").touch()
+
+settings = Settings(home=Path(sys.argv[1]), launcher="fake", reconcile_interval_s=0.05)
+serve(settings, launcher=Telling(timeline=Timeline(pending_s=0.2, running_s=float(sys.argv[2]))))
+print("ended", flush=True)
+"""
+
+
+class Server:
+    """A control plane in a process of its own."""
+
+    def __init__(self, home: Path, running_s: float = 3600.0) -> None:
+        self.home = home
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(home), str(running_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._read: tuple[bytes, bytes] | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[httpx.Client]:
+        """A client of this very process, once it is ready."""
+        wait_until(self._mine, "server.json", timeout_s=60)
+        known = json.loads((self.home / "server.json").read_text())
+        token = (self.home / "token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=known["url"], headers=headers, trust_env=False, timeout=10) as client:
+            wait_until(lambda: client.get("/readyz").status_code == 200, "ready")
+            yield client
+
+    def _mine(self) -> bool:
+        assert self.process.poll() is None, self.end()
+        try:
+            return bool(json.loads((self.home / "server.json").read_text())["pid"] == self.process.pid)
+        except FileNotFoundError:
+            return False
+
+    def end(self, number: int | None = None) -> tuple[int, str, str]:
+        """Send a signal and wait: exit status, stdout, stderr."""
+        if number is not None:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    started: list[Server] = []
+    yield started
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
+
+
+def _state(client: httpx.Client, job_id: str) -> str:
+    return str(client.get(f"/v1/jobs/{job_id}").json()["state"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server], number: int) -> None:
+    server = Server(tmp_path / "home")
+    servers.append(server)
+    with server.ready() as client:
+        assert str(client.base_url).startswith("http://127.0.0.1:")
+        for name in ("server.json", "token", "thinwire.db"):
+            assert stat.S_IMODE((server.home / name).stat().st_mode) == 0o600, name
+        # A connection that stays open must not hold the end up.
+        status, out, err = server.end(number)
+    assert (status, out) == (0, "ended\n"), err
+    assert "Traceback" not in err
+    assert not (server.home / "server.json").exists()
+    assert (server.home / "launcher-closed").exists()
+
+
+def test_a_signal_before_the_start_ends_it_too(tmp_path: Path, servers: list[Server]) -> None:
+    server = Server(tmp_path / "home")
+    servers.append(server)
+    wait_until((server.home / "server.lock").exists, "the lock")
+    status, _, err = server.end(signal.SIGTERM)
+    assert status == 0, err
+    assert "Traceback" not in err
+    assert not (server.home / "server.json").exists()
+
+
+def test_one_home_has_one_server(tmp_path: Path, servers: list[Server]) -> None:
+    first = Server(tmp_path / "home")
+    servers.append(first)
+    with first.ready() as client:
+        second = Server(tmp_path / "home")
+        servers.append(second)
+        status, _, err = second.end()
+        assert status != 0
+        assert f"ServeRefused: another server already serves {tmp_path / 'home'}" in err
+        assert f"process {first.process.pid}" in err
+        assert "THINWIRE_HOME" in err
+        assert client.get("/readyz").status_code == 200
+        assert (first.home / "server.json").exists()
+
+
+def test_a_killed_server_loses_no_job_and_no_key(tmp_path: Path, servers: list[Server]) -> None:
+    home, key = tmp_path / "home", {"Idempotency-Key": "the-key"}
+    first = Server(home)
+    servers.append(first)
+    with first.ready() as client:
+        job_id = client.post("/v1/jobs", json=spec(), headers=key).json()["id"]
+        wait_until(lambda: _state(client, job_id) == "RUNNING", "RUNNING")
+        cut_short = client.post("/v1/jobs", json=spec(name="last")).json()["id"]
+        first.end(signal.SIGKILL)
+    assert (home / "server.json").exists()  # nobody was there to remove it
+
+    second = Server(home, running_s=0.3)
+    servers.append(second)
+    with second.ready() as client:
+        again = client.post("/v1/jobs", json=spec(), headers=key)
+        assert (again.status_code, again.json()["id"]) == (202, job_id)
+        assert client.post("/v1/jobs", json=spec(steps=99), headers=key).status_code == 409
+        assert {job["id"] for job in client.get("/v1/jobs").json()["jobs"]} == {job_id, cut_short}
+        url = (home / "runs" / job_id / "service_url").read_text().strip()
+        assert url == str(client.base_url).rstrip("/")
+        # The fake cluster died with the process, so the running job is lost, noticed, and run again.
+        wait_until(lambda: _state(client, job_id) == "SUCCEEDED", "the second attempt")
+        assert client.get(f"/v1/jobs/{job_id}").json()["attempt"] == 2
+        wait_until(lambda: _state(client, cut_short) == "SUCCEEDED", "the job that was just accepted")
+
+
+def test_a_kill_between_row_and_folder_is_mended(tmp_path: Path, servers: list[Server]) -> None:
+    home = tmp_path / "home"
+    first = Server(home)
+    servers.append(first)
+    with first.ready() as client:
+        # No folder can be made where a file stands, so the job stays at its row, as after a kill.
+        (home / "runs").write_text("in the way")
+        job_id = client.post("/v1/jobs", json=spec()).json()["id"]
+        first.end(signal.SIGKILL)
+    (home / "runs").unlink()
+    second = Server(home)
+    servers.append(second)
+    with second.ready() as client:
+        wait_until(lambda: _state(client, job_id) in ("PENDING", "RUNNING"), "the submission")
+        token = (home / "runs" / job_id / "token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        assert client.post(f"/v1/jobs/{job_id}/telemetry", json={"attempt": 1}, headers=headers).status_code == 204
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = Settings(home=tmp_path, launcher="fake", port=taken.getsockname()[1])
+        with pytest.raises(ServeRefused, match="port 0 finds a free one"):
+            serve(settings, launcher=FakeLauncher())
+    assert not (tmp_path / "server.json").exists()
+
+
+def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServeRefused, match="THINWIRE_HOME"):
+        serve(Settings(home=tmp_path / "file" / "home", launcher="fake"), launcher=FakeLauncher())
+
+
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    with pytest.raises(ServeRefused, match="remove the file"):
+        serve(Settings(home=tmp_path, launcher="fake"), launcher=FakeLauncher())
+
+
+def test_the_caller_is_told_the_url_and_its_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    urls: list[str] = []
+
+    def started(url: str) -> None:
+        urls.append(url)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    serve(Settings(home=tmp_path, launcher="fake"), launcher=FakeLauncher(), on_started=started)
+    assert urls[0].startswith("http://127.0.0.1:")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:")])
+def test_the_url_is_one_that_can_be_connected_to(host: str, url: str) -> None:
+    with _bind(host, 0) as listener:
+        assert _url(listener).startswith(url)
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"THINWIRE_HOME": str(tmp_path), "THINWIRE_PORT": "81", "THINWIRE_LAUNCHER": "fake"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    found = Settings()
+    assert (found.home, found.port, found.launcher, found.host) == (tmp_path, 81, "fake", "127.0.0.1")
+    assert found.database == f"sqlite:///{tmp_path}/thinwire.db"
+
+
+def test_the_home_is_the_users_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert default_home() == tmp_path / ".local" / "share" / "thinwire"
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert default_home() == tmp_path / ".local" / "share" / "thinwire"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert default_home() == tmp_path / "data" / "thinwire"

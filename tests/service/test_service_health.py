@@ -1,0 +1,116 @@
+"""Health, readiness and the service's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_plane_harness import Service, TestClient, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from thinwire.service.config import Settings
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.starter import LauncherStarter
+from thinwire.service.main import create_app
+
+
+def _values(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    answer = service.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families: Iterator[Any] = text_string_to_metric_families(answer.text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def _labels(**labels: str) -> frozenset[tuple[str, str]]:
+    return frozenset(labels.items())
+
+
+def test_ready_needs_the_launcher(service: Service) -> None:
+    assert service.client.get("/healthz").json() == {"status": "ok"}
+    assert service.client.get("/readyz").json() == {"status": "ready"}
+    service.launcher.not_ready = "the head is coming up"
+    answer = service.client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["message"] == "launcher: the head is coming up"
+    assert service.client.get("/healthz").status_code == 200
+
+
+def test_ready_needs_the_database(service: Service) -> None:
+    with service.plane.db.write() as session:
+        from sqlalchemy import text
+
+        session.execute(text("DROP TABLE alembic_version"))
+    answer = service.client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["message"].startswith("database: ")
+
+
+def test_metrics_count_jobs_by_state_and_requests_by_route(service: Service) -> None:
+    job_id = service.running()
+    service.submit()
+    for _ in range(3):
+        service.client.get(f"/v1/jobs/{job_id}")
+    service.client.get("/v1/jobs/none")
+    service.client.get("/no/such/path")
+    values = _values(service)
+    assert values["thinwire_service_jobs", _labels(state="RUNNING")] == 1
+    assert values["thinwire_service_jobs", _labels(state="SUBMITTING")] == 1
+    assert values["thinwire_service_jobs", _labels(state="FAILED")] == 0
+    assert values["thinwire_service_launcher_ready", _labels(launcher="fake")] == 1
+    route = "/v1/jobs/{job_id}"
+    count = "thinwire_service_requests_total"
+    assert values[count, _labels(method="GET", route=route, status="200")] == 4  # one of them by running()
+    assert values[count, _labels(method="GET", route=route, status="404")] == 1
+    assert values[count, _labels(method="GET", route="unmatched", status="404")] == 1
+    assert values["thinwire_service_request_seconds_count", _labels(method="GET", route=route)] == 5
+    assert not any(job_id in str(labels) for _, labels in values)
+
+
+def test_metrics_say_when_the_launcher_is_not_ready(service: Service) -> None:
+    service.launcher.not_ready = "no"
+    assert _values(service)["thinwire_service_launcher_ready", _labels(launcher="fake")] == 0
+
+
+def test_the_service_runs_its_jobs_by_itself(tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    settings = Settings(home=tmp_path, launcher="fake", reconcile_interval_s=0.02)
+    app = create_app(settings, launcher)
+    with TestClient(app) as client:
+        client.headers["Authorization"] = f"Bearer {(tmp_path / 'token').read_text().strip()}"
+        spec = {"steps": 10, "global_batch": 1, "optimizer": {"name": "adam"}}
+        job_id = client.post("/v1/jobs", json=spec).json()["id"]
+        wait_until(lambda: client.get(f"/v1/jobs/{job_id}").json()["state"] == "PENDING", "PENDING")
+        metrics = client.get("/metrics").text
+        assert "thinwire_service_reconcile_seconds_count" in metrics
+    assert launcher.closes >= 1
+
+
+def test_the_launcher_is_started_again_until_it_works() -> None:
+    launcher = FakeLauncher()
+    launcher.start_error = "no port is free"
+    starter = LauncherStarter(launcher, retry_s=0.01)
+    assert starter.reason() == "it is starting"
+    starter.start()
+    wait_until(lambda: launcher.starts >= 2, "a second start")
+    assert starter.reason() == "no port is free"
+    launcher.start_error = None
+    wait_until(lambda: starter.reason() is None, "the start")
+    starter.close()
+    starter.close()
+    assert launcher.closes >= 2
+    assert starter.reason() == "the service is ending"
+
+
+def test_an_unexpected_error_of_a_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = FakeLauncher()
+
+    def start() -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(launcher, "start", start)
+    starter = LauncherStarter(launcher, retry_s=0.01)
+    starter.start()
+    wait_until(lambda: starter.reason() == "OSError: disk full", "the reason")
+    starter.close()
