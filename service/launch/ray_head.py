@@ -194,7 +194,7 @@ class RayHead:
             shutil.rmtree(self._temp_dir)  # the keeper ended before it could know of it
 
     def _start(self, give_up: threading.Event) -> Head:
-        if importlib.util.find_spec("ray") is None:
+        if not _ray_is_installed():
             raise LauncherError(f"Ray is not installed for {sys.executable}; run: pip install 'thinwire[worker]'")
         started = time.monotonic()
         deadline = started + self._start_timeout_s
@@ -299,6 +299,10 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",
     }
+
+
+def _ray_is_installed() -> bool:
+    return importlib.util.find_spec("ray") is not None  # looks, imports nothing
 
 
 def _short_temp_dir() -> Path:

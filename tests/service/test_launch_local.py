@@ -75,12 +75,13 @@ def test_what_is_not_started_says_so_and_knows_nothing(tmp_path):
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_head.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(ray_head, "_ray_is_installed", lambda: False)
     with pytest.raises(LauncherError, match=r"pip install 'thinwire\[worker\]'"):
         LocalLauncher(tmp_path).start()
 
 
 def test_a_head_that_does_not_start_leaves_its_words_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_head, "_ray_is_installed", lambda: True)
     failing = [sys.executable, "-c", "import os; os.fork() or os.setsid(); print('no such thing'); exit(1)"]
     monkeypatch.setattr(ray_head, "head_command", lambda _dir, _port: failing)
     temp_dir = tmp_path / "short"
@@ -158,7 +159,7 @@ def stand_in(monkeypatch):
         return [sys.executable, "-c", codes.pop(0) if len(codes) > 1 else codes[0], str(port)]
 
     monkeypatch.setattr(ray_head, "head_command", command)
-    monkeypatch.setattr(ray_head.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(ray_head, "_ray_is_installed", lambda: True)
     return codes
 
 
