@@ -124,5 +124,5 @@ def test_service_that_takes_the_call_and_never_answers_is_an_outage(service: Ser
         start = time.monotonic()
         with pytest.raises(ServiceUnavailable, match="Timeout"):
             client.register("a:1")
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 10.0
     client.close()
