@@ -30,11 +30,13 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
         held: list[Message] = []
+        counted = 0
         more = size <= limit
         while more:
             message = await receive()
             held.append(message)
-            size = max(size, sum(len(part.get("body", b"")) for part in held))
+            counted += len(message.get("body", b""))
+            size = max(size, counted)
             more = message["type"] == "http.request" and message.get("more_body", False) and size <= limit
         if size > limit:
             error = BodyTooLarge(f"the body has at least {size} bytes; {scope['path']} takes at most {limit}")

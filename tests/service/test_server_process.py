@@ -223,7 +223,8 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     settings: dict[str, Any] = {"THINWIRE_HOME": str(tmp_path), "THINWIRE_PORT": "81", "THINWIRE_LAUNCHER": "fake"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    found = Settings()
+    found = Settings.model_validate({})  # as the command line makes them
+    assert found == Settings()
     assert (found.home, found.port, found.launcher, found.host) == (tmp_path, 81, "fake", "127.0.0.1")
     assert found.database == f"sqlite:///{tmp_path}/thinwire.db"
 
