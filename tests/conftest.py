@@ -50,7 +50,8 @@ def local_launcher(ray_home: Path) -> Iterator[LocalLauncher]:
         if os.environ.get("CI") == "true":
             pytest.fail("Ray is not installed: pip install 'thinwire[worker]'")
         pytest.skip("Ray is not installed: pip install 'thinwire[worker]'")
-    launcher = LocalLauncher(ray_home, command=_tiny_or_worker_command)
+    # A short lease: a test session that is killed leaves its head for a minute only.
+    launcher = LocalLauncher(ray_home, command=_tiny_or_worker_command, lease_s=60.0)
     launcher.start()
     try:
         yield launcher

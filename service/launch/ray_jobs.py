@@ -7,6 +7,7 @@ token sees entrypoint, metadata and runtime_env of every job, so no secret may b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Final
 
@@ -15,11 +16,16 @@ from pydantic import BaseModel, ValidationError
 
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus, LogChunk
 
+_log = logging.getLogger(__name__)
+
 ASK_TIMEOUT_S: Final = 15.0
 SUBMIT_TIMEOUT_S: Final = 60.0
-"""Ray answers a submit when the job is recorded, and waits up to a minute for its own agent to be there."""
+AGENT_TRIES: Final = 5
+"""A young head on a loaded machine answers before its agent is there; Ray waits 10 s for it at every submit."""
 MESSAGE_CHARS: Final = 2000
 """Ray puts up to 20,000 characters of log into the message of a failed job; more than this is cut in the middle."""
+
+_NO_AGENT: Final = "No available agent to submit job"
 
 _STATES: Final = {
     "PENDING": LaunchState.PENDING,
@@ -75,11 +81,16 @@ class RayJobs:
         if self.status(submission_id).state not in (LaunchState.ABSENT, LaunchState.UNKNOWN):
             return
         body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
-        try:
-            answer = self._send("POST", "/api/jobs/", json=body, timeout=SUBMIT_TIMEOUT_S)
-            refusal = None if answer.is_success else f"{answer.status_code}: {_last_line(answer.text)}"
-        except httpx.HTTPError as error:
-            refusal = _words(error)
+        refusal: str | None = None
+        for attempt in range(1, AGENT_TRIES + 1):
+            try:
+                answer = self._send("POST", "/api/jobs/", json=body, timeout=SUBMIT_TIMEOUT_S)
+                refusal = None if answer.is_success else f"{answer.status_code}: {_last_line(answer.text)}"
+            except httpx.HTTPError as error:
+                refusal = _words(error)
+            if refusal is None or _NO_AGENT not in refusal:
+                break
+            _log.info("ray_agent_awaited submission_id=%s attempt=%d of=%d", submission_id, attempt, AGENT_TRIES)
         # A refusal may mean that the id is taken, a lost answer that the job was recorded: ask, rather than guess.
         if refusal is not None and self.status(submission_id).state in (LaunchState.ABSENT, LaunchState.UNKNOWN):
             raise LauncherError(f"Ray at {self.url} did not take job {submission_id} ({refusal}); submit it again")

@@ -127,6 +127,16 @@ def test_a_submit_that_ray_did_not_take_raises_with_its_words():
         client(handler).submit("sub-1", "true", {})
 
 
+def test_a_submit_waits_for_the_agent_of_a_young_head():
+    answers = [httpx.Response(500, text=NO_AGENT), httpx.Response(500, text=NO_AGENT), httpx.Response(200, json={})]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404) if request.method == "GET" else answers.pop(0)
+
+    client(handler).submit("sub-1", "true", {})
+    assert answers == []
+
+
 @pytest.mark.parametrize("answer", [httpx.Response(200, json={"stopped": False}), httpx.Response(404, text="no")])
 def test_stopping_what_is_over_or_absent_is_a_success(answer):
     client(lambda _: answer).stop("sub-1")
