@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from thinwire.comm.protocol import Group
 from thinwire.optim import Adam, FlatOptimizer, OneBitAdam
 from thinwire.workers.data.batches import Batches, validation_windows
-from thinwire.workers.data.corpus import load_corpus
+from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.recipes import REGISTRY as RECIPES
+from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.spec import AdamSpec, OneBitAdamSpec, TrainSpec
 
 
@@ -36,6 +37,12 @@ def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
     Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
     """
     corpus = load_corpus(spec.data)
+    strangers = ranks_that_differ(group, bytes.fromhex(corpus.digest), device)
+    if strangers:
+        raise DataError(
+            f"data.source = {spec.data.source}: the text of rank {', '.join(map(str, strangers))} is not rank 0's "
+            f"(here, rank {group.rank}: {corpus.description}); give all nodes the same files or the same Python"
+        )
     batches = Batches(corpus.train, spec.recipe.context, spec.global_batch, spec.seed)
     inputs, targets = validation_windows(corpus.validation, spec.recipe.context, spec.evaluation.windows)
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device)

@@ -17,6 +17,7 @@ class Meter:
         self.seconds: dict[str, float] = defaultdict(float)
         self.sent_bytes: dict[str, int] = defaultdict(int)
         self._stats = stats
+        self._loaded_bytes: dict[str, int] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -34,5 +35,12 @@ class Meter:
 
     def load(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Go on from saved accounts."""
-        self.seconds.update(state["seconds"])
-        self.sent_bytes.update({name: int(value) for name, value in state["sent_bytes"].items()})
+        for name, seconds in state["seconds"].items():
+            self.seconds[name] += seconds
+        self._loaded_bytes = {name: int(value) for name, value in state["sent_bytes"].items()}
+        for name, value in self._loaded_bytes.items():
+            self.sent_bytes[name] += value
+
+    def sent_by_this_process(self) -> dict[str, int]:
+        """Bytes by part without what was loaded: a counter that starts at 0 with the process."""
+        return {name: value - self._loaded_bytes.get(name, 0) for name, value in self.sent_bytes.items()}

@@ -1,4 +1,4 @@
-"""Are all replicas the same, bit for bit? Compared by hash, 32 bytes a rank."""
+"""Do all ranks hold the same, bit for bit? Compared by hash, 32 bytes a rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ def replicas_bit_equal(optimizer: FlatOptimizer, group: Group) -> bool:
     digest = hashlib.sha256()
     for vector in (optimizer.space.p_N, *replicated(optimizer.vectors).values()):
         digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(optimizer.space.p_N.device)
-    everyone = torch.zeros((group.size, own.numel()), dtype=torch.uint8, device=own.device)
+    return not ranks_that_differ(group, digest.digest(), optimizer.space.p_N.device)
+
+
+def ranks_that_differ(group: Group, digest: bytes, device: torch.device) -> list[int]:
+    """The ranks whose digest is not rank 0's; the same list on every rank. Collective. Raises: PeerLost."""
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    everyone = torch.zeros((group.size, own.numel()), dtype=torch.uint8, device=device)
     group.all_gather(everyone, own)
-    return bool((everyone == own).all())
+    return (everyone != everyone[0]).any(dim=1).nonzero().flatten().tolist()

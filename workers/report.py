@@ -184,7 +184,7 @@ def _draw_losses(axes: Axes, samples: Sequence[Sample]) -> None:
             label="validation",
         )
         step, loss = validation[-1]
-        axes.annotate(f"{loss:.2f}", (step, loss), (-4, 8), textcoords="offset points", ha="right", color=_VALIDATION)
+        axes.annotate(f"{loss:.2f}", (step, loss), (-4, -15), textcoords="offset points", ha="right", color=_VALIDATION)
     axes.set_ylabel("loss (nats per byte)", fontsize=11)
 
 

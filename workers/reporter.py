@@ -20,8 +20,12 @@ DELIVER_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
 
 
+class RunSuperseded(Exception):
+    """A newer attempt of this job writes the run folder now; this one must not."""
+
+
 class Reporter(Protocol):
-    """Where the training loop says what happened. Never blocks for long, never fails a run."""
+    """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run."""
 
     def resumed(self, step: int) -> None:
         """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
@@ -77,7 +81,7 @@ class ServiceReporter:
         self._client = ServiceClient(run_dir, rank, attempt)
         self._heartbeat = Heartbeat(self._client, self._metrics.address)
         self._history = History(run_dir / FILE_NAME) if rank == 0 else None
-        self._poster = Poster(ServiceClient(run_dir, rank, attempt)) if rank == 0 else None
+        self._poster = Poster(self._client) if rank == 0 else None
 
     def resumed(self, step: int) -> None:
         """Drop the history after `step`."""
@@ -87,7 +91,9 @@ class ServiceReporter:
             self.event("resumed", step)
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
-        """Write, post and export."""
+        """Write, post and export. Raises: RunSuperseded once the service has said so."""
+        if self._poster is not None and self._poster.superseded:
+            raise RunSuperseded("the service runs a newer attempt of this job; this one ends without a word")
         for sample in samples:
             if self._history is not None:
                 self._history.append(sample)

@@ -81,7 +81,7 @@ class StepLog:
         self._report(samples)
 
     def _report(self, samples: list[Sample]) -> None:
-        self._reporter.steps(samples, self._num_windows, dict(self._meter.sent_bytes))
+        self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
 
 
 def _refuse_non_finite(name: str, loss: float, step: int) -> None:

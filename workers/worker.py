@@ -31,7 +31,7 @@ def train_worker(config: dict[str, Any]) -> None:
     from thinwire.comm import PeerLost, TorchGroup
     from thinwire.workers import report
     from thinwire.workers.loop import Run, train
-    from thinwire.workers.reporter import ServiceReporter
+    from thinwire.workers.reporter import RunSuperseded, ServiceReporter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -49,8 +49,8 @@ def train_worker(config: dict[str, Any]) -> None:
         if group.rank == 0:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)
-    except PeerLost:
-        reporter.close(timeout_s=2.0)  # the restart must not wait for a service that is away too
+    except (PeerLost, RunSuperseded):
+        reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
         raise
     except Exception as error:
         logger.exception("training_failed rank=%d", group.rank)

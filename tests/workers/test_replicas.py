@@ -1,0 +1,40 @@
+"""Replicas and data are compared by hash, and who differs is named alike on every rank."""
+
+import pytest
+import torch
+
+from tests.workers.small_job import small_spec
+from thinwire.comm import run_threads
+from thinwire.optim import Adam
+from thinwire.workers import build
+from thinwire.workers.data.corpus import DataError
+from thinwire.workers.replicas import ranks_that_differ, replicas_bit_equal
+
+
+def test_one_flipped_bit_on_one_rank_is_seen_by_all():
+    def work(group):
+        optimizer = Adam(torch.nn.Linear(5, 3).parameters(), group=group)
+        before = replicas_bit_equal(optimizer, group)
+        if group.rank == 1:
+            optimizer.vectors.v_N[2] = -0.0  # equal to 0.0 for arithmetic, not in its bits
+        return before, replicas_bit_equal(optimizer, group)
+
+    assert run_threads(3, work) == [(True, False)] * 3
+
+
+def test_the_ranks_that_differ_from_rank_0_are_named():
+    def work(group):
+        return ranks_that_differ(group, b"same" if group.rank != 2 else b"else", torch.device("cpu"))
+
+    assert run_threads(4, work) == [[2]] * 4
+
+
+def test_workers_that_read_different_texts_do_not_train_together(tmp_path):
+    def work(group):
+        (tmp_path / f"{group.rank}.txt").write_text("some text " * (200 + group.rank))
+        spec = small_spec(data={"source": "text-file", "path": str(tmp_path / f"{group.rank}.txt")})
+        with pytest.raises(DataError, match="text of rank 1, 2 is not rank 0's"):
+            build.build(spec, group, torch.device("cpu"))
+        return True
+
+    assert all(run_threads(3, work))
