@@ -26,6 +26,7 @@ from thinwire.service.config import Settings
 from thinwire.service.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.service.jobs.schemas import Job, JobList
 from thinwire.service.jobs.states import JobState
+from thinwire.service.launch.protocol import LauncherError
 from thinwire.service.quantities import loss_text, seconds_text
 from thinwire.service.quickstart import QuickstartError, run_quickstart
 from thinwire.service.summary import SummaryError, read_summary, summary_table
@@ -90,7 +91,7 @@ def serve(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
     try:
         run_server(settings, on_started=lambda url: _note(_welcome(settings, url)))
-    except ServeRefused as error:
+    except (ServeRefused, LauncherError) as error:
         _complain(str(error))
         raise typer.Exit(1) from None
 

@@ -34,6 +34,7 @@ READY_S = 240.0
 """Longest wait for the server and its Ray. A loaded two-core machine needs about a minute."""
 CANCEL_S = 15.0
 SUMMARY_S = 10.0
+DYING_S = 1.0
 TAIL_LINES = 25
 INTERRUPTED = 130
 _POLL_S = 0.2
@@ -79,6 +80,18 @@ class _Quickstart:
 
     def run(self) -> None:
         """All of it but the clean-up."""
+        try:
+            self._run()
+        except Unreachable:
+            # That it ended, and its log, says more than that it does not answer. A process that is killed closes its
+            # connections a moment before it can be waited for.
+            deadline = time.monotonic() + DYING_S
+            while self._child is not None and time.monotonic() < deadline:
+                self._check_child()
+                time.sleep(_POLL_S)
+            raise
+
+    def _run(self) -> None:
         spec = read_job_file(self._file)
         _check_installed(self._launcher)
         if self._client.alive():

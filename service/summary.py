@@ -24,12 +24,12 @@ class _Part(BaseModel):
 
 
 class Losses(_Part):
-    """Nats a byte."""
+    """Nats a byte; None where none was taken."""
 
-    train_first: float
-    train_last: float
-    validation_first: float
-    validation_last: float
+    train_first: float | None
+    train_last: float | None
+    validation_first: float | None
+    validation_last: float | None
 
 
 class PayloadBytes(_Part):
@@ -46,10 +46,10 @@ class PayloadBytes(_Part):
 
 
 class CompressionRatios(_Part):
-    """fp32 ring all-reduce over sent; None for a phase that the run did not have."""
+    """fp32 ring all-reduce over sent; None where nothing was sent: no such phase, or one worker."""
 
     compressed_phase: float | None
-    overall: float
+    overall: float | None
 
 
 class Seconds(_Part):
@@ -125,7 +125,7 @@ def _bytes(summary: Summary) -> Table:
     return table
 
 
-def _against(sent: float, fp32: float, fp32_ratio: float, bf16: float) -> tuple[str, ...]:
+def _against(sent: float, fp32: float, fp32_ratio: float | None, bf16: float) -> tuple[str, ...]:
     bf16_ratio = bf16 / sent if sent else None
     return bytes_text(sent), bytes_text(fp32), ratio_text(fp32_ratio), bytes_text(bf16), ratio_text(bf16_ratio)
 

@@ -1,0 +1,162 @@
+"""A watch follows one job to its end, through every restart of the control plane."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from thinwire.service.client import Client, NotFound, Unreachable
+from thinwire.service.jobs.schemas import Job
+from thinwire.service.jobs.states import JobState
+from thinwire.service.watch import LINE_EVERY_S, View, watch
+from thinwire.workers.reports import Sample
+from thinwire.workers.spec import TrainSpec
+
+SPEC = TrainSpec.model_validate({"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}})
+
+
+def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: Any) -> Job:
+    sample = None
+    if step is not None:
+        sample = Sample(
+            step=step,
+            phase="warmup" if step <= 20 else "compressed",
+            loss=4.0,
+            samples_per_second=12.5,
+            step_seconds=2.0,
+            payload_bytes=290_000,
+            compression_ratio=31.9,
+            world_size=2,
+            time=1000.0 + 2.0 * step,
+        )
+    known = {"id": "job-1", "name": "job", "attempt": 1, "created_at": datetime.now(UTC), "run_dir": "/r", **changes}
+    return Job(state=state, spec=SPEC, progress=sample, validation_loss=3.5 if sample else None, **known)
+
+
+class ScriptedClient(Client):
+    """Answers one item of a script a poll: a job, or an error to raise."""
+
+    def __init__(self, script: Sequence[Job | Exception]) -> None:
+        super().__init__()
+        self._script: Iterator[Job | Exception] = iter(script)
+
+    def job(self, job_id: str) -> Job:
+        answer = next(self._script)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Time:
+    """A clock that sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def watched(script: Sequence[Job | Exception], *, terminal: bool = False) -> tuple[Job, str]:
+    out, time = io.StringIO(), Time()
+    console = Console(file=out, force_terminal=terminal, width=110, color_system=None, emoji=False, markup=False)
+    with ScriptedClient(script) as client:
+        ended = watch(client, "job-1", console, clock=time, sleep=time.sleep)
+    return ended, out.getvalue()
+
+
+END = job(JobState.SUCCEEDED, 100)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED])
+def test_a_watch_ends_with_the_job_and_says_how(state: JobState, terminal: bool) -> None:
+    ended, text = watched(
+        [job(), job(step=5), job(state, 9, reason="data.path [bold]is[/] :x: gone")], terminal=terminal
+    )
+    assert ended.state is state
+    assert f"{state}" in text
+    assert "data.path [bold]is[/] :x: gone" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_every_figure_is_shown(terminal: bool) -> None:
+    _, text = watched([job(step=30), END], terminal=terminal)
+    for figure in ("compressed", "30/100", "4.0000", "3.5000", "12.5", "290 kB", "31.9x", "2 min 20 s"):
+        assert figure in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_control_plane_that_goes_away_is_waited_for(terminal: bool) -> None:
+    gone = [Unreachable("nobody answers")] * 50
+    ended, text = watched([*gone[:3], job(step=5), *gone, job(step=50), END], terminal=terminal)
+    assert ended == END
+    assert "control plane not reachable, waiting (nobody answers)" in text
+
+
+def test_the_end_counts_only_when_the_control_plane_says_it_now() -> None:
+    ended, _ = watched([job(step=5), Unreachable("gone"), END])
+    assert ended == END
+
+
+def test_any_other_error_ends_the_watch() -> None:
+    with pytest.raises(NotFound):
+        watched([job(), NotFound(404, "not_found", "no such job", [])])
+
+
+def test_what_on_poll_raises_ends_the_watch() -> None:
+    def stop() -> None:
+        raise KeyError("stop")
+
+    with ScriptedClient([END]) as client, pytest.raises(KeyError):
+        watch(client, "job-1", Console(file=io.StringIO()), on_poll=stop)
+
+
+def test_plain_lines_come_at_each_change_and_now_and_then() -> None:
+    script = [job(JobState.PENDING)] * 3 + [job(step=1)] * 4 + [job(step=21)] * 25 + [END]
+    _, text = watched(script)
+    lines = text.splitlines()
+    # One at each of the changes (pending, running, warmup, compressed, end), and two more while nothing changes.
+    repeated = 25 // int(LINE_EVERY_S)
+    assert len(lines) == 4 + repeated, text
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_plain_line_is_never_broken_by_a_narrow_width() -> None:
+    out = io.StringIO()
+    with ScriptedClient([job(JobState.FAILED, 5, reason="because " * 40)]) as client:
+        watch(client, "job-1", Console(file=out, width=40))
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_the_eta_follows_the_speed_of_the_last_samples() -> None:
+    view = View(started_s=0.0)
+    assert view.eta_s() is None
+    view.saw(job())
+    assert view.eta_s() is None
+    view.saw(job(step=10))
+    assert view.eta_s() == pytest.approx(180.0)  # 90 steps at the step time of the one sample
+    slower = job(step=20)
+    assert slower.progress is not None
+    view.saw(slower.model_copy(update={"progress": slower.progress.model_copy(update={"time": 1020.0 + 100.0})}))
+    assert view.eta_s() == pytest.approx(800.0)  # 80 steps at 10 s, evaluation and all
+
+
+def test_a_resumed_attempt_measures_its_speed_anew() -> None:
+    view = View(started_s=0.0)
+    for answer in (job(step=10), job(step=60), job(step=50, attempt=2)):
+        view.saw(answer)
+    assert list(view.samples) == [(50, 1100.0)]
+
+
+def test_a_second_attempt_shows() -> None:
+    _, text = watched([job(step=5, attempt=2), END], terminal=True)
+    assert "attempt 2" in text
