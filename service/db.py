@@ -18,6 +18,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import Connection, Double, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.types import TypeEngine
 
@@ -37,14 +38,20 @@ class DatabaseUnusable(Exception):
 
 
 class Database:
-    """Sessions of one database. `read` and `write` may be called from any thread."""
+    """Sessions of one database. `read` and `write` may be called from any thread. Raises: DatabaseUnusable."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite" and parsed.database:
+        try:
+            parsed = make_url(url)
+            self.engine = create_engine(parsed)
+        except (ArgumentError, ModuleNotFoundError) as error:
+            raise DatabaseUnusable(
+                f"THINWIRE_DATABASE_URL cannot be used: {error}. It is like sqlite:////folder/thinwire.db; another "
+                "database needs its driver installed"
+            ) from error
+        if self.engine.dialect.name == "sqlite" and parsed.database:
             _create_private(Path(parsed.database))
-        self.engine = create_engine(parsed)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _sqlite_connected)
             event.listen(self.engine, "begin", _sqlite_begin)
@@ -64,8 +71,13 @@ class Database:
             self._upgraded = True
         except CommandError as error:
             raise DatabaseUnusable(
-                f"the database {self.engine.url.render_as_string(hide_password=True)} does not fit this version: "
-                f"{error}. It was probably written by a newer thinwire: install that one, or use another THINWIRE_HOME"
+                f"the database {self._shown()} does not fit this version: {error}. It was probably written by a newer "
+                "thinwire: install that one, or use another THINWIRE_HOME"
+            ) from error
+        except DatabaseError as error:
+            raise DatabaseUnusable(
+                f"the database {self._shown()} cannot be used: {error.orig}. Mend it, put a copy in its place, or use "
+                "another THINWIRE_HOME"
             ) from error
 
     @contextmanager
@@ -84,6 +96,9 @@ class Database:
         """Ask the database for something. Raises sqlalchemy's errors where it does not answer."""
         with self.read() as session:
             session.execute(text("SELECT version_num FROM alembic_version"))
+
+    def _shown(self) -> str:
+        return self.engine.url.render_as_string(hide_password=True)
 
     def close(self) -> None:
         """Close all connections. Safe to call twice."""

@@ -99,7 +99,7 @@ def create_app(
     upgrades the database, starts the launcher in a thread and the reconciler, and ends both.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: auth.TokenFileError, OSError.
+    clock: unix seconds. Raises: auth.TokenFileError, db.DatabaseUnusable, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
     plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)

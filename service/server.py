@@ -55,13 +55,12 @@ def serve(
             launcher = launcher or make_launcher(settings.launcher, settings.home)
             try:
                 app = create_app(settings, launcher, service_url=url)
-            except (TokenFileError, OSError) as error:
-                raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
-            plane: ControlPlane = app.state.plane
-            try:
+                plane: ControlPlane = app.state.plane
                 plane.db.upgrade()
             except DatabaseUnusable as error:
                 raise ServeRefused(str(error)) from error
+            except (TokenFileError, OSError) as error:
+                raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
             config = uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=OPEN_REQUESTS_S
             )

@@ -137,7 +137,9 @@ def failure_reason(job: JobView, status: LaunchStatus) -> str:
     lines = [line for line in status.message.splitlines() if line.strip() and not _of_a_stack(line)]
     if not lines:
         return f"the run ended without a reason; see its log: thinwire logs {job.id}"
-    words = "\n".join(lines[-LAST_LINES:])[-LONGEST_REASON:]
+    # What went well up to the end explains nothing, unless there is nothing else.
+    telling = [line for line in lines if " INFO " not in line] or lines
+    words = "\n".join(telling[-LAST_LINES:])[-LONGEST_REASON:]
     return f"the run gave no reason of its own. The cluster's last words:\n{words}\nFull log: thinwire logs {job.id}"
 
 

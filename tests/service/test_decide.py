@@ -129,6 +129,14 @@ def test_a_failure_without_words_points_to_the_log(message: str) -> None:
     assert action == Fail("the run ended without a reason; see its log: thinwire logs job-1")
 
 
+def test_lines_about_what_went_well_are_left_out_of_a_reason() -> None:
+    message = "x INFO checkpoint_saved step=1\nKilled\ny INFO checkpoint_saved step=2\n"
+    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, message))
+    assert isinstance(action, Fail)
+    assert "Killed" in action.reason
+    assert "checkpoint_saved" not in action.reason
+
+
 def test_a_long_message_is_cut() -> None:
     action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, "x" * 100_000))
     assert isinstance(action, Fail)

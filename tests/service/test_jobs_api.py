@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def test_the_same_key_with_another_spec_is_a_conflict(service: Service) -> None:
     assert answer.status_code == 409
     assert answer.json()["code"] == "idempotency_key_reused"
     assert first["id"] in answer.json()["message"]
+
+
+def test_one_key_from_many_clients_at_once_makes_one_job(service: Service) -> None:
+    def post(_: int) -> tuple[int, str]:
+        answer = service.client.post("/v1/jobs", json=spec(), headers={"Idempotency-Key": "k"})
+        return answer.status_code, answer.json()["id"]
+
+    with ThreadPoolExecutor(8) as clients:
+        answers = set(clients.map(post, range(16)))
+    assert len(answers) == 1
+    assert next(iter(answers))[0] == 202
+    assert len(list((service.home / "runs").iterdir())) == 1
 
 
 def test_without_a_key_every_submission_is_a_job(service: Service) -> None:

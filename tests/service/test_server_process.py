@@ -24,7 +24,7 @@ from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.server import ServeRefused, _bind, _url, serve
 
 PROGRAM = """
-import logging, sys
+import logging, sys, time
 from pathlib import Path
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher, Timeline
@@ -33,8 +33,13 @@ logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
 class Telling(FakeLauncher):
     def close(self):
+        home = Path(sys.argv[1])
+        (home / "launcher-closing").touch()
+        deadline = time.monotonic() + 30
+        while (home / "hold").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         super().close()
-        (Path(sys.argv[1]) / "launcher-closed").touch()
+        (home / "launcher-closed").touch()
 
 settings = Settings(home=Path(sys.argv[1]), launcher="fake", reconcile_interval_s=0.05)
 serve(settings, launcher=Telling(timeline=Timeline(pending_s=0.2, running_s=float(sys.argv[2]))))
@@ -106,6 +111,21 @@ def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server
     assert "Traceback" not in err
     assert not (server.home / "server.json").exists()
     assert (server.home / "launcher-closed").exists()
+
+
+def test_a_second_ctrl_c_does_not_leave_the_launcher_open(tmp_path: Path, servers: list[Server]) -> None:
+    server = Server(tmp_path / "home")
+    servers.append(server)
+    with server.ready():
+        (server.home / "hold").touch()
+        server.process.send_signal(signal.SIGINT)
+        wait_until((server.home / "launcher-closing").exists, "the end of the launcher")
+        server.process.send_signal(signal.SIGINT)
+        (server.home / "hold").unlink()
+        status, out, err = server.end()
+    assert (status, out) == (0, "ended\n"), err
+    assert (server.home / "launcher-closed").exists()
+    assert not (server.home / "server.json").exists()
 
 
 def test_a_signal_before_the_start_ends_it_too(tmp_path: Path, servers: list[Server]) -> None:
@@ -192,6 +212,18 @@ def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ServeRefused, match="THINWIRE_HOME"):
         serve(Settings(home=tmp_path / "file" / "home", launcher="fake"), launcher=FakeLauncher())
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nosuch://host/db", "postgresql+nosuch://host/db"])
+def test_a_database_url_that_cannot_be_used_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ServeRefused, match="THINWIRE_DATABASE_URL"):
+        serve(Settings(home=tmp_path, launcher="fake", database_url=url), launcher=FakeLauncher())
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thinwire.db").write_text("this is not a database " * 100)
+    with pytest.raises(ServeRefused, match="not a database"):
+        serve(Settings(home=tmp_path, launcher="fake"), launcher=FakeLauncher())
 
 
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
