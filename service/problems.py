@@ -61,9 +61,8 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
             yield Problem(path=found["path"], value=shown(found["value"]), message=f"must be {found['allowed']}")
         return
     if kind == "json_invalid":
-        yield Problem(
-            path="", message=f"the body is not JSON: {context.get('error', error['msg'])}, at character {loc}"
-        )
+        at = f", at character {loc[0]}" if loc else ""
+        yield Problem(path="", message=f"the body is not JSON: {context.get('error', error['msg'])}{at}")
         return
     if where != "body":
         yield Problem(path=".".join(map(str, loc)), value=shown(error["input"]), message=error["msg"])
@@ -149,8 +148,13 @@ def _allowed(node: Schema, document: Schema) -> str:
     if "const" in node or "enum" in node:
         return "one of " + ", ".join(str(value) for value in node.get("enum", [node.get("const")]))
     noun = _NOUNS.get(node.get("type", ""), "a value")
-    bounds = [f"{words} {node[key]:g}" for key, words in _BOUNDS.items() if key in node]
+    bounds = [f"{words} {_plain(node[key])}" for key, words in _BOUNDS.items() if key in node]
     return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+def _plain(bound: float) -> str:
+    """A bound as a person writes it: 1000000000, not 1e+09 or 1000000000.0."""
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 _NOUNS = {

@@ -27,6 +27,7 @@ from thinwire.workers.reports import Sample, Telemetry, WorkerRegistration
 logger = logging.getLogger(__name__)
 
 LARGEST_STEP = 10**9
+LARGEST_PID = 2**31 - 1
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
 _LOSSES = frozenset({"loss", "validation_loss"})
 
@@ -47,7 +48,9 @@ class WorkerReports:
         port = _ADDRESS.match(worker.address)
         if port is None or not 0 < int(port[1]) <= 65535:
             message = "must be host:port, with a port from 1 to 65535"
-            raise InvalidRequest.of([Problem(path="address", value=worker.address, message=message)])
+            raise InvalidRequest.of([_problem("address", worker.address, message)])
+        if worker.pid > LARGEST_PID:
+            raise InvalidRequest.of([_problem("pid", str(worker.pid), f"must be at most {LARGEST_PID}")])
         with self._db.write() as session:
             row = _current(session, job_id, worker.attempt)
             if JobState(row.state).terminal:

@@ -217,6 +217,13 @@ def test_an_address_that_cannot_be_scraped_is_refused(service: Service, address:
     assert answer.json()["problems"][0]["path"] == "address"
 
 
+@pytest.mark.parametrize("pid", [0, 2**31, 10**30])
+def test_a_pid_that_no_system_has_is_refused(service: Service, pid: int) -> None:
+    answer = service.register(service.running(), 0, pid=pid)
+    assert answer.status_code == 422
+    assert answer.json()["problems"][0]["path"] == "pid"
+
+
 @pytest.mark.parametrize("rank", ["-1", "4096", "x"])
 def test_a_rank_out_of_range_is_refused(service: Service, rank: str) -> None:
     job_id = service.running()
