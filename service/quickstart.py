@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rich.status import Status
 
 from thinwire.service.child_server import ChildServer
 from thinwire.service.client import Client, ClientError, Rejected, Unreachable, server_of
+from thinwire.service.config import default_home
 from thinwire.service.interrupts import Interrupts
 from thinwire.service.job_file import explain_rejection, read_job_file
 from thinwire.service.jobs.schemas import Job
@@ -133,11 +135,10 @@ class _Quickstart:
         """Three lines: look at it, do it yourself, read on."""
         serve = "make serve" if Path("Makefile").exists() else "thinwire serve"
         self.say("")
-        self.say(f"1. Open {self._results / 'loss.png'}: loss and bytes over the steps, with the phases shaded.")
-        self.say(
-            f"2. Keep a service up with `{serve}`; then, in another terminal, "
-            f"`THINWIRE_HOME={self._home} thinwire submit {self._file} --watch`."
-        )
+        self.say(f"1. Open {_short(self._results)}/loss.png: loss and bytes over the steps, with the phases shaded.")
+        where = "" if self._home == default_home() else f"THINWIRE_HOME={_short(self._home)} "
+        submit = f"{where}{_command()} submit {_short(self._file)} --watch"
+        self.say(f"2. Keep a service up with `{serve}`; then, in another terminal, `{submit}`.")
         self.say("3. Read README.md and docs/: what the figures mean, and how to train a model of your own.")
 
     def _start_server(self) -> None:
@@ -264,10 +265,24 @@ class _Waiting:
 
     def say(self, message: str) -> None:
         if self._status is not None:
-            self._status.update(f"{message}, {seconds_text(self._clock() - self._started_s)}")
+            self._status.update(f"{message}, {self._clock() - self._started_s:.0f} s")
         elif message != self._said:
             self._said = message
             self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _command() -> str:
+    """How this person can call `thinwire` from this folder."""
+    ours, found = Path(sys.executable).with_name("thinwire"), shutil.which("thinwire")
+    if not ours.exists() or (found is not None and ours.samefile(found)):
+        return "thinwire"
+    return _short(ours)
+
+
+def _short(path: Path) -> str:
+    """The path from this folder, where it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _check_installed(launcher: str) -> None:

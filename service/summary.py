@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
+from rich.text import Text
 
 from thinwire.service.quantities import bytes_text, loss_text, ratio_text, seconds_text
 
@@ -90,20 +91,24 @@ def read_summary(found: Mapping[str, JsonValue]) -> Summary:
 
 def summary_table(summary: Summary) -> RenderableType:
     """The tables that a person reads at the end of a run."""
-    return Group(_results(summary), _bytes(summary), _seconds(summary.seconds))
+    return Group(_what(summary), _losses(summary.loss), _bytes(summary), _seconds(summary.seconds))
 
 
-def _results(summary: Summary) -> Table:
-    loss = summary.loss
-    table = Table("loss, nats a byte", _right("first"), _right("last"), title="What was trained", title_justify="left")
+def _what(summary: Summary) -> Text:
+    text = Text(f"{summary.parameters:,} parameters, {summary.world_size} workers, {summary.steps} steps, ")
+    if summary.frozen_at is None:
+        text.append("nothing was compressed, ")
+    else:
+        text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
+    if summary.replicas_bit_equal:
+        return text.append("replicas bit-equal at the end")
+    return text.append("REPLICAS DIFFER AT THE END", "bold red")
+
+
+def _losses(loss: Losses) -> Table:
+    table = Table("loss, nats a byte", _right("first"), _right("last"), title="What was learned", title_justify="left")
     table.add_row("training", loss_text(loss.train_first), loss_text(loss.train_last))
     table.add_row("validation", loss_text(loss.validation_first), loss_text(loss.validation_last))
-    frozen = "nothing was compressed" if summary.frozen_at is None else f"compressed after step {summary.frozen_at}"
-    table.caption = (
-        f"{summary.parameters:,} parameters, {summary.world_size} workers, {summary.steps} steps, {frozen}; "
-        + ("replicas are bit-equal" if summary.replicas_bit_equal else "REPLICAS DIFFER")
-    )
-    table.caption_justify = "left"
     return table
 
 

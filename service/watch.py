@@ -109,11 +109,11 @@ def progress_line(view: View) -> str:
         return f"control plane not reachable, waiting ({view.unreachable})"
     if job is None:
         return "waiting for the first answer"
-    if job.progress is None or job.state.terminal:
+    if job.progress is None:
         return _standing(job)
-    parts = [f"{name} {value}" for name, value in _figures(job, job.progress)]
-    eta_s = view.eta_s()
-    return "  ".join([f"step {job.progress.step}/{job.spec.steps}", *parts, f"ETA {_eta(eta_s)}"])
+    figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
+    line = "  ".join([f"step {job.progress.step}/{job.spec.steps}", *figures])
+    return f"{line}  {_standing(job)}" if job.state.terminal else f"{line}  ETA {_eta(view.eta_s())}"
 
 
 class _Lines:
