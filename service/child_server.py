@@ -75,7 +75,7 @@ class ChildServer:
         self._kill_group()
         code = self._process.wait()
         if killed:
-            logger.warning("server_killed pid=%d after_s=%g", self._process.pid, STOP_S)
+            logger.warning("server_killed pid=%d reason=did_not_end", self._process.pid)
         if self._launcher == "local" and (killed or code != 0):
             self._end_ray()
 

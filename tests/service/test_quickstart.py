@@ -19,6 +19,7 @@ from live_service import SUMMARY, LiveService, live_service
 from rich.console import Console
 
 from thinwire.service import quickstart, watch
+from thinwire.service.child_server import ChildServer
 from thinwire.service.client import Client, Unreachable, server_of
 from thinwire.service.interrupts import Interrupts
 from thinwire.service.job_file import JobFileError
@@ -342,3 +343,34 @@ def test_the_handlers_of_before_are_put_back() -> None:
     with Interrupts():
         pass
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@needs_proc
+def test_a_server_that_hangs_is_killed_with_its_group(home: Path) -> None:
+    child = ChildServer(home, "fake")
+    try:
+        pid = wait_until(lambda: (home / "server.json").exists() and server_of(home).pid, "the server")
+        os.kill(pid, signal.SIGSTOP)
+        child.stop(hurry=lambda: True)
+        assert child.exit_code() == -signal.SIGKILL
+        assert server_processes(home) == []
+    finally:
+        child.stop(hurry=lambda: True)
+
+
+def test_a_server_that_was_killed_before_is_not_taken_for_the_new_one(home: Path) -> None:
+    home.mkdir()
+    (home / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
+    child = ChildServer(home, "fake")
+
+    def found() -> str | None:
+        assert child.exit_code() is None
+        try:
+            return child.find().url
+        except Unreachable:
+            return None
+
+    try:
+        assert wait_until(found, "the new server") != "http://127.0.0.1:9"
+    finally:
+        child.stop(hurry=lambda: False)
