@@ -48,6 +48,9 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
     Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the Train page of the dashboard shows the run
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # one line a rank is not a duplicate
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer

@@ -1,0 +1,169 @@
+"""A real job through everything: REST, SQLite, Ray, gloo, telemetry, Prometheus; and what kills do to it."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Server, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+LONG = {"steps": 400, "recipe": {"layers": 2, "width": 192, "heads": 4, "context": 128}}
+"""Steps enough that a kill or a scrape falls into the middle."""
+
+
+def assert_whole(server: Server, job: dict, steps: int) -> None:
+    """A run that succeeded: every step once, replicas equal, one bit on the wire, results in its folder."""
+    assert job["state"] == "SUCCEEDED", job["reason"]
+    summary = job["summary"]
+    assert summary["state"] == "SUCCEEDED"
+    assert summary["steps"] == steps
+    assert summary["world_size"] == 2
+    assert summary["replicas_bit_equal"] is True
+    sent = summary["payload_bytes"]
+    assert sent["compressed_phase_fp32"] / sent["compressed_phase"] == pytest.approx(32, rel=0.02)
+    assert summary["loss"]["validation_last"] < summary["loss"]["validation_first"] - 2
+    samples = server.history(job["id"])["samples"]
+    assert [s["step"] for s in samples] == list(range(steps + 1))
+    assert samples[-1]["payload_bytes_total"] == sent["sent"]
+    for name in ("summary.json", "loss.png", "history.jsonl"):
+        assert (Path(job["run_dir"]) / name).stat().st_size > 0
+
+
+@pytest.fixture
+def prometheus(server, tmp_path):
+    """A real Prometheus that finds the workers through the service; its URL."""
+    program = shutil.which("prometheus")
+    if program is None:
+        reason = "prometheus is not installed: apt install prometheus"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    (tmp_path / "prometheus.yml").write_text(
+        f"""
+global: {{scrape_interval: 1s}}
+scrape_configs:
+  - job_name: thinwire-workers
+    http_sd_configs:
+      - url: {server.url}/v1/metrics/targets
+        refresh_interval: 1s
+        authorization: {{type: Bearer, credentials_file: {server.home / "token"}}}
+  - job_name: thinwire-service
+    authorization: {{type: Bearer, credentials_file: {server.home / "token"}}}
+    static_configs: [{{targets: ["{server.url.removeprefix("http://")}"]}}]
+"""
+    )
+    log_path = tmp_path / "prometheus.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={tmp_path / 'prometheus.yml'}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+
+    def address():
+        found = re.search(r"Listening on.*address=(\S+:[1-9]\d*)", log_path.read_text())
+        return found and found.group(1)
+
+    try:
+        yield f"http://{wait_for('Prometheus listens', address, 30)}"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def ask(prometheus: str, query: str) -> list[dict]:
+    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}).json()
+    assert answer["status"] == "success", answer
+    return answer["data"]["result"]
+
+
+def test_a_real_prometheus_scrapes_the_workers_of_a_job(server, prometheus):
+    job_id = server.submit(**LONG)
+
+    def both_compressed():
+        assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
+        series = ask(prometheus, f'thinwire_compression_ratio{{job_id="{job_id}"}}')
+        return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
+
+    series = wait_for("Prometheus knows both workers' compression ratio", both_compressed)
+    assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
+    assert all(float(s["value"][1]) == pytest.approx(31.7, abs=0.5) for s in series)
+    assert ask(prometheus, "thinwire_phase{phase='compressed'} == 1")
+    assert ask(prometheus, "thinwire_wire_bytes_total > 0")
+    assert ask(prometheus, "up{job='thinwire-service'} == 1")
+    assert_whole(server, server.wait_for_end(job_id), LONG["steps"])
+
+
+def test_the_ray_job_has_the_same_id_and_shows_no_token(server):
+    job_id = server.submit(steps=40)
+    job = server.wait_for_end(job_id)
+    assert job["summary"]["steps"] == 40, job["reason"]
+    page = job["dashboard_url"]
+    assert page.endswith(f"/#/jobs/{job_id}")
+    dashboard = page.split("/#/")[0]
+    assert httpx.get(f"{dashboard}/api/jobs/{job_id}").status_code == 401
+    ray_token = (server.home / "ray" / "auth_token").read_text().strip()
+    answer = httpx.get(f"{dashboard}/api/jobs/{job_id}", headers={"Authorization": f"Bearer {ray_token}"})
+    assert answer.json()["submission_id"] == job_id
+    job_token = (Path(job["run_dir"]) / "token").read_text().strip()
+    told = answer.text + server.logs(job_id) + (server.home / "server.log").read_text()
+    for secret in (job_token, ray_token, server.token):
+        assert secret not in told
+
+
+def test_a_killed_worker_costs_a_restart_from_the_checkpoint_and_no_step(server):
+    job_id = server.submit(**LONG)
+    server.wait_for_step(job_id, 45)
+    pid = int(re.search(r"worker_started rank=1 world_size=2 pid=(\d+)", server.logs(job_id)).group(1))
+    os.kill(pid, signal.SIGKILL)
+    job = server.wait_for_end(job_id)
+    assert_whole(server, job, LONG["steps"])
+    assert job["attempt"] == 1
+    resumed = [e for e in server.history(job_id)["events"] if e["kind"] == "resumed"]
+    assert len(resumed) == 1
+    assert resumed[0]["step"] >= 40
+    assert resumed[0]["step"] % 20 == 0
+
+
+def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server):
+    job_id = server.submit(**LONG)
+    before = server.wait_for_step(job_id, 30)["progress"]["step"]
+    server.kill()
+    server.start()
+    job = server.wait_for_end(job_id)
+    assert_whole(server, job, LONG["steps"])
+    assert job["attempt"] == 1
+    assert not [e for e in server.history(job_id)["events"] if e["kind"] == "resumed"]
+    assert before < LONG["steps"]
+
+
+def test_a_loss_that_explodes_ends_the_job_with_the_reason_and_keeps_the_checkpoint(server):
+    rate = {"name": "onebit_adam", "lr": 1e30, "warmup": 24}
+    job_id = server.submit(optimizer=rate, checkpoint={"every_steps": 1}, lr_schedule={"warmup": 60})
+    job = server.wait_for_end(job_id)
+    assert job["state"] == "FAILED"
+    assert "NaN or infinity" in job["reason"] or "loss is" in job["reason"]
+    assert "Traceback" not in job["reason"]
+    assert job["attempt"] == 1
+
+
+def test_a_cancelled_job_ends_and_its_workers_are_gone(server):
+    job_id = server.submit(**LONG)
+    server.wait_for_step(job_id, 5)
+    pids = [int(pid) for pid in re.findall(r"worker_started rank=\d world_size=2 pid=(\d+)", server.logs(job_id))]
+    assert len(pids) == 2
+    server.call("POST", f"/v1/jobs/{job_id}/cancel")
+    assert server.wait_for_end(job_id)["state"] == "CANCELLED"
+    wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 60)
