@@ -9,19 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SHIFTS = (7, 6, 5, 4, 3, 2, 1, 0)
-
 
 def pack_signs(x: Tensor, out: Tensor) -> None:
     """out[k] <- the signs of x[8k .. 8k+7]. x: float[c], c a multiple of 8; out: uint8[c/8], modified."""
-    weights = torch.tensor([1 << shift for shift in _SHIFTS], dtype=torch.uint8, device=x.device)
-    torch.sum((x >= 0).view(-1, 8) * weights, dim=1, dtype=torch.uint8, out=out)
+    bits = (x >= 0).view(-1, 8).to(torch.uint8).bitwise_left_shift_(_shifts(x.device))
+    torch.sum(bits, dim=1, dtype=torch.uint8, out=out)
 
 
 def unpack_signs(bits: Tensor, out: Tensor) -> None:
     """out[8k .. 8k+7] <- +1 or -1 as the bits of bits[k] say. bits: uint8[c/8]; out: float[c], modified."""
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=bits.device)
-    out.view(-1, 8).copy_((bits.unsqueeze(1) >> shifts).bitwise_and_(1))
+    out.view(-1, 8).copy_((bits.unsqueeze(1) >> _shifts(bits.device)).bitwise_and_(1))
     out.mul_(2).sub_(1)
 
 
@@ -42,3 +39,8 @@ def block_sums(x: Tensor, bytes_per_block: Tensor) -> Tensor:
 def expand_scales(scales: Tensor, bytes_per_block: Tensor, num_bytes: int) -> Tensor:
     """One scale a byte of signs: float[c/8, 1], to be multiplied into a view of [c/8, 8]."""
     return torch.repeat_interleave(scales, bytes_per_block, output_size=num_bytes).unsqueeze(1)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """7, 6, ... 0: made on the device, for a copy from the host would wait for it."""
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
