@@ -1,0 +1,135 @@
+"""The documents name what exists: links, paths, tests, commands, variables, metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire.service.cli import app
+from thinwire.service.config import Settings
+from thinwire.service.metrics import ServiceMetrics
+from thinwire.workers.metric_names import METRICS
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = (
+    "comm",
+    "optim",
+    "workers",
+    "service",
+    "tests",
+    "docs",
+    "deploy",
+    "benchmarks",
+    "examples",
+    "thinwire",
+    ".ci",
+)
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(found for folder in FOLDERS for found in (ROOT / folder).rglob("*.md"))})
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def spoken(document: Path) -> str:
+    """The text without code blocks, where brackets and slashes mean other things."""
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", spoken(document), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@documents
+def test_every_relative_link_leads_somewhere(document):
+    links = re.findall(r"\]\(([^)\s]+)\)", spoken(document))
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{document.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
+
+
+@documents
+def test_every_path_of_the_tree_that_is_named_exists(document):
+    start = "|".join(re.escape(folder) for folder in FOLDERS)
+    for path in re.findall(rf"(?<![\w./-])((?:{start})/[\w./-]*)", document.read_text().replace("\\_", "_")):
+        named = path.rstrip(".")
+        assert (ROOT / named).exists(), f"{document.name}: {named}"
+
+
+@documents
+def test_every_test_that_is_named_exists(document):
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", document.read_text()):
+        assert f"def {name}(" in sources, f"{document.name}: {name}"
+
+
+@documents
+def test_every_command_target_and_variable_that_is_named_exists(document):
+    text = document.read_text()
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+)", text, flags=re.MULTILINE):
+        assert command in commands, f"{document.name}: thinwire {command}"
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
+        assert target in targets, f"{document.name}: make {target}"
+    variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
+    assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
+
+
+@documents
+def test_documents_are_ascii(document):
+    assert document.read_text().isascii()
+
+
+def test_the_readme_opens_with_the_two_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first_block = lines.index("```")
+    assert first_block < 12
+    assert [line.split("#")[0].strip() for line in lines[first_block + 1 : first_block + 3]] == [
+        "make run",
+        "make test",
+    ]
+
+
+def test_the_readme_shows_the_change_that_the_example_makes():
+    shown = re.findall(r"^([-+] (?:model|optimizer) = .*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    example = (ROOT / "examples/two_line_change.py").read_text()
+    assert shown
+    for line in shown:
+        assert line in example
+    assert shown[-1].removeprefix("+ ") in example.splitlines()
+
+
+def rows(document: Path) -> dict[str, list[str]]:
+    """The table rows whose first cell is a name in backquotes, by that name; the cells."""
+    found = {}
+    for line in document.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            found[cells[0].strip("`")] = cells
+    return found
+
+
+def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
+    table = rows(ROOT / "docs/operations.md")
+    for metric in METRICS.values():
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
+        expected = [f"`{metric.name}`", metric.kind.value, metric.unit or "-", labels, metric.help]
+        assert table.get(metric.name) == expected, metric.name
+    worker = {name for name in table if name.startswith("thinwire_") and not name.startswith("thinwire_service_")}
+    assert worker == set(METRICS)
+
+
+def test_the_table_has_the_metrics_of_the_service():
+    metrics = ServiceMetrics()
+    metrics.watch(dict, "local", lambda: None)
+    exported = re.findall(r"^# (?:HELP|TYPE) (\w+)", metrics.text().decode(), flags=re.MULTILINE)
+    names = {name for name in exported if not name.endswith("_created")}
+    named = {name for name in rows(ROOT / "docs/operations.md") if name.startswith("thinwire_service_")}
+    assert named == names
