@@ -33,6 +33,7 @@ class ControlPlane:
     """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs."""
 
     def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
+        self._closed = False
         private_folder(settings.home)
         self.token = operator_token(settings.token_file)
         self.db = Database(settings.database)
@@ -74,6 +75,9 @@ class ControlPlane:
         self.reconciler.close()
         try:
             self.starter.close()
+            if not self._closed:
+                self.jobs.excuse_running_attempts()
+                self._closed = True
         finally:
             self.db.close()
 

@@ -7,7 +7,7 @@ CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
 CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
 PENDING     RUNNING         Run
 either      SUCCEEDED       Succeed
-either      FAILED          Fail, with the best reason that is known
+either      FAILED          Fail with the reason that the run left; Retry where it left none: it was killed
 either      STOPPED         Fail: nobody asked us; or Succeed where the run left its summary
 either      ABSENT          Wait for ABSENT_POLLS of them; then by what the run left: Succeed, Fail, or Retry
 any         UNKNOWN         Wait
@@ -36,6 +36,8 @@ class JobView:
     state: JobState
     attempt: int
     max_attempts: int
+    """1 + workers.max_restarts, and one more for each attempt that an orderly end of the service took."""
+    max_restarts: int = 0
     version: int = 1
     absent_polls: int = 0
     """Consecutive polls before this one that said ABSENT."""
@@ -108,7 +110,7 @@ def decide(job: JobView, status: LaunchStatus) -> Action:
     if job.state is JobState.CANCELLING:
         return StopRun() if said in (LaunchState.PENDING, LaunchState.RUNNING) else Cancel()
     if said is LaunchState.FAILED:
-        return Fail(failure_reason(job, status))
+        return _failed(job, status)
     if said is LaunchState.STOPPED:
         return Fail("the run was stopped in its cluster, not by a cancel of this service; submit it again to go on")
     if said is LaunchState.ABSENT:
@@ -123,24 +125,32 @@ def _absent(job: JobView) -> Action:
         return Wait()
     if job.failure is not None:
         return Fail(failure_text(job.failure))
-    lost = f"attempt {job.attempt} was lost with its cluster"
-    if job.attempt < job.max_attempts:
-        return Retry(f"{lost}; attempt {job.attempt + 1} resumes from the newest checkpoint")
-    restarts = job.max_attempts - 1
-    return Fail(f"{lost}, and workers.max_restarts = {restarts} allows no further attempt")
+    return _lost(job, f"attempt {job.attempt} was lost with its cluster")
 
 
-def failure_reason(job: JobView, status: LaunchStatus) -> str:
-    """Why a run failed, for a person: its own words where it left some, else the end of the launcher's message."""
+def _failed(job: JobView, status: LaunchStatus) -> Action:
     if job.failure is not None:
-        return failure_text(job.failure)
+        return Fail(failure_text(job.failure))
+    # A driver says why it fails, so one that ended without a word was killed: by hand, or for want of memory.
+    return _lost(job, f"attempt {job.attempt} was killed before it could say why", last_words(job, status))
+
+
+def _lost(job: JobView, how: str, words: str = "") -> Action:
+    if job.attempt < job.max_attempts:
+        return Retry(f"{how}; attempt {job.attempt + 1} resumes from the newest checkpoint")
+    end = f"{how}, and workers.max_restarts = {job.max_restarts} allows no further attempt"
+    return Fail(f"{end}. {words}" if words else end)
+
+
+def last_words(job: JobView, status: LaunchStatus) -> str:
+    """The end of the launcher's message, for a person."""
     lines = [line for line in status.message.splitlines() if line.strip() and not _of_a_stack(line)]
     if not lines:
-        return f"the run ended without a reason; see its log: thinwire logs {job.id}"
+        return f"See its log: thinwire logs {job.id}"
     # What went well up to the end explains nothing, unless there is nothing else.
     telling = [line for line in lines if " INFO " not in line] or lines
     words = "\n".join(telling[-LAST_LINES:])[-LONGEST_REASON:]
-    return f"the run gave no reason of its own. The cluster's last words:\n{words}\nFull log: thinwire logs {job.id}"
+    return f"The cluster's last words:\n{words}\nFull log: thinwire logs {job.id}"
 
 
 def failure_text(failure: Failure) -> str:

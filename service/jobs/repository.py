@@ -107,9 +107,10 @@ class JobRepository:
         """Make or renew a worker's lease."""
         self.session.merge(lease)
 
-    def drop_lease(self, job_id: str, rank: int) -> None:
-        """End a worker's lease; none is fine."""
-        self.session.execute(delete(LeaseRow).where(LeaseRow.job_id == job_id, LeaseRow.rank == rank))
+    def drop_lease(self, job_id: str, rank: int, attempt: int | None = None) -> None:
+        """End a worker's lease, only that of `attempt` where it is given; none is fine."""
+        lease = delete(LeaseRow).where(LeaseRow.job_id == job_id, LeaseRow.rank == rank)
+        self.session.execute(lease if attempt is None else lease.where(LeaseRow.attempt == attempt))
 
     def drop_leases(self, job_id: str) -> None:
         """End all leases of a job."""

@@ -103,9 +103,11 @@ def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Repor
 
 
 @workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))
-def leave(job_id: str, rank: Rank, reports: Reports) -> None:
-    """Say that a worker is gone. Repeating it is fine."""
-    reports.leave(job_id, rank)
+def leave(
+    job_id: str, rank: Rank, reports: Reports, attempt: Annotated[int | None, Query(ge=1, le=LARGEST_STEP)] = None
+) -> None:
+    """Say that a worker is gone. Repeating it is fine; with `attempt`, a later attempt's worker is left alone."""
+    reports.leave(job_id, rank, attempt)
 
 
 @workers.post("/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge))

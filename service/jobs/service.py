@@ -154,6 +154,13 @@ class JobService:
             counts = JobRepository(session).count_by_state()
         return {state: counts.get(state.value, 0) for state in JobState}
 
+    def excuse_running_attempts(self) -> None:
+        """An orderly end of the service takes its runs with it: that attempt does not count against max_restarts."""
+        with self._db.write() as session:
+            for row in JobRepository(session).unfinished():
+                if row.state in (JobState.PENDING.value, JobState.RUNNING.value):
+                    row.max_attempts += 1
+
     def rewrite_service_urls(self) -> None:
         """Tell the run folder of every job that is not over where the service listens now."""
         with self._db.read() as session:

@@ -58,13 +58,13 @@ class WorkerReports:
             lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **worker.model_dump())
             JobRepository(session).put_lease(lease)
 
-    def leave(self, job_id: str, rank: int) -> None:
-        """End a worker's lease; one that is gone already is fine. Raises JobNotFound."""
+    def leave(self, job_id: str, rank: int, attempt: int | None = None) -> None:
+        """End a worker's lease, only that of `attempt` where it is given; none is fine. Raises JobNotFound."""
         with self._db.write() as session:
             jobs = JobRepository(session)
             if jobs.get(job_id) is None:
                 raise JobNotFound(job_id)
-            jobs.drop_lease(job_id, rank)
+            jobs.drop_lease(job_id, rank, attempt)
 
     def post(self, job_id: str, telemetry: Telemetry) -> None:
         """Store a batch; the same batch again changes nothing. Raises JobNotFound, StaleAttempt, InvalidRequest.

@@ -31,7 +31,7 @@ SUMMARY = {"state": "SUCCEEDED"}
 
 
 def view(state: JobState, **changes: Any) -> JobView:
-    return JobView(**{"id": "job-1", "state": state, "attempt": 1, "max_attempts": 4, **changes})
+    return JobView(**{"id": "job-1", "state": state, "attempt": 1, "max_attempts": 4, "max_restarts": 3, **changes})
 
 
 TABLE: list[tuple[JobState, LaunchState, type[Action]]] = [
@@ -41,14 +41,14 @@ TABLE: list[tuple[JobState, LaunchState, type[Action]]] = [
     (S.PENDING, L.PENDING, Wait),
     (S.PENDING, L.RUNNING, Run),
     (S.PENDING, L.SUCCEEDED, Succeed),
-    (S.PENDING, L.FAILED, Fail),
+    (S.PENDING, L.FAILED, Retry),
     (S.PENDING, L.STOPPED, Fail),
     (S.RUNNING, L.UNKNOWN, Wait),
     (S.RUNNING, L.ABSENT, Wait),
     (S.RUNNING, L.PENDING, Wait),
     (S.RUNNING, L.RUNNING, Wait),
     (S.RUNNING, L.SUCCEEDED, Succeed),
-    (S.RUNNING, L.FAILED, Fail),
+    (S.RUNNING, L.FAILED, Retry),
     (S.RUNNING, L.STOPPED, Fail),
     (S.CANCELLING, L.UNKNOWN, Wait),
     (S.CANCELLING, L.ABSENT, Cancel),
@@ -107,6 +107,17 @@ def test_a_posted_failure_is_the_reason_whatever_the_cluster_says() -> None:
     assert decide(job, LaunchStatus(L.FAILED, "Traceback ...")) == Fail("SpecError: width is odd")
 
 
+def test_a_run_that_was_killed_is_tried_again_and_says_so() -> None:
+    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, "Killed"))
+    assert isinstance(action, Retry)
+    assert "attempt 1 was killed" in action.reason
+
+
+def last(**changes: Any) -> JobView:
+    """A job on its last attempt."""
+    return view(S.RUNNING, attempt=4, **changes)
+
+
 def test_without_a_failure_the_reason_is_the_clusters_last_words_and_no_stack() -> None:
     message = (
         "Job entrypoint command failed with exit code 1, last available logs (truncated to 20,000 chars):\n"
@@ -115,7 +126,7 @@ def test_without_a_failure_the_reason_is_the_clusters_last_words_and_no_stack() 
         "    import torch\n"
         "ModuleNotFoundError: No module named 'torch'\n"
     )
-    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, message))
+    action = decide(last(), LaunchStatus(L.FAILED, message))
     assert isinstance(action, Fail)
     assert "ModuleNotFoundError: No module named 'torch'" in action.reason
     assert "Traceback" not in action.reason
@@ -125,19 +136,20 @@ def test_without_a_failure_the_reason_is_the_clusters_last_words_and_no_stack() 
 
 @pytest.mark.parametrize("message", ["", "\n \n", "Traceback (most recent call last):\n  File x\n"])
 def test_a_failure_without_words_points_to_the_log(message: str) -> None:
-    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, message))
-    assert action == Fail("the run ended without a reason; see its log: thinwire logs job-1")
+    action = decide(last(), LaunchStatus(L.FAILED, message))
+    assert isinstance(action, Fail)
+    assert action.reason.endswith("See its log: thinwire logs job-1")
 
 
 def test_lines_about_what_went_well_are_left_out_of_a_reason() -> None:
     message = "x INFO checkpoint_saved step=1\nKilled\ny INFO checkpoint_saved step=2\n"
-    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, message))
+    action = decide(last(), LaunchStatus(L.FAILED, message))
     assert isinstance(action, Fail)
     assert "Killed" in action.reason
     assert "checkpoint_saved" not in action.reason
 
 
 def test_a_long_message_is_cut() -> None:
-    action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, "x" * 100_000))
+    action = decide(last(), LaunchStatus(L.FAILED, "x" * 100_000))
     assert isinstance(action, Fail)
     assert len(action.reason) < LONGEST_REASON + 200

@@ -110,6 +110,25 @@ def test_the_attempts_of_a_job_are_limited(service: Service) -> None:
     assert "max_restarts = 1" in job["reason"]
 
 
+def test_an_orderly_end_of_the_service_costs_no_attempt(service: Service) -> None:
+    job_id = service.submit(workers={"max_restarts": 0})
+    for submission in (job_id, f"{job_id}-attempt2"):
+        service.turn()
+        service.launcher.put(submission, LaunchState.RUNNING)
+        service.turn()
+        service.plane.close()
+        service.plane.close()  # a second close excuses nothing twice
+        service.launcher.lose(submission)  # its runs end with the service
+        service.open()
+        service.turn(3)
+    job = service.job(job_id)
+    assert (job["state"], job["attempt"]) == ("SUBMITTING", 3)
+    service.turn()
+    service.launcher.lose(f"{job_id}-attempt3")
+    service.turn(3)
+    assert service.job(job_id)["state"] == "FAILED"
+
+
 def test_a_run_that_was_lost_after_its_end_is_not_trained_again(service: Service) -> None:
     job_id = service.running()
     (service.run_dir(job_id) / "summary.json").write_text(json.dumps(SUMMARY))

@@ -198,10 +198,20 @@ def test_a_worker_that_leaves_is_no_target_and_may_leave_twice(service: Service)
     assert service.client.get("/v1/metrics/targets").json() == []
 
 
+def test_the_goodbye_of_another_attempt_ends_nobodys_registration(service: Service) -> None:
+    job_id = service.running()
+    service.register(job_id, 0)
+    url, headers = f"/v1/jobs/{job_id}/workers/0", service.job_headers(job_id)
+    for attempt, left in ((2, 1), (1, 0)):
+        assert service.client.delete(url, headers=headers, params={"attempt": attempt}).status_code == 204
+        assert len(service.client.get("/v1/metrics/targets").json()) == left
+
+
 @pytest.mark.parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED])
 def test_a_job_that_is_over_has_no_targets_and_takes_none(service: Service, end: LaunchState) -> None:
     job_id = service.running()
     service.register(job_id, 0)
+    service.post(job_id, failure={"kind": "NonFiniteInput", "message": "told"})
     service.launcher.put(job_id, end)
     service.turn()
     assert service.client.get("/v1/metrics/targets").json() == []
