@@ -8,6 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -22,6 +23,13 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     if chosen.exists():
         return shlex.split(chosen.read_text())
     return worker_command(run_dir, attempt)
+
+
+def missing(reason: str) -> NoReturn:
+    """Skip the test for want of a tool; in CI, where every tool is installed, fail it."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture
@@ -47,9 +55,7 @@ def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local_launcher(ray_home: Path) -> Iterator[LocalLauncher]:
     """The session's launcher over a real Ray. Runs the workers, or `run_dir/command` where that file exists."""
     if importlib.util.find_spec("ray") is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Ray is not installed: pip install 'thinwire[worker]'")
-        pytest.skip("Ray is not installed: pip install 'thinwire[worker]'")
+        missing("Ray is not installed: pip install 'thinwire[worker]'")
     # A short lease: a test session that is killed leaves its head for a minute only.
     launcher = LocalLauncher(ray_home, command=_tiny_or_worker_command, lease_s=60.0)
     launcher.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.conftest import missing
 
 DEADLINE_S = 180.0
 
@@ -125,7 +128,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'thinwire[worker]'")
+    if importlib.util.find_spec("ray") is None:
+        missing("Ray is not installed: pip install 'thinwire[worker]'")
     home = tmp_path_factory.mktemp("home")
     server = Server(home)
     server.start()

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.conftest import missing
 from tests.e2e.conftest import Server, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -41,10 +42,7 @@ def prometheus(server, tmp_path):
     """A real Prometheus that finds the workers through the service; its URL."""
     program = shutil.which("prometheus")
     if program is None:
-        reason = "prometheus is not installed: apt install prometheus"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing("prometheus is not installed: apt install prometheus")
     (tmp_path / "prometheus.yml").write_text(
         f"""
 global: {{scrape_interval: 1s}}
