@@ -26,7 +26,7 @@ class AdamState:
     scratch_N: Scratch
 
 
-class Adam(FlatOptimizer):
+class Adam(FlatOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
     Arguments as in torch.optim.AdamW; group: the ranks (None: the default group, or this process alone).
@@ -57,7 +57,6 @@ class Adam(FlatOptimizer):
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then Adam."""
         s, space = self.vectors, self.space
-        assert isinstance(s, AdamState)
         self.reduce.full_(space.g_N)
         for h in groups:
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)

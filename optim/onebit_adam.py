@@ -60,7 +60,7 @@ def step(
         adam_math.descend_(p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.z_N[h.span])
 
 
-class OneBitAdam(FlatOptimizer):
+class OneBitAdam(FlatOptimizer[OneBitAdamState]):
     """1-bit Adam as a torch.optim.Optimizer: Adam for `warmup` steps, then 1/32 of fp32's bytes on the wire.
 
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
@@ -104,12 +104,14 @@ class OneBitAdam(FlatOptimizer):
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm; after the last warm-up step the variance is corrected, floored and kept."""
-        assert isinstance(self.vectors, OneBitAdamState)
         step(self.space.p_N, self.space.g_N, self.vectors, groups, plan, self.reduce)
         if plan.freeze_variance:
-            assert plan.bias_step is not None
-            for h in groups:
-                adam_math.unbias_variance_(self.vectors.v_N[h.span], h.beta2, plan.bias_step)
-            layout = self.space.layout
-            floored = floor_variance_(self.vectors.v_N, layout.live, layout.blocks(self.block))
-            self.evidence["floored_elements"] = floored
+            self._freeze(groups, self.num_steps + 1)
+
+    def _freeze(self, groups: Sequence[AdamHyper], step: int) -> None:
+        """Keep the variance of `step`, corrected and floored, for good."""
+        v_N, layout = self.vectors.v_N, self.space.layout
+        for h in groups:
+            adam_math.unbias_variance_(v_N[h.span], h.beta2, step)
+        self.evidence["floored_elements"] = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        self.frozen_at = step

@@ -5,9 +5,10 @@ An algorithm gives three things: its state (`make_state`), what a step does (`pl
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,15 +21,19 @@ from thinwire.optim.flat import FlatSpace
 from thinwire.optim.schedule import Phase, StepPlan
 from thinwire.optim.state import replicated, slots
 
-FORMAT = 1
+State = TypeVar("State")
+"""An algorithm's vectors: a dataclass whose fields declare their Kind."""
+
+FORMAT = 2
 """Version of what state_dict returns."""
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
-    evidence (what the algorithm found, such as elements floored at the freeze; saved).
+    saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
+    such as elements floored at the freeze; saved, and shown in stats()).
     """
 
     def __init__(
@@ -41,18 +46,19 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, defaults)
         for param_group in self.param_groups:
-            _check_adam_group(param_group)
+            self.check_group(param_group)
         self.block = block
         self.num_steps = 0
         self.frozen_at: int | None = None
-        self.evidence: dict[str, int] = {}
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
         self.space = FlatSpace(self.param_groups)
         self.reduce = default_reducer(group, self.space.layout, self.space.p_N, block)
         self.reduce.broadcast_(self.space.p_N)
         self.vectors = self.make_state()
 
     @abstractmethod
-    def make_state(self) -> object:
+    def make_state(self) -> State:
         """The algorithm's vectors, a dataclass whose fields declare their Kind."""
 
     @abstractmethod
@@ -61,7 +67,17 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
-        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were."""
+        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
+
+        num_steps is still that of the step before.
+        """
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
+        check_adam_group(group)
+
+    def prepare_to_save(self) -> None:
+        """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
 
     @property
     def phase(self) -> Phase:
@@ -83,8 +99,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         plan = self.plan(self.num_steps + 1)
         self.update(plan, [_hyper(g, span) for g, span in zip(self.param_groups, self.space.spans, strict=True)])
         self.num_steps += 1
-        if plan.freeze_variance:
-            self.frozen_at = self.num_steps
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,6 +127,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Raises: PeerLost; then nothing has changed.
         """
+        self.prepare_to_save()
         residuals = {name: slot.residual() for name, slot in slots(self.vectors).items()}
         for name, slot in slots(self.vectors).items():
             slot.restore(residuals[name])
@@ -123,7 +138,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             "shapes": self.space.shapes(),
             "num_steps": self.num_steps,
             "frozen_at": self.frozen_at,
-            "evidence": dict(self.evidence),
+            "saved": copy.deepcopy(self.saved),
+            "evidence": copy.deepcopy(self.evidence),
             "param_groups": hyper,
             "vectors": {name: vector.clone() for name, vector in replicated(self.vectors).items()},
             "residuals": residuals,
@@ -155,7 +171,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             slot.restore(state_dict["residuals"][name].to(self.space.p_N))
         self.num_steps = state_dict["num_steps"]
         self.frozen_at = state_dict["frozen_at"]
-        self.evidence = dict(state_dict["evidence"])
+        self.saved = copy.deepcopy(state_dict["saved"])
+        self.evidence = copy.deepcopy(state_dict["evidence"])
 
 
 def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
@@ -168,7 +185,8 @@ def _hyper(group: dict[str, Any], span: slice) -> AdamHyper:
     return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
 
-def _check_adam_group(group: dict[str, Any]) -> None:
+def check_adam_group(group: dict[str, Any]) -> None:
+    """Refuse hyperparameters of the Adam family out of range. Raises: ValueError."""
     beta1, beta2 = group["betas"]
     for name, value, allowed, ok in (
         ("lr", group["lr"], "at least 0", group["lr"] >= 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class Training:
     group: Group
     device: torch.device
     model: nn.Module
-    optimizer: FlatOptimizer
+    optimizer: FlatOptimizer[Any]
     batches: Batches
     validation: tuple[Tensor, Tensor]
 
@@ -62,20 +63,20 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def _onebit_adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer:
+def _onebit_adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:
     h, warmup = spec.optimizer, spec.warmup_steps
     assert isinstance(h, OneBitAdamSpec)
     assert warmup is not None
     return OneBitAdam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, warmup=warmup, group=group)
 
 
-def _adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer:
+def _adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:
     h = spec.optimizer
     assert isinstance(h, AdamSpec)
     return Adam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, group=group)
 
 
-_OPTIMIZERS: dict[str, Callable[[TrainSpec, nn.Module, Group], FlatOptimizer]] = {
+_OPTIMIZERS: dict[str, Callable[[TrainSpec, nn.Module, Group], FlatOptimizer[Any]]] = {
     "onebit_adam": _onebit_adam,
     "adam": _adam,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from thinwire.optim import FlatOptimizer
 from thinwire.optim.state import replicated
 
 
-def replicas_bit_equal(optimizer: FlatOptimizer, group: Group) -> bool:
+def replicas_bit_equal(optimizer: FlatOptimizer[Any], group: Group) -> bool:
     """Whether parameters and replicated state have the same bits on every rank. Collective. Raises: PeerLost."""
     digest = hashlib.sha256()
     for vector in (optimizer.space.p_N, *replicated(optimizer.vectors).values()):

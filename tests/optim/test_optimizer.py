@@ -117,7 +117,7 @@ def test_a_state_dict_survives_torch_save(tmp_path):
     [
         ({"optimizer": "Adam"}, "optimizer = 'Adam'"),
         ({"shapes": [[1]]}, "shapes"),
-        ({"format": 0}, "format = 0"),
+        ({"format": 1}, "format = 1"),
         ({"vectors": {}}, "vectors"),
         ({"param_groups": []}, "param_groups"),
     ],
