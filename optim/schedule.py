@@ -41,11 +41,11 @@ def dense_plan(step: int) -> StepPlan:
     return StepPlan(Phase.DENSE, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=step)
 
 
-def onebit_adam_plan(step: int, warmup: int, frozen_at: int | None) -> StepPlan:
+def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None) -> StepPlan:
     """1-bit Adam: steps 1..warmup are dense, later ones exchange the momentum in one bit.  [Tang et al. 2021, Alg. 1]
 
-    frozen_at: the step after which the variance was frozen, None before. It decides, not `warmup`: a run that is
-    loaded with another `warmup` does not unfreeze.
+    warmup: None where the optimizer decides by what it sees. frozen_at: the step after which the variance was frozen,
+    None before. It decides, not `warmup`: a run that is loaded with another `warmup` does not unfreeze.
     """
     if frozen_at is not None:
         return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
@@ -55,5 +55,5 @@ def onebit_adam_plan(step: int, warmup: int, frozen_at: int | None) -> StepPlan:
         Wire.LOCAL,
         update_variance=True,
         bias_step=step,
-        freeze_variance=step >= warmup,
+        freeze_variance=warmup is not None and step >= warmup,
     )

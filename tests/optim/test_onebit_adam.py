@@ -272,7 +272,7 @@ def test_plan_is_a_function_of_saved_integers():
     assert onebit_adam_plan(21, 1000, 20) == first
 
 
-@pytest.mark.parametrize("warmup", [0, -1, 1.5, True, None])
+@pytest.mark.parametrize("warmup", [0, -1, 1.5, True, None, "soon"])
 def test_a_freeze_before_the_first_update_is_refused(warmup):
     with pytest.raises(ValueError, match="at least 1"):
         OneBitAdam(copy.deepcopy(MODEL).parameters(), warmup=warmup)
