@@ -64,10 +64,19 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
 
 
 def _onebit_adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:
-    h, warmup = spec.optimizer, spec.warmup_steps
+    h = spec.optimizer
     assert isinstance(h, OneBitAdamSpec)
-    assert warmup is not None
-    return OneBitAdam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, warmup=warmup, group=group)
+    return OneBitAdam(
+        model.parameters(),
+        h.lr,
+        h.betas,
+        h.eps,
+        h.weight_decay,
+        warmup=spec.warmup_steps or "auto",
+        total_steps=spec.steps,
+        lr_warmup_steps=spec.lr_warmup_steps,
+        group=group,
+    )
 
 
 def _adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:

@@ -56,7 +56,9 @@ class OneBitAdamSpec(_Frozen):
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.0, ge=0.0)
-    warmup: StepsOrFraction = Field(0.2, description="uncompressed steps, or their fraction of all steps")
+    warmup: Literal["auto"] | StepsOrFraction = Field(
+        "auto", description="uncompressed steps, their fraction of all steps, or auto: until the variance is stable"
+    )
 
 
 class AdamSpec(_Frozen):
@@ -122,8 +124,8 @@ class TrainSpec(_Frozen):
 
     @property
     def warmup_steps(self) -> int | None:
-        """Uncompressed steps before the compressed phase; None for an optimizer that has no such phase."""
-        if isinstance(self.optimizer, OneBitAdamSpec):
+        """Uncompressed steps before the compressed phase; None where there is no such phase, or it is found (auto)."""
+        if isinstance(self.optimizer, OneBitAdamSpec) and self.optimizer.warmup != "auto":
             return steps_of(self.optimizer.warmup, self.steps)
         return None
 
@@ -169,6 +171,8 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
     warmup = spec.warmup_steps
     if warmup is not None and warmup >= spec.steps:
         found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))
+    if isinstance(spec.optimizer, OneBitAdamSpec) and spec.steps < 2:
+        found.append(("steps", spec.steps, "at least 2: one uncompressed and one compressed"))
     if spec.lr_warmup_steps > spec.steps:
         found.append(("lr_schedule.warmup", spec.lr_warmup_steps, f"at most steps = {spec.steps}"))
     return found

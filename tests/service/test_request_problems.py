@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         {"optimizer": {**ONEBIT, "warmup": 1.5}},
         "optimizer.warmup",
         1.5,
-        "must be a whole number at least 1, or a number above 0 and below 1",
+        "must be one of auto, or a whole number at least 1, or a number above 0 and below 1",
     ),
     ("the same, by text", {"lr_schedule": {"warmup": "x"}}, "lr_schedule.warmup", "x", "must be a whole number"),
     ("unknown tag", {"optimizer": {"name": "adamw"}}, "optimizer.name", "adamw", "one of adam, onebit_adam"),

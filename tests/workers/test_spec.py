@@ -97,7 +97,7 @@ def test_wrong_value_is_refused_with_its_path(changes: dict[str, Any], path: str
         ({"recipe": {"name": "gpt", "width": 100, "heads": 6}}, "recipe.width", 100),
         ({"optimizer": ONEBIT | {"warmup": 100}}, "optimizer.warmup", 100),
         ({"optimizer": ONEBIT | {"warmup": 0.999}}, "optimizer.warmup", 100),
-        ({"steps": 1}, "optimizer.warmup", 1),
+        ({"steps": 1}, "steps", 1),
         ({"lr_schedule": {"warmup": 101}}, "lr_schedule.warmup", 101),
     ],
 )

@@ -1,0 +1,34 @@
+"""From a spec to what trains."""
+
+import pytest
+import torch
+
+from tests.workers.small_job import small_spec
+from thinwire.comm import SoloGroup
+from thinwire.workers.build import build, learning_rate
+
+AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
+
+
+def test_a_job_that_names_no_warmup_finds_its_end_within_the_run():
+    spec = small_spec(optimizer=AUTO)
+    assert spec.warmup_steps is None
+    optimizer = build(spec, SoloGroup(), torch.device("cpu")).optimizer
+    assert optimizer.warmup == "auto"
+    assert optimizer.stability.total_steps == spec.steps
+    assert optimizer.stability.lr_warmup_steps == spec.lr_warmup_steps == 2
+
+
+def test_a_fraction_is_resolved_to_steps():
+    spec = small_spec(optimizer={**AUTO, "warmup": 0.25})
+    assert build(spec, SoloGroup(), torch.device("cpu")).optimizer.warmup == 6
+
+
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_floor():
+    spec = small_spec(lr_schedule={"warmup": 4, "decay": "cosine", "final_fraction": 0.1})
+    rates = [learning_rate(spec, step) for step in range(1, spec.steps + 1)]
+    assert rates[:4] == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(4e-4)
+    constant = small_spec(lr_schedule={"warmup": 4, "decay": "constant"})
+    assert learning_rate(constant, spec.steps) == 4e-3
