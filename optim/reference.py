@@ -1,0 +1,391 @@
+"""The papers, literally, for a list of workers. Slow and plain: no flat buffers, no ranks, no wire. Read it first.
+
+    Adam           Kingma and Ba 2015, arXiv 1412.6980, Alg. 1; decoupled decay: Loshchilov and Hutter 2019, Alg. 2
+    LAMB           You et al. 2020, arXiv 1904.00962, Alg. 2
+    1-bit Adam     Tang et al. 2021, arXiv 2102.02888, Alg. 1
+    1-bit LAMB     Li et al. 2021, arXiv 2104.06069, Alg. 1
+    0/1 Adam       Lu et al. 2022, arXiv 2202.06009, Alg. 1
+
+What was checked: the recursions are those of our notes on the papers, compared with DeepSpeed's code and third-party
+summaries; the papers' own pages were not at hand when this was written. So no line numbers are given, and what rests
+on memory of a paper is marked "recalled". Where we do otherwise on purpose the switch is an argument, off by default;
+docs/algorithms.md has the reasons.
+
+A model is a list of tensors, one a parameter; `gradients[i][l]` is worker i's gradient of tensor l. Every dtype works;
+float64 is what the laws are tested in. Steps count from 1. Nothing that is passed in is modified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.reference_exchange import Exchange, Floor, TwoPhase, Vectors, laid_end_to_end, mean, split_like
+
+
+@dataclass(slots=True)
+class Hyper:
+    """Hyperparameters under torch.optim's names. Change `lr` between steps to follow a schedule."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+class ReferenceSgd:
+    """Momentum descent:  m <- momentum m + g + decay x;  x <- x - lr m.  As torch.optim.SGD, on the mean gradient."""
+
+    def __init__(self, x: Sequence[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        self.x = _copies(x)
+        self.m = _zeros(x)
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step."""
+        for at, g in enumerate(mean_gradient(gradients)):
+            self.m[at] = self.momentum * self.m[at] + g + self.weight_decay * self.x[at]
+            self.x[at] = self.x[at] - self.lr * self.m[at]
+
+
+class _Moments:
+    """x, m, v and the step count t of a model whose workers agree; hyper: one for all tensors, or one a tensor."""
+
+    def __init__(self, x: Sequence[Tensor], hyper: Hyper | Sequence[Hyper], bias_correction: bool) -> None:
+        self.x, self.m, self.v = _copies(x), _zeros(x), _zeros(x)
+        self.hyper = _hypers(hyper, x)
+        self.bias_correction = bias_correction
+        self.t = 0
+
+    def _accumulate(self, g: Vectors) -> None:
+        """M <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2."""
+        for at, h in enumerate(self.hyper):
+            b1, b2 = h.betas
+            self.m[at] = b1 * self.m[at] + (1 - b1) * g[at]
+            self.v[at] = b2 * self.v[at] + (1 - b2) * g[at] ** 2
+
+    def _corrected(self, at: int) -> tuple[Tensor, Tensor]:
+        """m / (1 - b1^t) and v / (1 - b2^t) where bias is corrected, else m and v."""
+        if not self.bias_correction:
+            return self.m[at], self.v[at]
+        b1, b2 = self.hyper[at].betas
+        return self.m[at] / (1 - b1**self.t), self.v[at] / (1 - b2**self.t)
+
+    def _adam_descend(self) -> None:
+        """X <- x - lr (m_hat / (sqrt(v_hat) + eps) + decay x)."""
+        for at, h in enumerate(self.hyper):
+            m, v = self._corrected(at)
+            self.x[at] = self.x[at] - h.lr * (m / (v.sqrt() + h.eps) + h.weight_decay * self.x[at])
+
+    def _exchange_momentum(self, gradients: Sequence[Vectors], exchange: Exchange, scale: Sequence[float]) -> None:
+        """M <- exchange of z_i = b1 m + (1 - b1) g_i, laid end to end, each tensor scaled meanwhile."""
+        zs = []
+        for g in gradients:
+            b1s = [h.betas[0] for h in self.hyper]
+            z = [k * (b1 * m + (1 - b1) * g_l) for k, b1, m, g_l in zip(scale, b1s, self.m, g, strict=True)]
+            zs.append(laid_end_to_end(z))
+        out = split_like(exchange(zs, "momentum"), self.x)
+        self.m = [m / k for m, k in zip(out, scale, strict=True)]
+
+
+class ReferenceAdam(_Moments):
+    """Adam on the mean gradient, bias-corrected as in its paper, decay decoupled as in AdamW."""
+
+    def __init__(self, x: Sequence[Tensor], hyper: Hyper | Sequence[Hyper], *, bias_correction: bool = True) -> None:
+        super().__init__(x, hyper, bias_correction)
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step. Source: Kingma and Ba 2015, Alg. 1, the body of its loop."""
+        self.t += 1
+        self._accumulate(mean_gradient(gradients))
+        self._adam_descend()
+
+
+class ReferenceLamb(_Moments):
+    """LAMB on the mean gradient:  u = m_hat / (sqrt(v_hat) + eps) + decay x;  x <- x - lr c u,  c = ||x|| / ||u||.
+
+    c is 1 where either norm is 0, and clipped to [min_coeff, max_coeff] as 1-bit LAMB does it; the paper of LAMB has a
+    function of ||x|| in that place (recalled), here the identity. coefficients: c of the last step, one a tensor.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Tensor],
+        hyper: Hyper | Sequence[Hyper],
+        *,
+        min_coeff: float = 0.0,
+        max_coeff: float = float("inf"),
+        bias_correction: bool = True,
+    ) -> None:
+        super().__init__(x, hyper, bias_correction)
+        self.min_coeff, self.max_coeff = min_coeff, max_coeff
+        self.coefficients = [1.0 for _ in x]
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step. Source: You et al. 2020, Alg. 2."""
+        self.t += 1
+        self._accumulate(mean_gradient(gradients))
+        self._lamb_descend()
+
+    def _lamb_descend(self) -> None:
+        for at, h in enumerate(self.hyper):
+            m, v = self._corrected(at)
+            u = m / (v.sqrt() + h.eps) + h.weight_decay * self.x[at]
+            self.coefficients[at] = self._coefficient(self.x[at], u)
+            self.x[at] = self.x[at] - h.lr * self.coefficients[at] * u
+
+    def _coefficient(self, x: Tensor, u: Tensor) -> float:
+        x_norm, u_norm = float(torch.linalg.vector_norm(x)), float(torch.linalg.vector_norm(u))
+        if x_norm == 0 or u_norm == 0:
+            return 1.0
+        return min(max(x_norm / u_norm, self.min_coeff), self.max_coeff)
+
+
+class ReferenceOneBitAdam(_Moments):
+    """1-bit Adam: `warmup` steps of Adam, then momentum descent under the variance of the last of them.
+
+        t <= T:  g = mean_i g_i;  m, v as in Adam;          x <- x - lr (m / (sqrt(v) + eps) + decay x)
+        t >  T:  m <- exchange of b1 m + (1 - b1) g_i;      x <- the same, with v of step T
+
+    bias_correction (ours; the paper has none, recalled): m and v corrected in warm-up, the corrected v kept.
+    floor (ours): applied to the v that is kept. The paper has no decay, and no eps in the second phase (recalled).
+    exchange: by default the paper's, one scale for the whole vector.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Tensor],
+        hyper: Hyper | Sequence[Hyper],
+        *,
+        warmup: int,
+        exchange: Exchange | None = None,
+        bias_correction: bool = False,
+        floor: Floor | None = None,
+    ) -> None:
+        super().__init__(x, hyper, bias_correction)
+        self.warmup = warmup
+        self.exchange = exchange or TwoPhase()
+        self.floor = floor
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step. Source: Tang et al. 2021, Alg. 1."""
+        self.t += 1
+        if self.t <= self.warmup:
+            self._accumulate(mean_gradient(gradients))
+        else:
+            self._exchange_momentum(gradients, self.exchange, [1.0 for _ in self.x])
+        self._adam_descend()
+        if self.t == self.warmup:
+            self.v = [self._corrected(at)[1] for at in range(len(self.v))]
+            self.v = self.floor(self.v) if self.floor else self.v
+            self.bias_correction = False
+
+
+class ReferenceOneBitLamb(ReferenceLamb):
+    """1-bit LAMB: `warmup` steps of LAMB, then momentum descent with a layer's frozen coefficient times a ratio r.
+
+        t <= T:  LAMB;  c_avg <- b3 c_avg + (1 - b3) c,  from 0
+        at T:    v_fresh = v;  k_l = (mean over layers of RMS(m)) / RMS(m_l),  1 where m_l is all zero
+        t >  T:  m' <- exchange of k_l (b1 m + (1 - b1) g_i), divided by k_l
+                 g_hat = (m' - b1 m) / (1 - b1);  v_fresh <- b2 v_fresh + (1 - b2) g_hat^2;  m <- m'
+                 u_0 = m / (sqrt(v) + eps);  u = u_0 + decay x
+                 r = max over elements of (sqrt(v) + eps) / (sqrt(v_fresh) + eps)
+                 r <- r into [factor_min, factor_max], then into r_prev (1 -+ factor_threshold);  r_prev = r, from 1
+                 x <- x - lr c_avg r u
+
+    weigh_ratio (DeepSpeed's; not recalled from the paper): with decay, r <- r w + 1 - w before the clips,
+    w = min(1, ||u_0|| / ||u||). skip_unit_coefficients (DeepSpeed's): a c of exactly 1 does not enter c_avg.
+    bias_correction, floor, exchange: as in 1-bit Adam; v_fresh starts at the v that is kept. A layer is a tensor.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Tensor],
+        hyper: Hyper | Sequence[Hyper],
+        *,
+        warmup: int,
+        exchange: Exchange | None = None,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        coeff_beta: float = 0.9,
+        factor_min: float = 0.5,
+        factor_max: float = 4.0,
+        factor_threshold: float = 0.1,
+        bias_correction: bool = False,
+        floor: Floor | None = None,
+        weigh_ratio: bool = False,
+        skip_unit_coefficients: bool = False,
+    ) -> None:
+        super().__init__(x, hyper, min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction)
+        self.warmup, self.exchange, self.floor = warmup, exchange or TwoPhase(), floor
+        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        self.factor_min, self.factor_max = factor_min, factor_max
+        self.weigh_ratio, self.skip_unit_coefficients = weigh_ratio, skip_unit_coefficients
+        self.c_avg, self.r, self.k = [0.0 for _ in x], [1.0 for _ in x], [1.0 for _ in x]
+        self.v_fresh = _zeros(x)
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step. Source: Li et al. 2021, Alg. 1."""
+        if self.t < self.warmup:
+            super().step(gradients)
+            for at, c in enumerate(self.coefficients):
+                if c != 1.0 or not self.skip_unit_coefficients:
+                    self.c_avg[at] = self.coeff_beta * self.c_avg[at] + (1 - self.coeff_beta) * c
+            if self.t == self.warmup:
+                self._freeze()
+            return
+        self.t += 1
+        before = self.m
+        self._exchange_momentum(gradients, self.exchange, self.k)
+        for at, h in enumerate(self.hyper):
+            b1, b2 = h.betas
+            g_hat = (self.m[at] - b1 * before[at]) / (1 - b1)
+            self.v_fresh[at] = b2 * self.v_fresh[at] + (1 - b2) * g_hat**2
+            u0 = self.m[at] / (self.v[at].sqrt() + h.eps)
+            u = u0 + h.weight_decay * self.x[at]
+            self.r[at] = self._ratio(at, h, u0, u)
+            self.x[at] = self.x[at] - h.lr * self.c_avg[at] * self.r[at] * u
+
+    def _freeze(self) -> None:
+        self.v = [self._corrected(at)[1] for at in range(len(self.v))]
+        self.v = self.floor(self.v) if self.floor else self.v
+        self.bias_correction = False
+        self.v_fresh = _copies(self.v)
+        rms = [float(m.square().mean().sqrt()) for m in self.m]
+        self.k = [sum(rms) / len(rms) / own if own > 0 else 1.0 for own in rms]
+
+    def _ratio(self, at: int, h: Hyper, u0: Tensor, u: Tensor) -> float:
+        r = float(((self.v[at].sqrt() + h.eps) / (self.v_fresh[at].sqrt() + h.eps)).max())
+        if self.weigh_ratio and h.weight_decay > 0:
+            u_norm = float(torch.linalg.vector_norm(u))
+            w = min(1.0, float(torch.linalg.vector_norm(u0)) / u_norm) if u_norm > 0 else 1.0
+            r = r * w + 1 - w
+        r = min(max(r, self.factor_min), self.factor_max)
+        return min(max(r, self.r[at] * (1 - self.factor_threshold)), self.r[at] * (1 + self.factor_threshold))
+
+
+class ReferenceZeroOneAdam:
+    """0/1 Adam: local steps under a stale variance, a one-bit exchange of their sum at some steps.
+
+        worker i   m_i <- b1 m_i + (1 - b1) g_i;  x_i <- x_i - lr m_i / root;  u_i <- u_i + lr m_i;  S <- S + lr
+        sync       u = exchange of u_i;  m_i = u / S;  x_i = x_s - u / root;  x_s = x_i;  u_i = 0;  S = 0
+        variance   v <- b2 v + (1 - b2) (mean_i g_i)^2
+        root = sqrt(v + eps)
+
+    sync_step(t), variance_step(t): is step t in T_u, in T_v? Two schedules the paper leaves to the user.
+    x, m, u: one list a worker; x_s: x at the last sync; v, and S, one a tensor, common to all.
+    Switches, all ours: eps_outside: root = sqrt(v) + eps. variance_first: v is updated before it is used, so that the
+    first step does not divide by sqrt(eps). bias_correction: v is divided by 1 - b2^(its updates), lr by 1 - b1^t, up
+    to freeze_at. freeze_at, floor: after that step v is replaced by floor(v corrected), for good.
+    decay (hyper.weight_decay; the paper has none): x_i and x_s shrink by lr decay at every step, u_i does not know.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Tensor],
+        num_workers: int,
+        hyper: Hyper | Sequence[Hyper],
+        *,
+        sync_step: Callable[[int], bool],
+        variance_step: Callable[[int], bool],
+        exchange: Exchange | None = None,
+        eps_outside: bool = False,
+        variance_first: bool = False,
+        bias_correction: bool = False,
+        freeze_at: int | None = None,
+        floor: Floor | None = None,
+    ) -> None:
+        self.x = [_copies(x) for _ in range(num_workers)]
+        self.x_s, self.v = _copies(x), _zeros(x)
+        self.m, self.u = ([_zeros(x) for _ in range(num_workers)] for _ in range(2))
+        self.hyper = _hypers(hyper, x)
+        self.S = [0.0 for _ in x]
+        self.sync_step, self.variance_step = sync_step, variance_step
+        self.exchange = exchange or TwoPhase()
+        self.eps_outside, self.variance_first = eps_outside, variance_first
+        self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
+        self.t = self.variance_updates = 0
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step of every worker. Source: Lu et al. 2022, Alg. 1; v is used before it is updated."""
+        self.t += 1
+        if self.variance_first and self.variance_step(self.t):
+            self.update_variance(gradients)
+        self.local_step(gradients)
+        if self.sync_step(self.t):
+            self.synchronize()
+        if not self.variance_first and self.variance_step(self.t):
+            self.update_variance(gradients)
+        if self.t == self.freeze_at:
+            self.v = [self._corrected_variance(at) for at in range(len(self.v))]
+            self.v = self.floor(self.v) if self.floor else self.v
+            self.bias_correction = False
+
+    def local_step(self, gradients: Sequence[Vectors]) -> None:
+        """What a worker does by itself."""
+        for at, h in enumerate(self.hyper):
+            lr = h.lr / (1 - h.betas[0] ** self.t) if self.bias_correction else h.lr
+            keep = 1 - h.lr * h.weight_decay
+            root = self.root(at)
+            for x, m, u, g in zip(self.x, self.m, self.u, gradients, strict=True):
+                m[at] = h.betas[0] * m[at] + (1 - h.betas[0]) * g[at]
+                x[at] = keep * x[at] - lr * m[at] / root
+                u[at] = u[at] + lr * m[at]
+            self.x_s[at] = keep * self.x_s[at]
+            self.S[at] += lr
+
+    def synchronize(self) -> None:
+        """Bring the workers together. Leaves y (see agreed) as it was. A momentum whose S is 0 is left alone."""
+        us = split_like(self.exchange([laid_end_to_end(u) for u in self.u], "update"), self.x_s)
+        for at, u_mean in enumerate(us):
+            self.x_s[at] = self.x_s[at] - u_mean / self.root(at)
+            for x, m, u in zip(self.x, self.m, self.u, strict=True):
+                x[at] = self.x_s[at].clone()
+                m[at] = u_mean / self.S[at] if self.S[at] else m[at]
+                u[at] = torch.zeros_like(u[at])
+            self.S[at] = 0.0
+
+    def update_variance(self, gradients: Sequence[Vectors]) -> None:
+        """V <- b2 v + (1 - b2) (mean_i g_i)^2, exchanged in full."""
+        for at, g in enumerate(mean_gradient(gradients)):
+            b2 = self.hyper[at].betas[1]
+            self.v[at] = b2 * self.v[at] + (1 - b2) * g**2
+        self.variance_updates += 1
+
+    def root(self, at: int) -> Tensor:
+        """What a step of tensor `at` is divided by."""
+        v, eps = self._corrected_variance(at), self.hyper[at].eps
+        return v.sqrt() + eps if self.eps_outside else (v + eps).sqrt()
+
+    def agreed(self, residual: Tensor | None) -> Vectors:
+        """Y = mean_i x_i - R / root, what no exchange changes. residual: R of the slot "update", None where zero."""
+        means = [mean(xs) for xs in zip(*self.x, strict=True)]
+        if residual is None:
+            return means
+        parts = split_like(residual, self.x_s)
+        return [x - r / self.root(at) for at, (x, r) in enumerate(zip(means, parts, strict=True))]
+
+    def _corrected_variance(self, at: int) -> Tensor:
+        if not (self.bias_correction and self.variance_updates):
+            return self.v[at]
+        return self.v[at] / (1 - self.hyper[at].betas[1] ** self.variance_updates)
+
+
+def mean_gradient(gradients: Sequence[Vectors]) -> Vectors:
+    """The mean over workers, tensor by tensor."""
+    return [mean(tensors) for tensors in zip(*gradients, strict=True)]
+
+
+def _copies(tensors: Sequence[Tensor]) -> Vectors:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _zeros(tensors: Sequence[Tensor]) -> Vectors:
+    return [torch.zeros_like(tensor) for tensor in tensors]
+
+
+def _hypers(hyper: Hyper | Sequence[Hyper], x: Sequence[Tensor]) -> list[Hyper]:
+    return [hyper] * len(x) if isinstance(hyper, Hyper) else list(hyper)

@@ -1,0 +1,399 @@
+"""Laws of the literal algorithms, and the optimizers held against them."""
+
+import copy
+
+import pytest
+import torch
+
+from thinwire.comm import run_threads
+from thinwire.comm.layout import VectorLayout
+from thinwire.comm.simulate import SimulatedErrors
+from thinwire.comm.simulate import compressed_mean as simulated_mean
+from thinwire.optim import OneBitAdam
+from thinwire.optim.reference import (
+    Hyper,
+    ReferenceAdam,
+    ReferenceLamb,
+    ReferenceOneBitAdam,
+    ReferenceOneBitLamb,
+    ReferenceSgd,
+    ReferenceZeroOneAdam,
+    mean_gradient,
+)
+from thinwire.optim.reference_exchange import (
+    Errors,
+    TwoPhase,
+    block_units,
+    compressed_mean,
+    exact_mean,
+    floor_of,
+    laid_end_to_end,
+    tensor_units,
+)
+
+SIZES = (1, 2, 3, 4, 8)
+SHAPES = ((13, 7), (3, 13), (13,), (1,), (5,))
+EXACT = {"rtol": 0, "atol": 1e-12}
+HYPER = Hyper(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+SHARED = Hyper(lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
+
+
+def always(step):
+    return True
+
+
+def never(step):
+    return False
+
+
+def start(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def gradients(step, num_workers, signal=0.3):
+    """A common part and a worker's own noise: [worker][tensor]."""
+    common = start(7)
+    made = []
+    for worker in range(num_workers):
+        noise = start(1000 * step + worker + 1)
+        made.append([signal * c + n for c, n in zip(common, noise, strict=True)])
+    return made
+
+
+def run(reference, steps, num_workers, of=gradients):
+    for step in range(1, steps + 1):
+        reference.step(of(step, num_workers))
+    return reference
+
+
+def of_their_mean(num_workers):
+    """Gradients for one worker that sees the mean of what `num_workers` would see."""
+    return lambda step, _: [mean_gradient(gradients(step, num_workers))]
+
+
+def assert_same(got, expected, atol=1e-12):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+DENSE = {
+    "adam": lambda: ReferenceAdam(start(), HYPER),
+    "lamb": lambda: ReferenceLamb(start(), HYPER, min_coeff=0.01, max_coeff=10.0),
+    "sgd": lambda: ReferenceSgd(start(), lr=1e-2, momentum=0.9, weight_decay=0.01),
+    "onebit_adam": lambda: ReferenceOneBitAdam(start(), HYPER, warmup=10, exchange=exact_mean),
+    "onebit_lamb": lambda: ReferenceOneBitLamb(start(), HYPER, warmup=10, exchange=exact_mean),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", DENSE)
+def test_without_compression_n_workers_equal_one_on_the_mean_gradient(name, size):
+    many = run(DENSE[name](), 25, size)
+    one = run(DENSE[name](), 25, 1, of_their_mean(size))
+    assert_same(many.x, one.x)
+    assert_same(many.m, one.m)
+
+
+TORCH = {
+    "adam": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_adam_and_sgd_equal_those_of_torch(name):
+    params = [torch.nn.Parameter(tensor) for tensor in start()]
+    theirs = TORCH[name](params)
+    for step in range(1, 31):
+        for param, g in zip(params, mean_gradient(gradients(step, 3)), strict=True):
+            param.grad = g
+        theirs.step()
+    assert_same(run(DENSE[name](), 30, 3).x, [param.data for param in params])
+
+
+def test_lamb_moves_every_tensor_by_lr_times_its_own_norm():
+    lamb = ReferenceLamb(start(), HYPER)
+    lamb.step(gradients(1, 3))
+    for before, after in zip(start(), lamb.x, strict=True):
+        moved, norm = (torch.linalg.vector_norm(t) for t in (after - before, before))
+        torch.testing.assert_close(moved, HYPER.lr * norm, **EXACT)
+
+
+def test_lamb_with_a_coefficient_of_one_is_adam():
+    lamb = run(ReferenceLamb(start(), HYPER, min_coeff=1.0, max_coeff=1.0), 25, 3)
+    assert_same(lamb.x, run(ReferenceAdam(start(), HYPER), 25, 3).x)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_onebit_adam_and_lamb_are_adam_and_lamb_until_the_end_of_warmup(corrected):
+    exchange = TwoPhase()
+    adam = ReferenceOneBitAdam(start(), HYPER, warmup=20, exchange=exchange, bias_correction=corrected)
+    lamb = ReferenceOneBitLamb(start(), HYPER, warmup=20, exchange=exchange, bias_correction=corrected)
+    assert_same(run(adam, 20, 3).x, run(ReferenceAdam(start(), HYPER, bias_correction=corrected), 20, 3).x)
+    dense = ReferenceLamb(start(), HYPER, min_coeff=0.01, max_coeff=10.0, bias_correction=corrected)
+    assert_same(run(lamb, 20, 3).x, run(dense, 20, 3).x)
+    assert not exchange.errors
+
+
+def test_onebit_adam_without_compression_is_momentum_descent_under_a_frozen_variance():
+    reference = run(ReferenceOneBitAdam(start(), SHARED, warmup=10, exchange=exact_mean), 10, 3)
+    roots = [v.sqrt() + SHARED.eps for v in reference.v]
+    sgd = ReferenceSgd([x * root for x, root in zip(reference.x, roots, strict=True)], lr=0.1 * 1e-2, momentum=0.9)
+    sgd.m = [m / 0.1 for m in reference.m]  # m of Adam carries 1 - beta1, that of SGD does not
+    for step in range(11, 40):
+        reference.step(gradients(step, 3))
+        sgd.step(gradients(step, 3))
+    assert_same([x * root for x, root in zip(reference.x, roots, strict=True)], sgd.x)
+
+
+def test_onebit_adam_delays_gradients_and_loses_none():
+    """M_t = beta1 m_(t-1) + (1 - beta1) mean g + R_(t-1) - R_t at every compressed step."""
+    exchange = TwoPhase(tensor_units(start()))
+    reference = run(ReferenceOneBitAdam(start(), HYPER, warmup=5, exchange=exchange), 5, 3)
+    residual = torch.zeros_like(laid_end_to_end(start()))
+    for step in range(6, 30):
+        before, grads = laid_end_to_end(reference.m), gradients(step, 3)
+        reference.step(grads)
+        left = exchange.residual("momentum")
+        expected = 0.9 * before + 0.1 * laid_end_to_end(mean_gradient(grads)) + residual - left
+        torch.testing.assert_close(laid_end_to_end(reference.m), expected, **EXACT)
+        residual = left
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("units", [[(0, 61)], [(0, 3), (3, 40), (40, 61)], [(at, at + 1) for at in range(61)]])
+def test_t1_outputs_and_residual_add_up_to_the_inputs(size, units):
+    generator = torch.Generator().manual_seed(size)
+    rounds = [[torch.randn(61, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(50)]
+    errors = Errors.zeros(rounds[0])
+    kept = copy.deepcopy(rounds)
+    outs = [compressed_mean(zs, errors, units, [(0, 30), (30, 61)]) for zs in rounds]
+    total = sum(sum(zs) / size for zs in rounds)
+    torch.testing.assert_close(sum(outs) + errors.residual(), total, **EXACT)
+    assert all(torch.equal(a, b) for zs, old in zip(rounds, kept, strict=True) for a, b in zip(zs, old, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_our_units_give_the_exchange_of_the_wire(size):
+    """Blocks with dead elements between the tensors, cut at chunks, are the same spans of the live values."""
+    live = ((0, 13), (16, 1019), (1024, 1029), (1032, 1039), (1040, 1071))
+    layout = VectorLayout(1072, live, ((0, 16), (16, 1024), (1024, 1072)))
+    alive = torch.tensor([at for run_start, stop in live for at in range(run_start, stop)])
+    generator = torch.Generator().manual_seed(0)
+    simulated, exchange = None, TwoPhase(block_units(layout, size, 64))
+    for _ in range(10):
+        zs = [torch.randn(len(alive), generator=generator, dtype=torch.float64) for _ in range(size)]
+        padded = [torch.zeros(1072, dtype=torch.float64).index_copy(0, alive, z) for z in zs]
+        simulated = simulated or SimulatedErrors.zeros(padded)
+        expected = simulated_mean(padded, simulated, layout, 64)
+        torch.testing.assert_close(exchange(zs, "z"), expected[alive], **EXACT)
+
+
+def test_a_unit_keeps_its_norm_and_gives_every_value_one_size():
+    a = torch.tensor([3.0, -4.0, 0.0, -0.0, 12.0], dtype=torch.float64)
+    out = compressed_mean([a], Errors.zeros([a]), [(0, 2), (2, 5)])
+    expected = torch.tensor([12.5**0.5, -(12.5**0.5), 48**0.5, 48**0.5, 48**0.5], dtype=torch.float64)
+    torch.testing.assert_close(out, expected, **EXACT)
+
+
+def test_onebit_lamb_without_compression_sees_the_mean_gradient_again():
+    """Its v_fresh, made from momenta alone, is the variance that LAMB goes on with."""
+    reference = run(ReferenceOneBitLamb(start(), HYPER, warmup=10, exchange=exact_mean), 10, 3)
+    fresh = [v.clone() for v in reference.v]
+    for step in range(11, 30):
+        grads = gradients(step, 3)
+        reference.step(grads)
+        fresh = [0.99 * v + 0.01 * g**2 for v, g in zip(fresh, mean_gradient(grads), strict=True)]
+    assert_same(reference.v_fresh, fresh)
+
+
+def test_onebit_lamb_scales_all_layers_to_one_size_for_the_wire():
+    seen = []
+
+    def exchange(zs, slot):
+        seen.append(zs)
+        return exact_mean(zs, slot)
+
+    reference = run(ReferenceOneBitLamb(start(), HYPER, warmup=10, exchange=exchange), 10, 3)
+    rms = [float((k * m).square().mean().sqrt()) for k, m in zip(reference.k, reference.m, strict=True)]
+    assert max(rms) - min(rms) <= 1e-14
+    before = reference.m
+    reference.step([[torch.zeros_like(m) for m in before]] * 3)
+    scaled = laid_end_to_end([0.9 * k * m for k, m in zip(reference.k, before, strict=True)])
+    torch.testing.assert_close(seen[0][2], scaled, **EXACT)
+    assert_same(reference.m, [0.9 * m for m in before])
+
+
+def test_onebit_lamb_ratio_moves_by_its_threshold_and_stays_in_its_range():
+    reference = run(ReferenceOneBitLamb(start(), HYPER, warmup=10), 10, 3)
+    quiet = [[torch.zeros_like(x) for x in reference.x]] * 3
+    before, seen = list(reference.r), []
+    for _ in range(200):
+        reference.step(quiet)  # v_fresh falls, so r wants to rise
+        assert all(0.9 * old - 1e-15 <= new <= 1.1 * old + 1e-15 for old, new in zip(before, reference.r, strict=True))
+        before = list(reference.r)
+        seen += before
+    assert 0.5 <= min(seen) <= max(seen) <= 4.0
+    assert max(seen) > 1.5
+
+
+def test_onebit_lamb_gives_a_layer_without_momentum_the_scale_one():
+    def silent(step, num_workers):
+        made = gradients(step, num_workers)
+        for g in made:
+            g[1] = torch.zeros_like(g[1])
+        return made
+
+    reference = run(ReferenceOneBitLamb(start(), SHARED, warmup=10, exchange=exact_mean), 12, 3, silent)
+    assert reference.k[1] == 1.0
+    assert torch.equal(reference.x[1], start()[1])
+
+
+def test_zero_one_adam_synchronised_at_every_step_is_adam_with_the_variance_of_the_step_before():
+    reference = ReferenceZeroOneAdam(
+        start(), 3, SHARED, sync_step=always, variance_step=always, exchange=exact_mean, eps_outside=False
+    )
+    x, m, v = start(), [torch.zeros_like(t) for t in start()], [torch.ones_like(t) for t in start()]
+    reference.v = [t.clone() for t in v]  # from 0 the first step would be divided by sqrt(eps)
+    for step in range(1, 30):
+        grads = gradients(step, 3)
+        reference.step(grads)
+        for at, g in enumerate(mean_gradient(grads)):
+            m[at] = 0.9 * m[at] + 0.1 * g
+            x[at] = x[at] - 1e-2 * m[at] / (v[at] + 1e-8).sqrt()
+            v[at] = 0.99 * v[at] + 0.01 * g**2
+    for own_x, own_m in zip(reference.x, reference.m, strict=True):
+        assert_same(own_x, x)
+        assert_same(own_m, m)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_zero_one_adam_with_the_fresh_variance_is_adam(corrected):
+    reference = ReferenceZeroOneAdam(
+        start(),
+        3,
+        HYPER,
+        sync_step=always,
+        variance_step=always,
+        exchange=exact_mean,
+        eps_outside=True,
+        variance_first=True,
+        bias_correction=corrected,
+    )
+    adam = run(ReferenceAdam(start(), HYPER, bias_correction=corrected), 25, 3)
+    assert_same(run(reference, 25, 3).x[2], adam.x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("eps_outside", [False, True])
+def test_t8_a_sync_leaves_y_as_it_was_and_makes_workers_equal(size, eps_outside):
+    exchange = TwoPhase(tensor_units(start()))
+    reference = ReferenceZeroOneAdam(
+        start(),
+        size,
+        SHARED,
+        sync_step=never,
+        variance_step=never,
+        exchange=exchange,
+        eps_outside=eps_outside,
+    )
+    reference.v = [t.square() + 0.1 for t in start(3)]
+    for step in range(1, 41):
+        reference.t = step
+        reference.local_step(gradients(step, size))
+        if step % 4 == 0:
+            before = reference.agreed(exchange.residual("update"))
+            reference.synchronize()
+            assert_same(reference.agreed(exchange.residual("update")), before)
+            for x, u in zip(reference.x, reference.u, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(x, reference.x[0], strict=True))
+                assert not any(t.any() for t in u)
+
+
+def test_t8_y_follows_local_steps_that_nothing_was_left_out_of():
+    """Between and across syncs y moves by the mean of the workers' own steps, whatever is compressed."""
+    exchange = TwoPhase()
+    reference = ReferenceZeroOneAdam(
+        start(), 3, SHARED, sync_step=lambda t: t % 3 == 0, variance_step=never, exchange=exchange
+    )
+    reference.v = [t.square() + 0.1 for t in start(3)]
+    for step in range(1, 31):
+        y, grads = reference.agreed(exchange.residual("update")), gradients(step, 3)
+        moves = [
+            sum(0.9 * m[at] + 0.1 * g[at] for m, g in zip(reference.m, grads, strict=True)) / 3
+            for at in range(len(SHAPES))
+        ]
+        reference.step(grads)
+        expected = [a - 1e-2 * move / reference.root(at) for at, (a, move) in enumerate(zip(y, moves, strict=True))]
+        assert_same(reference.agreed(exchange.residual("update")), expected)
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+def test_t10_zero_one_adam_decays_once(interval):
+    strong = Hyper(lr=1e-2, weight_decay=0.1)
+    reference = ReferenceZeroOneAdam(
+        start(), 3, strong, sync_step=lambda t: t % interval == 0, variance_step=never, exchange=exact_mean
+    )
+    run(reference, 64, 3, lambda step, n: [[torch.zeros_like(x) for x in start()]] * n)
+    assert_same(reference.x[1], [x * (1 - 1e-2 * 0.1) ** 64 for x in start()])
+
+
+def test_zero_one_adam_is_safe_at_learning_rate_zero():
+    idle = Hyper(lr=0.0)
+    reference = ReferenceZeroOneAdam(start(), 2, idle, sync_step=always, variance_step=always)
+    run(reference, 5, 2)
+    for x in reference.x:
+        assert_same(x, start(), atol=0)
+    assert all(torch.isfinite(m).all() for worker in reference.m for m in worker)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)).double()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("block", "decay"), [(4096, 0.01), (16, 0.0)])
+def test_onebit_adam_follows_the_reference_in_float64(size, block, decay):
+    """Default settings: corrected warm-up, floored variance, a scale a block, and one worker that does not compress."""
+    steps, warmup, base = 30, 10, model()
+
+    def work(group):
+        trained = copy.deepcopy(base)
+        optimizer = OneBitAdam(
+            trained.parameters(),
+            lr=1e-2,
+            betas=(0.9, 0.99),
+            weight_decay=decay,
+            warmup=warmup,
+            group=group,
+            block=block,
+        )
+        seen, path = [], []
+        for step in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(1000 * step + group.rank)
+            inputs = torch.randn(6, 7, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            (trained(inputs) - torch.sin(inputs[:, :3] * 2)).square().mean().backward()
+            seen.append([tensor.param.grad.clone() for tensor in optimizer.space.tensors])
+            optimizer.step()
+            path.append([tensor.param.detach().clone() for tensor in optimizer.space.tensors])
+        return seen, path, optimizer
+
+    results = run_threads(size, work)
+    space = results[0][2].space
+    # The same tensors in the order of the flat vector: matrices before vectors.
+    begin = [tensor.param.detach() for tensor in OneBitAdam(copy.deepcopy(base).parameters(), warmup=1).space.tensors]
+    reference = ReferenceOneBitAdam(
+        begin,
+        Hyper(lr=1e-2, betas=(0.9, 0.99), weight_decay=decay),
+        warmup=warmup,
+        exchange=TwoPhase(block_units(space.layout, size, block)) if size > 1 else exact_mean,
+        bias_correction=True,
+        floor=floor_of(block_units(space.layout, 1, block)),
+    )
+    for step in range(steps):
+        reference.step([seen[step] for seen, _, _ in results])
+        for _, path, _ in results:
+            assert_same(path[step], reference.x)
