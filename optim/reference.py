@@ -18,30 +18,30 @@ float64 is what the laws are tested in. Steps count from 1. Nothing that is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.reference_exchange import Exchange, Floor, TwoPhase, Vectors, laid_end_to_end, mean, split_like
+from thinwire.optim.reference_state import Hyper, Moments, copies, hypers, mean_gradient, zeros
 
-
-@dataclass(slots=True)
-class Hyper:
-    """Hyperparameters under torch.optim's names. Change `lr` between steps to follow a schedule."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+__all__ = [
+    "Hyper",
+    "ReferenceAdam",
+    "ReferenceLamb",
+    "ReferenceOneBitAdam",
+    "ReferenceOneBitLamb",
+    "ReferenceSgd",
+    "ReferenceZeroOneAdam",
+]
 
 
 class ReferenceSgd:
     """Momentum descent:  m <- momentum m + g + decay x;  x <- x - lr m.  As torch.optim.SGD, on the mean gradient."""
 
     def __init__(self, x: Sequence[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        self.x = _copies(x)
-        self.m = _zeros(x)
+        self.x = copies(x)
+        self.m = zeros(x)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
 
     def step(self, gradients: Sequence[Vectors]) -> None:
@@ -51,47 +51,7 @@ class ReferenceSgd:
             self.x[at] = self.x[at] - self.lr * self.m[at]
 
 
-class _Moments:
-    """x, m, v and the step count t of a model whose workers agree; hyper: one for all tensors, or one a tensor."""
-
-    def __init__(self, x: Sequence[Tensor], hyper: Hyper | Sequence[Hyper], bias_correction: bool) -> None:
-        self.x, self.m, self.v = _copies(x), _zeros(x), _zeros(x)
-        self.hyper = _hypers(hyper, x)
-        self.bias_correction = bias_correction
-        self.t = 0
-
-    def _accumulate(self, g: Vectors) -> None:
-        """M <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2."""
-        for at, h in enumerate(self.hyper):
-            b1, b2 = h.betas
-            self.m[at] = b1 * self.m[at] + (1 - b1) * g[at]
-            self.v[at] = b2 * self.v[at] + (1 - b2) * g[at] ** 2
-
-    def _corrected(self, at: int) -> tuple[Tensor, Tensor]:
-        """m / (1 - b1^t) and v / (1 - b2^t) where bias is corrected, else m and v."""
-        if not self.bias_correction:
-            return self.m[at], self.v[at]
-        b1, b2 = self.hyper[at].betas
-        return self.m[at] / (1 - b1**self.t), self.v[at] / (1 - b2**self.t)
-
-    def _adam_descend(self) -> None:
-        """X <- x - lr (m_hat / (sqrt(v_hat) + eps) + decay x)."""
-        for at, h in enumerate(self.hyper):
-            m, v = self._corrected(at)
-            self.x[at] = self.x[at] - h.lr * (m / (v.sqrt() + h.eps) + h.weight_decay * self.x[at])
-
-    def _exchange_momentum(self, gradients: Sequence[Vectors], exchange: Exchange, scale: Sequence[float]) -> None:
-        """M <- exchange of z_i = b1 m + (1 - b1) g_i, laid end to end, each tensor scaled meanwhile."""
-        zs = []
-        for g in gradients:
-            b1s = [h.betas[0] for h in self.hyper]
-            z = [k * (b1 * m + (1 - b1) * g_l) for k, b1, m, g_l in zip(scale, b1s, self.m, g, strict=True)]
-            zs.append(laid_end_to_end(z))
-        out = split_like(exchange(zs, "momentum"), self.x)
-        self.m = [m / k for m, k in zip(out, scale, strict=True)]
-
-
-class ReferenceAdam(_Moments):
+class ReferenceAdam(Moments):
     """Adam on the mean gradient, bias-corrected as in its paper, decay decoupled as in AdamW."""
 
     def __init__(self, x: Sequence[Tensor], hyper: Hyper | Sequence[Hyper], *, bias_correction: bool = True) -> None:
@@ -100,11 +60,11 @@ class ReferenceAdam(_Moments):
     def step(self, gradients: Sequence[Vectors]) -> None:
         """One step. Source: Kingma and Ba 2015, Alg. 1, the body of its loop."""
         self.t += 1
-        self._accumulate(mean_gradient(gradients))
-        self._adam_descend()
+        self.accumulate(mean_gradient(gradients))
+        self.adam_descend()
 
 
-class ReferenceLamb(_Moments):
+class ReferenceLamb(Moments):
     """LAMB on the mean gradient:  u = m_hat / (sqrt(v_hat) + eps) + decay x;  x <- x - lr c u,  c = ||x|| / ||u||.
 
     c is 1 where either norm is 0, and clipped to [min_coeff, max_coeff] as 1-bit LAMB does it; the paper of LAMB has a
@@ -127,12 +87,12 @@ class ReferenceLamb(_Moments):
     def step(self, gradients: Sequence[Vectors]) -> None:
         """One step. Source: You et al. 2020, Alg. 2."""
         self.t += 1
-        self._accumulate(mean_gradient(gradients))
+        self.accumulate(mean_gradient(gradients))
         self._lamb_descend()
 
     def _lamb_descend(self) -> None:
         for at, h in enumerate(self.hyper):
-            m, v = self._corrected(at)
+            m, v = self.corrected(at)
             u = m / (v.sqrt() + h.eps) + h.weight_decay * self.x[at]
             self.coefficients[at] = self._coefficient(self.x[at], u)
             self.x[at] = self.x[at] - h.lr * self.coefficients[at] * u
@@ -144,7 +104,7 @@ class ReferenceLamb(_Moments):
         return min(max(x_norm / u_norm, self.min_coeff), self.max_coeff)
 
 
-class ReferenceOneBitAdam(_Moments):
+class ReferenceOneBitAdam(Moments):
     """1-bit Adam: `warmup` steps of Adam, then momentum descent under the variance of the last of them.
 
         t <= T:  g = mean_i g_i;  m, v as in Adam;          x <- x - lr (m / (sqrt(v) + eps) + decay x)
@@ -174,21 +134,19 @@ class ReferenceOneBitAdam(_Moments):
         """One step. Source: Tang et al. 2021, Alg. 1."""
         self.t += 1
         if self.t <= self.warmup:
-            self._accumulate(mean_gradient(gradients))
+            self.accumulate(mean_gradient(gradients))
         else:
-            self._exchange_momentum(gradients, self.exchange, [1.0 for _ in self.x])
-        self._adam_descend()
+            self.exchange_momentum(gradients, self.exchange, [1.0 for _ in self.x])
+        self.adam_descend()
         if self.t == self.warmup:
-            self.v = [self._corrected(at)[1] for at in range(len(self.v))]
-            self.v = self.floor(self.v) if self.floor else self.v
-            self.bias_correction = False
+            self.freeze_variance(self.floor)
 
 
 class ReferenceOneBitLamb(ReferenceLamb):
     """1-bit LAMB: `warmup` steps of LAMB, then momentum descent with a layer's frozen coefficient times a ratio r.
 
         t <= T:  LAMB;  c_avg <- b3 c_avg + (1 - b3) c,  from 0
-        at T:    v_fresh = v;  k_l = (mean over layers of RMS(m)) / RMS(m_l),  1 where m_l is all zero
+        at T:    v_fresh = v;  k_l = (mean over layers of RMS(m)) / RMS(m_l)
         t >  T:  m' <- exchange of k_l (b1 m + (1 - b1) g_i), divided by k_l
                  g_hat = (m' - b1 m) / (1 - b1);  v_fresh <- b2 v_fresh + (1 - b2) g_hat^2;  m <- m'
                  u_0 = m / (sqrt(v) + eps);  u = u_0 + decay x
@@ -196,9 +154,12 @@ class ReferenceOneBitLamb(ReferenceLamb):
                  r <- r into [factor_min, factor_max], then into r_prev (1 -+ factor_threshold);  r_prev = r, from 1
                  x <- x - lr c_avg r u
 
-    weigh_ratio (DeepSpeed's; not recalled from the paper): with decay, r <- r w + 1 - w before the clips,
-    w = min(1, ||u_0|| / ||u||). skip_unit_coefficients (DeepSpeed's): a c of exactly 1 does not enter c_avg.
-    bias_correction, floor, exchange: as in 1-bit Adam; v_fresh starts at the v that is kept. A layer is a tensor.
+    A layer is a tensor. One whose m is zero at T has k = 1 and no part in the mean; the formula would divide by zero.
+    bias_correction, floor, exchange: as in 1-bit Adam; v_fresh starts at the v that is kept. With bias_correction c_avg
+    is divided by 1 - b3^T at T. Ours too: ratio_without_floored: elements that the floor
+    raised have no part in the maximum of r, which is 0 where that leaves none.
+    DeepSpeed's: weigh_ratio (not recalled from the paper; ours too): with decay, r <- r w + 1 - w before the clips,
+    w = min(1, ||u_0|| / ||u||). skip_unit_coefficients: a c of exactly 1 does not enter c_avg.
     """
 
     def __init__(
@@ -216,6 +177,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
         factor_threshold: float = 0.1,
         bias_correction: bool = False,
         floor: Floor | None = None,
+        ratio_without_floored: bool = False,
         weigh_ratio: bool = False,
         skip_unit_coefficients: bool = False,
     ) -> None:
@@ -223,9 +185,11 @@ class ReferenceOneBitLamb(ReferenceLamb):
         self.warmup, self.exchange, self.floor = warmup, exchange or TwoPhase(), floor
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         self.factor_min, self.factor_max = factor_min, factor_max
+        self.ratio_without_floored = ratio_without_floored
         self.weigh_ratio, self.skip_unit_coefficients = weigh_ratio, skip_unit_coefficients
         self.c_avg, self.r, self.k = [0.0 for _ in x], [1.0 for _ in x], [1.0 for _ in x]
-        self.v_fresh = _zeros(x)
+        self.v_fresh = zeros(x)
+        self.floored = [torch.zeros_like(tensor, dtype=torch.bool) for tensor in x]
 
     def step(self, gradients: Sequence[Vectors]) -> None:
         """One step. Source: Li et al. 2021, Alg. 1."""
@@ -239,7 +203,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
             return
         self.t += 1
         before = self.m
-        self._exchange_momentum(gradients, self.exchange, self.k)
+        self.exchange_momentum(gradients, self.exchange, self.k)
         for at, h in enumerate(self.hyper):
             b1, b2 = h.betas
             g_hat = (self.m[at] - b1 * before[at]) / (1 - b1)
@@ -250,15 +214,19 @@ class ReferenceOneBitLamb(ReferenceLamb):
             self.x[at] = self.x[at] - h.lr * self.c_avg[at] * self.r[at] * u
 
     def _freeze(self) -> None:
-        self.v = [self._corrected(at)[1] for at in range(len(self.v))]
-        self.v = self.floor(self.v) if self.floor else self.v
-        self.bias_correction = False
-        self.v_fresh = _copies(self.v)
+        if self.bias_correction:  # ours: c_avg starts at 0 as m and v do
+            self.c_avg = [c / (1 - self.coeff_beta**self.t) for c in self.c_avg]
+        self.floored = self.freeze_variance(self.floor)
+        self.v_fresh = copies(self.v)
         rms = [float(m.square().mean().sqrt()) for m in self.m]
-        self.k = [sum(rms) / len(rms) / own if own > 0 else 1.0 for own in rms]
+        moving = [size for size in rms if size > 0]
+        self.k = [sum(moving) / len(moving) / size if size > 0 else 1.0 for size in rms]
 
     def _ratio(self, at: int, h: Hyper, u0: Tensor, u: Tensor) -> float:
-        r = float(((self.v[at].sqrt() + h.eps) / (self.v_fresh[at].sqrt() + h.eps)).max())
+        ratios = (self.v[at].sqrt() + h.eps) / (self.v_fresh[at].sqrt() + h.eps)
+        if self.ratio_without_floored:
+            ratios = torch.where(self.floored[at], 0.0, ratios)
+        r = float(ratios.max())
         if self.weigh_ratio and h.weight_decay > 0:
             u_norm = float(torch.linalg.vector_norm(u))
             w = min(1.0, float(torch.linalg.vector_norm(u0)) / u_norm) if u_norm > 0 else 1.0
@@ -281,6 +249,9 @@ class ReferenceZeroOneAdam:
     first step does not divide by sqrt(eps). bias_correction: v is divided by 1 - b2^(its updates), lr by 1 - b1^t, up
     to freeze_at. freeze_at, floor: after that step v is replaced by floor(v corrected), for good.
     decay (hyper.weight_decay; the paper has none): x_i and x_s shrink by lr decay at every step, u_i does not know.
+    DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
+    there are no local steps: g_i is exchanged, in full at variance steps and through the slot "gradient" at others,
+    and m and x are Adam's; sync_step is asked from the step after it on.
     """
 
     def __init__(
@@ -297,16 +268,19 @@ class ReferenceZeroOneAdam:
         bias_correction: bool = False,
         freeze_at: int | None = None,
         floor: Floor | None = None,
+        decay_in_sum: bool = False,
+        gradient_stage: int = 0,
     ) -> None:
-        self.x = [_copies(x) for _ in range(num_workers)]
-        self.x_s, self.v = _copies(x), _zeros(x)
-        self.m, self.u = ([_zeros(x) for _ in range(num_workers)] for _ in range(2))
-        self.hyper = _hypers(hyper, x)
+        self.x = [copies(x) for _ in range(num_workers)]
+        self.x_s, self.v = copies(x), zeros(x)
+        self.m, self.u = ([zeros(x) for _ in range(num_workers)] for _ in range(2))
+        self.hyper = hypers(hyper, x)
         self.S = [0.0 for _ in x]
         self.sync_step, self.variance_step = sync_step, variance_step
         self.exchange = exchange or TwoPhase()
         self.eps_outside, self.variance_first = eps_outside, variance_first
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
+        self.decay_in_sum, self.gradient_stage = decay_in_sum, gradient_stage
         self.t = self.variance_updates = 0
 
     def step(self, gradients: Sequence[Vectors]) -> None:
@@ -314,9 +288,12 @@ class ReferenceZeroOneAdam:
         self.t += 1
         if self.variance_first and self.variance_step(self.t):
             self.update_variance(gradients)
-        self.local_step(gradients)
-        if self.sync_step(self.t):
-            self.synchronize()
+        if self.t <= self.gradient_stage:
+            self.gradient_step(gradients)
+        else:
+            self.local_step(gradients)
+            if self.sync_step(self.t):
+                self.synchronize()
         if not self.variance_first and self.variance_step(self.t):
             self.update_variance(gradients)
         if self.t == self.freeze_at:
@@ -328,13 +305,14 @@ class ReferenceZeroOneAdam:
         """What a worker does by itself."""
         for at, h in enumerate(self.hyper):
             lr = h.lr / (1 - h.betas[0] ** self.t) if self.bias_correction else h.lr
-            keep = 1 - h.lr * h.weight_decay
+            inside, outside = (h.weight_decay, 0.0) if self.decay_in_sum else (0.0, h.weight_decay)
             root = self.root(at)
             for x, m, u, g in zip(self.x, self.m, self.u, gradients, strict=True):
                 m[at] = h.betas[0] * m[at] + (1 - h.betas[0]) * g[at]
-                x[at] = keep * x[at] - lr * m[at] / root
-                u[at] = u[at] + lr * m[at]
-            self.x_s[at] = keep * self.x_s[at]
+                move = m[at] + inside * root * x[at]
+                x[at] = (1 - h.lr * outside) * x[at] - lr * move / root
+                u[at] = u[at] + lr * move
+            self.x_s[at] = (1 - h.lr * outside) * self.x_s[at]
             self.S[at] += lr
 
     def synchronize(self) -> None:
@@ -347,6 +325,18 @@ class ReferenceZeroOneAdam:
                 m[at] = u_mean / self.S[at] if self.S[at] else m[at]
                 u[at] = torch.zeros_like(u[at])
             self.S[at] = 0.0
+
+    def gradient_step(self, gradients: Sequence[Vectors]) -> None:
+        """DeepSpeed's first stage: Adam under a stale variance, on a gradient that all workers agree on."""
+        if self.variance_step(self.t):
+            agreed = mean_gradient(gradients)
+        else:
+            agreed = split_like(self.exchange([laid_end_to_end(g) for g in gradients], "gradient"), self.x_s)
+        for at, h in enumerate(self.hyper):
+            m = h.betas[0] * self.m[0][at] + (1 - h.betas[0]) * agreed[at]
+            self.x_s[at] = self.x_s[at] - h.lr * (m / self.root(at) + h.weight_decay * self.x_s[at])
+            for own_x, own_m in zip(self.x, self.m, strict=True):
+                own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
 
     def update_variance(self, gradients: Sequence[Vectors]) -> None:
         """V <- b2 v + (1 - b2) (mean_i g_i)^2, exchanged in full."""
@@ -372,20 +362,3 @@ class ReferenceZeroOneAdam:
         if not (self.bias_correction and self.variance_updates):
             return self.v[at]
         return self.v[at] / (1 - self.hyper[at].betas[1] ** self.variance_updates)
-
-
-def mean_gradient(gradients: Sequence[Vectors]) -> Vectors:
-    """The mean over workers, tensor by tensor."""
-    return [mean(tensors) for tensors in zip(*gradients, strict=True)]
-
-
-def _copies(tensors: Sequence[Tensor]) -> Vectors:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def _zeros(tensors: Sequence[Tensor]) -> Vectors:
-    return [torch.zeros_like(tensor) for tensor in tensors]
-
-
-def _hypers(hyper: Hyper | Sequence[Hyper], x: Sequence[Tensor]) -> list[Hyper]:
-    return [hyper] * len(x) if isinstance(hyper, Hyper) else list(hyper)
