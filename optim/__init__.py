@@ -6,8 +6,9 @@ Gradients are local: do not wrap the model in DistributedDataParallel. Under tor
 torch.distributed.init_process_group first; without it the optimizer runs on one rank.
 """
 
-from thinwire.optim.dense import Adam
+from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.onebit_adam import OneBitAdam
+from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.optimizer import FlatOptimizer
 
-__all__ = ["Adam", "FlatOptimizer", "OneBitAdam"]
+__all__ = ["SGD", "Adam", "FlatOptimizer", "Lamb", "OneBitAdam", "OneBitLamb"]

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.protocol import Group
-from thinwire.optim import adam_math
+from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.optimizer import FlatOptimizer, adam_defaults
+from thinwire.optim.lamb_math import LambHyper
+from thinwire.optim.optimizer import FlatOptimizer, adam_defaults, refuse_out_of_range
 from thinwire.optim.schedule import StepPlan, dense_plan
+from thinwire.optim.segments import tensor_segments
 from thinwire.optim.state import Replicated, Scratch
 
 
@@ -62,3 +64,108 @@ class Adam(FlatOptimizer[AdamState]):
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
             adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
             adam_math.descend_(space.p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.scratch_N[h.span])
+
+
+class Lamb(FlatOptimizer[AdamState]):
+    """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
+
+    max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0. Other arguments as in Adam.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        group: Group | None = None,
+    ) -> None:
+        self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), group=group)
+
+    def make_state(self) -> AdamState:
+        """Empty vectors."""
+        p_N, self.segments = self.space.p_N, tensor_segments(self.space)
+        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
+
+    def plan(self, step: int) -> StepPlan:
+        """Every step is dense."""
+        return dense_plan(step)
+
+    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """Average the gradients, then LAMB."""
+        s, space = self.vectors, self.space
+        self.reduce.full_(space.g_N)
+        for h, segments in zip(groups, self.segments, strict=True):
+            adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
+            adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
+            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, plan.bias_step)
+
+
+@dataclass(frozen=True, slots=True)
+class SgdHyper:
+    """The hyperparameters of one parameter group, and the slice of the flat vectors that it owns."""
+
+    span: slice
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+@dataclass(slots=True)
+class SgdState:
+    """Momentum."""
+
+    m_N: Replicated
+
+
+class SGD(FlatOptimizer[SgdState]):
+    """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
+
+    momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, group=group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range. Raises: ValueError."""
+        refuse_out_of_range(
+            ("lr", group["lr"], "at least 0", group["lr"] >= 0),
+            ("momentum", group["momentum"], "in [0, 1)", 0 <= group["momentum"] < 1),
+            ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
+        )
+
+    def hyper(self, group: dict[str, Any], span: slice) -> SgdHyper:
+        """The hyperparameters of a group, for this step."""
+        return SgdHyper(span, float(group["lr"]), group["momentum"], group["weight_decay"])
+
+    def make_state(self) -> SgdState:
+        """An empty vector."""
+        return SgdState(torch.zeros_like(self.space.p_N))
+
+    def plan(self, step: int) -> StepPlan:
+        """Every step is dense."""
+        return dense_plan(step)
+
+    def update(self, plan: StepPlan, groups: Sequence[SgdHyper]) -> None:
+        """Average the gradients, then SGD."""
+        m_N, space = self.vectors.m_N, self.space
+        self.reduce.full_(space.g_N)
+        for h in groups:
+            m_N[h.span].mul_(h.momentum).add_(space.g_N[h.span]).add_(space.p_N[h.span], alpha=h.weight_decay)
+            space.p_N[h.span].add_(m_N[h.span], alpha=-h.lr)

@@ -66,7 +66,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """What step `step` (from 1) does, from saved integers alone."""
 
     @abstractmethod
-    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+    def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
         """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
 
         num_steps is still that of the step before.
@@ -75,6 +75,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
         check_adam_group(group)
+
+    def hyper(self, group: dict[str, Any], span: slice) -> Any:
+        """The hyperparameters of a group as they are now, with the slice that it owns; what `update` is given."""
+        beta1, beta2 = group["betas"]
+        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
@@ -97,7 +102,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
                 loss = closure()
         self.space.gather_gradients()
         plan = self.plan(self.num_steps + 1)
-        self.update(plan, [_hyper(g, span) for g, span in zip(self.param_groups, self.space.spans, strict=True)])
+        self.update(plan, [self.hyper(g, span) for g, span in zip(self.param_groups, self.space.spans, strict=True)])
         self.num_steps += 1
         return loss
 
@@ -180,20 +185,20 @@ def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_deca
     return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
-def _hyper(group: dict[str, Any], span: slice) -> AdamHyper:
-    beta1, beta2 = group["betas"]
-    return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-
-
 def check_adam_group(group: dict[str, Any]) -> None:
     """Refuse hyperparameters of the Adam family out of range. Raises: ValueError."""
     beta1, beta2 = group["betas"]
-    for name, value, allowed, ok in (
+    refuse_out_of_range(
         ("lr", group["lr"], "at least 0", group["lr"] >= 0),
         ("betas[0]", beta1, "in [0, 1)", 0 <= beta1 < 1),
         ("betas[1]", beta2, "in (0, 1)", 0 < beta2 < 1),
         ("eps", group["eps"], "above 0", group["eps"] > 0),
         ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
-    ):
-        if not ok:
+    )
+
+
+def refuse_out_of_range(*checks: tuple[str, float, str, bool]) -> None:
+    """checks: (name, value, what is allowed, whether it holds). Raises: ValueError for the first that does not."""
+    for name, value, allowed, holds in checks:
+        if not holds:
             raise ValueError(f"{name} = {value}: must be {allowed}")

@@ -21,8 +21,8 @@ NEGLIGIBLE = 1e-10
 """A tensor whose mean v is below this part of the model's is rounding noise: the model's mean stands in."""
 
 
-def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]) -> int:
-    """Raise v to RELATIVE_FLOOR x mean of the non-zero v, in place. Returns how many elements were raised.
+def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]) -> Tensor:
+    """Raise v to RELATIVE_FLOOR x mean of the non-zero v, in place. Returns which elements were raised, bool[N].
 
     The mean is the element's tensor's or that of the block that shares its scale, the larger; the whole model's where
     that is zero or negligible. tensors: ascending live runs; blocks: ascending, covering them. v: float[N].
@@ -40,7 +40,7 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
         live_N[start:stop] = True
     raised_N = (v_N < floor_N) & live_N
     torch.where(raised_N, floor_N, v_N, out=v_N)
-    return int(raised_N.sum())
+    return raised_N
 
 
 def _nonzero_mean(v: Tensor) -> float:

@@ -1,0 +1,122 @@
+"""What 1-bit Adam and 1-bit LAMB share: a dense warm-up that ends by count or by the automatic rule, and the freeze."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from thinwire.comm.protocol import Group
+from thinwire.optim import adam_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.optimizer import FlatOptimizer
+from thinwire.optim.schedule import StepPlan, onebit_adam_plan
+from thinwire.optim.stability import VarianceStability, Verdict
+from thinwire.optim.variance_floor import floor_variance_
+
+logger = logging.getLogger(__name__)
+
+
+class HasVariance(Protocol):
+    """A state with the variance that is going to be frozen."""
+
+    v_N: Tensor
+
+
+FreezingState = TypeVar("FreezingState", bound=HasVariance)
+
+
+class FreezingOptimizer(FlatOptimizer[FreezingState]):
+    """A FlatOptimizer whose variance is frozen, corrected and floored, at the end of its warm-up.
+
+    warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
+    when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        warmup: int | Literal["auto"],
+        total_steps: int | None,
+        lr_warmup_steps: int | None,
+        group: Group | None,
+        block: int,
+    ) -> None:
+        self.warmup = _checked_warmup(warmup, total_steps)
+        self.stability: VarianceStability | None = None
+        super().__init__(params, defaults, group=group, block=block)
+        self.evidence["floored_elements"] = 0
+        if warmup == "auto":
+            beta2 = max(group["betas"][1] for group in self.param_groups)
+            self.stability = VarianceStability(beta2, total_steps, lr_warmup_steps)
+
+    @abstractmethod
+    def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step of the algorithm: modify parameters and vectors, or raise a CommError and change nothing."""
+
+    def on_freeze(self, floored_N: Tensor, steps: int) -> None:
+        """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of step `step`, counted from 1."""
+        return onebit_adam_plan(step, None if self.warmup == "auto" else self.warmup, self.frozen_at)
+
+    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
+        self.advance(plan, groups)
+        now = self.num_steps + 1
+        if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
+            return
+        v_N, layout = self.vectors.v_N, self.space.layout
+        for h in groups:
+            adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
+        floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        self.evidence["floored_elements"] = int(floored_N.sum())
+        self.frozen_at = now
+        self.on_freeze(floored_N, now)
+
+    def prepare_to_save(self) -> None:
+        """Put the evidence of the automatic rule among the saved values."""
+        if self.stability is not None:
+            self.saved["stability"] = asdict(self.stability)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As FlatOptimizer.load_state_dict; the automatic rule goes on from its saved evidence."""
+        super().load_state_dict(state_dict)
+        if self.stability is not None and "stability" in self.saved:
+            self.stability = VarianceStability(**self.saved["stability"])
+
+    def stats(self) -> dict[str, Any]:
+        """As FlatOptimizer.stats; with the automatic rule also its ratios as [step, ratio] and why it ended warm-up."""
+        ratios = [] if self.stability is None else [list(pair) for pair in self.stability.evidence]
+        return {**super().stats(), **({"variance_ratios": ratios} if ratios else {})}
+
+    def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
+        """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""
+        if self.stability is None or not plan.update_variance:
+            return False
+        norm = sum(self.vectors.v_N[h.span].sum() / (1 - h.beta2**now) for h in groups)
+        verdict = self.stability.observe(now, float(norm), [h.lr for h in groups])
+        if verdict is None:
+            return False
+        self.evidence["warmup_ended_by"] = str(verdict)
+        ratio = self.stability.evidence[-1][1] if self.stability.evidence else None
+        level = logging.WARNING if verdict is Verdict.CAP else logging.INFO
+        logger.log(level, "warmup_ended step=%d by=%s ratio=%s window=%d", now, verdict, ratio, self.stability.window)
+        return True
+
+
+def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:
+    if warmup == "auto":
+        return "auto"
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+        raise ValueError(f'warmup = {warmup!r}: the number of uncompressed steps, at least 1, or "auto"')
+    if total_steps is not None and warmup >= total_steps:
+        raise ValueError(f"warmup = {warmup}: must be less than total_steps = {total_steps}, or nothing is compressed")
+    return warmup

@@ -1,0 +1,80 @@
+"""The mathematics of LAMB on flat slices: one trust ratio a tensor.  [You et al. 2020, arXiv 1904.00962, Alg. 2]
+
+Shapes: N elements of the flat vectors, s elements of one group's span, t tensors of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.optimizer import refuse_out_of_range
+from thinwire.optim.segments import TensorSegments
+
+
+@dataclass(frozen=True, slots=True)
+class LambHyper:
+    """The bounds of LAMB, and the constants of 1-bit LAMB's compressed phase, the same for all groups.
+
+    coeff: bounds of the trust ratio. coeff_beta: how slowly its average moves. factor: bounds of the ratio of frozen to
+    fresh variance; factor_threshold: how much that may change in a step.
+    """
+
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        ratio, factor = f"above 0 and at most {self.max_coeff}", f"above 0 and at most {self.factor_max}"
+        refuse_out_of_range(
+            ("min_coeff", self.min_coeff, f"{ratio}, max_coeff", 0 < self.min_coeff <= self.max_coeff),
+            ("coeff_beta", self.coeff_beta, "in [0, 1)", 0 <= self.coeff_beta < 1),
+            ("factor_min", self.factor_min, f"{factor}, factor_max", 0 < self.factor_min <= self.factor_max),
+            ("factor_threshold", self.factor_threshold, "in (0, 1)", 0 < self.factor_threshold < 1),
+        )
+
+
+def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> Tensor:
+    """m_hat / (sqrt(v_hat) + eps), float[s], new; m and v as they are where bias_step is None."""
+    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
+    correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
+    return (m_s / correction1).div_((v_s / correction2).sqrt_().add_(h.eps))
+
+
+def trust_ratios(p_N: Tensor, u_N: Tensor, segments: TensorSegments, bounds: LambHyper) -> Tensor:
+    """clip(||x_l|| / ||u_l||, min_coeff, max_coeff) of each tensor, float[t]; 1 where either norm is 0."""
+    p_norm, u_norm = segments.norms(p_N), segments.norms(u_N)
+    ratio = (p_norm / u_norm).clamp_(bounds.min_coeff, bounds.max_coeff)
+    return torch.where((p_norm > 0) & (u_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def descend_(
+    p_N: Tensor,
+    m_N: Tensor,
+    v_N: Tensor,
+    u_N: Tensor,
+    h: AdamHyper,
+    segments: TensorSegments,
+    bounds: LambHyper,
+    bias_step: int | None,
+) -> Tensor:
+    """LAMB's move of one group:  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr c_l u_l.
+
+    p and u (scratch) are modified inside the group's span. Returns c, float[t].
+    """
+    u_N[h.span] = adam_direction(m_N[h.span], v_N[h.span], h, bias_step)
+    u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
+    coeff_t = trust_ratios(p_N, u_N, segments, bounds)
+    move_(p_N[h.span], u_N[h.span], coeff_t, h.lr, segments)
+    return coeff_t
+
+
+def move_(p_s: Tensor, u_s: Tensor, factors_t: Tensor, lr: float, segments: TensorSegments) -> None:
+    """x_l <- x_l - lr factor_l u_l for each tensor, in place."""
+    p_s.addcmul_(segments.expand(factors_t), u_s, value=-lr)

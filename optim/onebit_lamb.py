@@ -1,0 +1,194 @@
+"""1-bit LAMB.  [Li et al. 2021, arXiv 2104.06069]
+
+    warm-up, t <= T:     LAMB on g = mean_i g_i;  c_avg,l <- coeff_beta c_avg,l + (1 - coeff_beta) c_l
+    after step T:        v frozen (corrected and floored), v_fresh = v, c_avg frozen, k_l = mean_l(rms m_l) / rms m_l
+    compressed, t > T:   m_prev = m;  k m <- compressed_mean_i(k (beta1 m + (1 - beta1) g_i))
+                         g_hat = (m - beta1 m_prev) / (1 - beta1);  v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2
+                         u_0 = m / (sqrt(v) + eps),  u = u_0 + wd x
+                         r_l = max over elements of (sqrt(v) + eps) / (sqrt(v_fresh) + eps), tempered and clipped
+                         x_l <- x_l - lr c_avg,l r_l u_l
+
+The trust ratio needs norms that compression distorts, so its average is frozen with v, and r_l corrects it for how
+far the variance has moved since. k_l brings the layers to one size before they share scales. Deviations from the
+paper, with their reasons: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import adam_math, lamb_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.freezing import FreezingOptimizer
+from thinwire.optim.lamb_math import LambHyper
+from thinwire.optim.optimizer import adam_defaults
+from thinwire.optim.schedule import StepPlan, Wire
+from thinwire.optim.segments import TensorSegments, tensor_segments
+from thinwire.optim.state import Replicated, Residual, Scratch
+
+
+@dataclass(slots=True)
+class OneBitLambState:
+    """As 1-bit Adam's, and what LAMB keeps: the fresh variance, and three numbers for each of T tensors."""
+
+    m_N: Replicated
+    v_N: Replicated
+    fresh_v_N: Replicated
+    """Infinite where v was floored: such an element has no part in the maximum r_l."""
+    coeff_T: Replicated
+    """c_avg: the average trust ratio of the warm-up."""
+    scaling_T: Replicated
+    """k_l, from the freeze on."""
+    factor_T: Replicated
+    """r_l of the last step."""
+    momentum_error: Residual
+    z_N: Scratch
+
+
+def step(
+    p_N: Tensor,
+    g_N: Tensor,
+    s: OneBitLambState,
+    groups: Sequence[tuple[AdamHyper, TensorSegments]],
+    bounds: LambHyper,
+    plan: StepPlan,
+    reduce: Reducer,
+) -> None:
+    """One 1-bit LAMB step on this rank, in place.
+
+    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the local gradient; undefined after.
+    """
+    if plan.momentum is Wire.COMPRESSED:
+        for h, segments in groups:
+            adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
+            s.z_N[h.span].mul_(segments.expand(s.scaling_T[segments.tensors]))
+        reduce.compressed_(s.z_N, s.momentum_error)
+        for h, segments in groups:
+            s.z_N[h.span].div_(segments.expand(s.scaling_T[segments.tensors]))
+            _refresh_variance_(s.fresh_v_N[h.span], s.z_N[h.span], s.m_N[h.span], h)
+        s.m_N.copy_(s.z_N)
+        for h, segments in groups:
+            _descend_compressed_(p_N, s, h, segments, bounds)
+        return
+    reduce.full_(g_N)
+    for h, segments in groups:
+        adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
+        adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
+        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_step)
+        s.coeff_T[segments.tensors].lerp_(coeff_t, 1 - bounds.coeff_beta)
+
+
+def _refresh_variance_(fresh_v_s: Tensor, m_s: Tensor, m_prev_s: Tensor, h: AdamHyper) -> None:
+    """v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two decoded momenta imply."""
+    g_hat_s = torch.sub(m_s, m_prev_s, alpha=h.beta1).div_(1 - h.beta1)
+    adam_math.variance_(fresh_v_s, g_hat_s, h.beta2)
+
+
+def _descend_compressed_(
+    p_N: Tensor, s: OneBitLambState, h: AdamHyper, segments: TensorSegments, bounds: LambHyper
+) -> None:
+    u_N = s.z_N
+    ratio_s = s.v_N[h.span].sqrt().add_(h.eps).div_(s.fresh_v_N[h.span].sqrt().add_(h.eps))
+    u_N[h.span] = ratio_s
+    factor_t = segments.maxima(u_N)
+    factor_t = torch.where(factor_t > 0, factor_t, torch.ones_like(factor_t))  # 0: every element was floored
+    u_N[h.span] = lamb_math.adam_direction(s.m_N[h.span], s.v_N[h.span], h, None)
+    if h.weight_decay:
+        # The decay's part of the update does not depend on v, so it is not rescaled.
+        direction_norm = segments.norms(u_N)
+        u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
+        part = (direction_norm / segments.norms(u_N)).nan_to_num_(1.0).clamp_(max=1.0)
+        factor_t = factor_t * part + (1 - part)
+    factor_t.clamp_(bounds.factor_min, bounds.factor_max)
+    before_t = s.factor_T[segments.tensors]
+    threshold = bounds.factor_threshold
+    before_t.copy_(torch.clamp(factor_t, before_t * (1 - threshold), before_t * (1 + threshold)))
+    lamb_math.move_(p_N[h.span], u_N[h.span], s.coeff_T[segments.tensors] * before_t, h.lr, segments)
+
+
+class OneBitLamb(FreezingOptimizer[OneBitLambState]):
+    """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
+
+    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, block: as in OneBitAdam.
+    max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
+    bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup: int | Literal["auto"] = "auto",
+        total_steps: int | None = None,
+        lr_warmup_steps: int | None = None,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        group: Group | None = None,
+        block: int = DEFAULT_BLOCK,
+    ) -> None:
+        self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
+        super().__init__(
+            params,
+            adam_defaults(lr, betas, eps, weight_decay),
+            warmup=warmup,
+            total_steps=total_steps,
+            lr_warmup_steps=lr_warmup_steps,
+            group=group,
+            block=block,
+        )
+
+    def make_state(self) -> OneBitLambState:
+        """Empty vectors and error memory; k and r are 1 until they are known."""
+        p_N, self.segments = self.space.p_N, tensor_segments(self.space)
+        per_tensor = torch.zeros(len(self.space.tensors), dtype=p_N.dtype, device=p_N.device)
+        return OneBitLambState(
+            m_N=torch.zeros_like(p_N),
+            v_N=torch.zeros_like(p_N),
+            fresh_v_N=torch.zeros_like(p_N),
+            coeff_T=per_tensor,
+            scaling_T=torch.ones_like(per_tensor),
+            factor_T=torch.ones_like(per_tensor),
+            momentum_error=self.reduce.new_slot(),
+            z_N=torch.zeros_like(p_N),
+        )
+
+    def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step of the algorithm."""
+        pairs = list(zip(groups, self.segments, strict=True))
+        step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, plan, self.reduce)
+
+    def on_freeze(self, floored_N: Tensor, steps: int) -> None:
+        """Keep the coefficients, corrected for their start at 0, and find k."""
+        s = self.vectors
+        s.fresh_v_N.copy_(s.v_N).masked_fill_(floored_N, torch.inf)
+        s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
+        sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
+        moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
+        if bool(moving_T.any()):
+            s.scaling_T.copy_(torch.where(moving_T, sizes_T.mean() / sizes_T, torch.ones_like(sizes_T)))
+
+    def stats(self) -> dict[str, Any]:
+        """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""
+        told = {}
+        for name, values in (("lamb_coeff", self.vectors.coeff_T), ("lamb_factor", self.vectors.factor_T)):
+            told.update({f"{name}_{kind}": float(f(values)) for kind, f in _SPREAD})
+        return {**super().stats(), **told}
+
+
+_SPREAD = (("min", torch.min), ("median", torch.median), ("max", torch.max))
