@@ -18,6 +18,7 @@ float64 is what the laws are tested in. Steps count from 1. Nothing that is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from thinwire.optim.reference_exchange import Exchange, Floor, TwoPhase, Vectors
 from thinwire.optim.reference_state import Hyper, Moments, copies, hypers, mean_gradient, zeros
 
 __all__ = [
+    "Fresh",
     "Hyper",
     "ReferenceAdam",
     "ReferenceLamb",
@@ -235,6 +237,14 @@ class ReferenceOneBitLamb(ReferenceLamb):
         return min(max(r, self.r[at] * (1 - self.factor_threshold)), self.r[at] * (1 + self.factor_threshold))
 
 
+class Fresh(StrEnum):
+    """When 0/1 Adam updates v before using it: never as in the paper, at the first update only (ours), DeepSpeed's."""
+
+    NEVER = "never"
+    AT_FIRST = "at_first"
+    ALWAYS = "always"
+
+
 class ReferenceZeroOneAdam:
     """0/1 Adam: local steps under a stale variance, a one-bit exchange of their sum at some steps.
 
@@ -244,11 +254,13 @@ class ReferenceZeroOneAdam:
         root = sqrt(v + eps)
 
     sync_step(t), variance_step(t): is step t in T_u, in T_v? Two schedules the paper leaves to the user.
-    x, m, u: one list a worker; x_s: x at the last sync; v, and S, one a tensor, common to all.
-    Switches, all ours: eps_outside: root = sqrt(v) + eps. variance_first: v is updated before it is used, so that the
-    first step does not divide by sqrt(eps). bias_correction: v is divided by 1 - b2^(its updates), lr by 1 - b1^t, up
-    to freeze_at. freeze_at, floor: after that step v is replaced by floor(v corrected), for good.
-    decay (hyper.weight_decay; the paper has none): x_i and x_s shrink by lr decay at every step, u_i does not know.
+    x, m, u: one list a worker; x_s: x at the last sync; v, and S, one a tensor, common to all. After a round of lr = 0
+    m_i stays, and where that holds for all tensors nothing is exchanged; the formula would divide by zero.
+    Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
+    1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
+    slowest_fall: S is taken as at least this part of the divisor of the last sync. skip_idle: lr = 0 leaves m alone.
+    decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
+    so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
     there are no local steps: g_i is exchanged, in full at variance steps and through the slot "gradient" at others,
     and m and x are Adam's; sync_step is asked from the step after it on.
@@ -264,10 +276,12 @@ class ReferenceZeroOneAdam:
         variance_step: Callable[[int], bool],
         exchange: Exchange | None = None,
         eps_outside: bool = False,
-        variance_first: bool = False,
+        fresh: Fresh = Fresh.NEVER,
         bias_correction: bool = False,
         freeze_at: int | None = None,
         floor: Floor | None = None,
+        slowest_fall: float = 0.0,
+        skip_idle: bool = False,
         decay_in_sum: bool = False,
         gradient_stage: int = 0,
     ) -> None:
@@ -275,18 +289,20 @@ class ReferenceZeroOneAdam:
         self.x_s, self.v = copies(x), zeros(x)
         self.m, self.u = ([zeros(x) for _ in range(num_workers)] for _ in range(2))
         self.hyper = hypers(hyper, x)
-        self.S = [0.0 for _ in x]
+        self.S, self.divisor = [0.0 for _ in x], [0.0 for _ in x]
         self.sync_step, self.variance_step = sync_step, variance_step
         self.exchange = exchange or TwoPhase()
-        self.eps_outside, self.variance_first = eps_outside, variance_first
+        self.eps_outside, self.fresh = eps_outside, fresh
+        self.slowest_fall, self.skip_idle = slowest_fall, skip_idle
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
         self.decay_in_sum, self.gradient_stage = decay_in_sum, gradient_stage
         self.t = self.variance_updates = 0
 
     def step(self, gradients: Sequence[Vectors]) -> None:
-        """One step of every worker. Source: Lu et al. 2022, Alg. 1; v is used before it is updated."""
+        """One step of every worker. Source: Lu et al. 2022, Alg. 1; there v is used before it is updated."""
         self.t += 1
-        if self.variance_first and self.variance_step(self.t):
+        first = self.fresh is Fresh.ALWAYS or (self.fresh is Fresh.AT_FIRST and not self.variance_updates)
+        if first and self.variance_step(self.t):
             self.update_variance(gradients)
         if self.t <= self.gradient_stage:
             self.gradient_step(gradients)
@@ -294,35 +310,37 @@ class ReferenceZeroOneAdam:
             self.local_step(gradients)
             if self.sync_step(self.t):
                 self.synchronize()
-        if not self.variance_first and self.variance_step(self.t):
+        if not first and self.variance_step(self.t):
             self.update_variance(gradients)
         if self.t == self.freeze_at:
-            self.v = [self._corrected_variance(at) for at in range(len(self.v))]
-            self.v = self.floor(self.v) if self.floor else self.v
-            self.bias_correction = False
+            self.v, self.bias_correction, self.floor = self._used_variance(), False, None
 
     def local_step(self, gradients: Sequence[Vectors]) -> None:
         """What a worker does by itself."""
-        for at, h in enumerate(self.hyper):
-            lr = h.lr / (1 - h.betas[0] ** self.t) if self.bias_correction else h.lr
-            inside, outside = (h.weight_decay, 0.0) if self.decay_in_sum else (0.0, h.weight_decay)
-            root = self.root(at)
+        for at, (h, root) in enumerate(zip(self.hyper, self.roots(), strict=True)):
+            if self.skip_idle and h.lr == 0:
+                continue
+            inside, keep = (h.weight_decay, 1.0) if self.decay_in_sum else (0.0, 1 - h.lr * h.weight_decay)
             for x, m, u, g in zip(self.x, self.m, self.u, gradients, strict=True):
                 m[at] = h.betas[0] * m[at] + (1 - h.betas[0]) * g[at]
                 move = m[at] + inside * root * x[at]
-                x[at] = (1 - h.lr * outside) * x[at] - lr * move / root
-                u[at] = u[at] + lr * move
-            self.x_s[at] = (1 - h.lr * outside) * self.x_s[at]
-            self.S[at] += lr
+                x[at] = keep * x[at] - h.lr * move / root
+                u[at] = keep * u[at] + h.lr * move
+            self.x_s[at] = keep * self.x_s[at]
+            self.S[at] = keep * self.S[at] + h.lr
 
     def synchronize(self) -> None:
-        """Bring the workers together. Leaves y (see agreed) as it was. A momentum whose S is 0 is left alone."""
+        """Bring the workers together. Leaves y (see agreed) as it was."""
+        if not any(self.S):
+            return
         us = split_like(self.exchange([laid_end_to_end(u) for u in self.u], "update"), self.x_s)
-        for at, u_mean in enumerate(us):
-            self.x_s[at] = self.x_s[at] - u_mean / self.root(at)
+        for at, (u_mean, root) in enumerate(zip(us, self.roots(), strict=True)):
+            self.x_s[at] = self.x_s[at] - u_mean / root
+            if self.S[at]:
+                self.divisor[at] = max(self.S[at], self.slowest_fall * self.divisor[at])
             for x, m, u in zip(self.x, self.m, self.u, strict=True):
                 x[at] = self.x_s[at].clone()
-                m[at] = u_mean / self.S[at] if self.S[at] else m[at]
+                m[at] = u_mean / self.divisor[at] if self.S[at] else m[at]
                 u[at] = torch.zeros_like(u[at])
             self.S[at] = 0.0
 
@@ -332,9 +350,9 @@ class ReferenceZeroOneAdam:
             agreed = mean_gradient(gradients)
         else:
             agreed = split_like(self.exchange([laid_end_to_end(g) for g in gradients], "gradient"), self.x_s)
-        for at, h in enumerate(self.hyper):
+        for at, (h, root) in enumerate(zip(self.hyper, self.roots(), strict=True)):
             m = h.betas[0] * self.m[0][at] + (1 - h.betas[0]) * agreed[at]
-            self.x_s[at] = self.x_s[at] - h.lr * (m / self.root(at) + h.weight_decay * self.x_s[at])
+            self.x_s[at] = self.x_s[at] - h.lr * (m / root + h.weight_decay * self.x_s[at])
             for own_x, own_m in zip(self.x, self.m, strict=True):
                 own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
 
@@ -345,10 +363,10 @@ class ReferenceZeroOneAdam:
             self.v[at] = b2 * self.v[at] + (1 - b2) * g**2
         self.variance_updates += 1
 
-    def root(self, at: int) -> Tensor:
-        """What a step of tensor `at` is divided by."""
-        v, eps = self._corrected_variance(at), self.hyper[at].eps
-        return v.sqrt() + eps if self.eps_outside else (v + eps).sqrt()
+    def roots(self) -> Vectors:
+        """What a step is divided by."""
+        pairs = zip(self._used_variance(), self.hyper, strict=True)
+        return [v.sqrt() + h.eps if self.eps_outside else (v + h.eps).sqrt() for v, h in pairs]
 
     def agreed(self, residual: Tensor | None) -> Vectors:
         """Y = mean_i x_i - R / root, what no exchange changes. residual: R of the slot "update", None where zero."""
@@ -356,9 +374,10 @@ class ReferenceZeroOneAdam:
         if residual is None:
             return means
         parts = split_like(residual, self.x_s)
-        return [x - r / self.root(at) for at, (x, r) in enumerate(zip(means, parts, strict=True))]
+        return [x - r / root for x, r, root in zip(means, parts, self.roots(), strict=True)]
 
-    def _corrected_variance(self, at: int) -> Tensor:
-        if not (self.bias_correction and self.variance_updates):
-            return self.v[at]
-        return self.v[at] / (1 - self.hyper[at].betas[1] ** self.variance_updates)
+    def _used_variance(self) -> Vectors:
+        used = copies(self.v)
+        if self.bias_correction and self.variance_updates:
+            used = [v / (1 - h.betas[1] ** self.variance_updates) for v, h in zip(used, self.hyper, strict=True)]
+        return self.floor(used) if self.floor else used

@@ -2,7 +2,7 @@
 
 Read from microsoft/DeepSpeed: runtime/comm/nccl.py (the exchange), runtime/fp16/onebit/{adam,lamb,zoadam}.py. Settings
 of the reference classes that belong to it, beside what is here: bias_correction=False and no floor everywhere;
-LAMB: weigh_ratio, skip_unit_coefficients; 0/1 Adam: eps_outside, variance_first, decay_in_sum, gradient_stage.
+LAMB: weigh_ratio, skip_unit_coefficients; 0/1 Adam: eps_outside, Fresh.ALWAYS, decay_in_sum, gradient_stage.
 
 DeepSpeed's first step() only initialises, so its counter is t + 1 at the t-th update: freeze_step = T there is
 warmup = T - 1 here.
