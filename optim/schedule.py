@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import floor, log2
 
 
 class Wire(StrEnum):
@@ -56,4 +57,61 @@ def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None) -> St
         update_variance=True,
         bias_step=step,
         freeze_variance=warmup is not None and step >= warmup,
+    )
+
+
+def is_variance_step(step: int, scaler: int) -> bool:
+    """Is `step` in T_v of 0/1 Adam: steps 1 = k_0 < k_1 < ... with k_(j+1) - k_j = 2^floor(j / scaler).
+
+    A closed form of the global step, so that nothing is to be saved.  [Lu et al. 2022]
+    """
+    offset = step - 1
+    doublings = (offset // scaler + 1).bit_length() - 1  # gaps of 2^k begin scaler (2^k - 1) steps after step 1
+    gap = 1 << doublings
+    return (offset - scaler * (gap - 1)) % gap == 0
+
+
+def counted_interval(step: int, frozen_at: int, scaler: int, clipper: int) -> int:
+    """Steps from one sync to the next at `step` > frozen_at: 1, doubled every `scaler` steps, at most `clipper`."""
+    return int(min(clipper, 2 ** min((step - frozen_at - 1) // scaler, clipper.bit_length())))
+
+
+def rate_interval(lr: float, peak_lr: float, clipper: int) -> int:
+    """Steps from one sync to the next: 2^k where the learning rate has fallen to peak / 2^k, at most `clipper`.
+
+    While the rate rises it is its own peak, so the interval is 1. A rate of 0 has the longest interval.
+    """
+    if lr >= peak_lr:
+        return 1
+    if lr <= peak_lr / clipper:
+        return clipper
+    return int(2 ** floor(log2(peak_lr / lr) + 1e-9))  # a schedule computes peak / 2 with rounding
+
+
+def zero_one_adam_plan(
+    step: int,
+    *,
+    var_freeze_step: int,
+    var_update_scaler: int,
+    variance_updates: int,
+    frozen_at: int | None,
+    last_sync: int,
+    interval: int,
+) -> StepPlan:
+    """0/1 Adam: a sync at every step while the variance still moves, then every `interval` steps after the last one.
+
+    variance_updates: made so far; until one has given a scale every step tries. frozen_at decides, not var_freeze_step,
+    as in 1-bit Adam. Every step of T_v is a sync.  [Lu et al. 2022, Alg. 1]
+    """
+    if frozen_at is not None:
+        sync = Wire.COMPRESSED if step - last_sync >= interval else Wire.LOCAL
+        return StepPlan(Phase.COMPRESSED, Wire.LOCAL, sync, update_variance=False, bias_step=None)
+    update = variance_updates == 0 or is_variance_step(step, var_update_scaler)
+    return StepPlan(
+        Phase.WARMUP,
+        Wire.FULL if update else Wire.LOCAL,
+        Wire.COMPRESSED,
+        update_variance=update,
+        bias_step=None,
+        freeze_variance=step >= var_freeze_step,
     )

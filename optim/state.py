@@ -11,14 +11,19 @@ from thinwire.comm.error_feedback import ErrorFeedback
 
 
 class Kind(StrEnum):
-    """REPLICATED: bit-equal on every rank, saved. RESIDUAL: error memory, saved as R. SCRATCH: worth nothing."""
+    """REPLICATED: bit-equal on every rank, saved. RESIDUAL: error memory, saved as R. SCRATCH: worth nothing.
+
+    LOCAL: a rank's own since the last sync; saving forces a sync (prepare_to_save), after which it is worth nothing.
+    """
 
     REPLICATED = "replicated"
+    LOCAL = "local"
     RESIDUAL = "residual"
     SCRATCH = "scratch"
 
 
 Replicated = Annotated[Tensor, Kind.REPLICATED]
+Local = Annotated[Tensor, Kind.LOCAL]
 Residual = Annotated[ErrorFeedback, Kind.RESIDUAL]
 Scratch = Annotated[Tensor, Kind.SCRATCH]
 
