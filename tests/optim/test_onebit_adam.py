@@ -1,4 +1,4 @@
-"""1-bit Adam against its own recursion, and what it promises to replicas, resumed runs and untouched elements."""
+"""1-bit Adam: what it promises to replicas, resumed runs and untouched elements. Its recursion: test_reference.py."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from thinwire.comm import NonFiniteInput, run_threads
-from thinwire.comm.simulate import SimulatedErrors, compressed_mean
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.optim.schedule import Phase, Wire, onebit_adam_plan
 
@@ -38,53 +37,6 @@ def train(model, optimizer, steps, rank, first=1):
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_follows_the_recursion_of_the_paper_in_float64(size):
-    """Warm-up is bias-corrected Adam on the mean gradient; then the simulated exchange of beta1 m + (1-beta1) g."""
-    steps, warmup = 30, 10
-
-    def work(group):
-        model = copy.deepcopy(MODEL)
-        optimizer = OneBitAdam(model.parameters(), warmup=warmup, group=group, **HYPER)
-        gradients = []
-        for step in range(1, steps + 1):
-            x, y = batch(step, group.rank)
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            gradients.append(optimizer.space.g_N.clone())
-            optimizer.step()
-        return optimizer.space.p_N.clone(), gradients, optimizer
-
-    results = run_threads(size, work)
-    optimizer = results[0][2]
-    layout = optimizer.space.layout
-    lr, (beta1, beta2), eps, decay = HYPER["lr"], HYPER["betas"], 1e-8, HYPER["weight_decay"]
-    p = OneBitAdam(copy.deepcopy(MODEL).parameters(), warmup=warmup, **HYPER).space.p_N.clone()
-    m, v = torch.zeros_like(p), torch.zeros_like(p)
-    errors = SimulatedErrors.zeros([p] * size)
-    for t in range(1, steps + 1):
-        gs = [gradients[t - 1] for _, gradients, _ in results]
-        if t <= warmup:
-            g = sum(gs) / size
-            m = beta1 * m + (1 - beta1) * g
-            v = beta2 * v + (1 - beta2) * g**2
-            m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-            if t == warmup:
-                v = v_hat.clone()
-                for start, stop in layout.live:
-                    mean = v[start:stop][v[start:stop] > 0].mean()
-                    shared = next(b for b in layout.blocks(4096) if b[0] <= start < b[1])
-                    around = v[shared[0] : shared[1]]
-                    v[start:stop] = v[start:stop].clamp(min=1e-2 * max(mean, around[around > 0].mean()))
-        else:
-            zs = [beta1 * m + (1 - beta1) * g for g in gs]
-            m = compressed_mean(zs, errors, layout) if size > 1 else zs[0]
-            m_hat, v_hat = m, v
-        p = p - lr * (m_hat / (v_hat.sqrt() + eps) + decay * p)
-    for got, _, _ in results:
-        torch.testing.assert_close(got, p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", SIZES)
