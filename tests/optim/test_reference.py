@@ -5,21 +5,19 @@ import copy
 import pytest
 import torch
 
+from tests.optim.small_problem import EXACT, HYPER, SHAPES, SHARED, SIZES, assert_same, gradients, run, start
 from thinwire.comm import run_threads
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.simulate import SimulatedErrors
 from thinwire.comm.simulate import compressed_mean as simulated_mean
 from thinwire.optim import OneBitAdam
 from thinwire.optim.reference import (
-    Fresh,
     Hyper,
     ReferenceAdam,
     ReferenceLamb,
     ReferenceOneBitAdam,
     ReferenceOneBitLamb,
     ReferenceSgd,
-    ReferenceZeroOneAdam,
-    mean_gradient,
 )
 from thinwire.optim.reference_exchange import (
     Errors,
@@ -31,51 +29,12 @@ from thinwire.optim.reference_exchange import (
     laid_end_to_end,
     tensor_units,
 )
-
-SIZES = (1, 2, 3, 4, 8)
-SHAPES = ((13, 7), (3, 13), (13,), (1,), (5,))
-EXACT = {"rtol": 0, "atol": 1e-12}
-HYPER = Hyper(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
-SHARED = Hyper(lr=1e-2, betas=(0.9, 0.99), eps=1e-8)
-
-
-def always(step):
-    return True
-
-
-def never(step):
-    return False
-
-
-def start(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-
-
-def gradients(step, num_workers, signal=0.3):
-    """A common part and a worker's own noise: [worker][tensor]."""
-    common = start(7)
-    made = []
-    for worker in range(num_workers):
-        noise = start(1000 * step + worker + 1)
-        made.append([signal * c + n for c, n in zip(common, noise, strict=True)])
-    return made
-
-
-def run(reference, steps, num_workers, of=gradients):
-    for step in range(1, steps + 1):
-        reference.step(of(step, num_workers))
-    return reference
+from thinwire.optim.reference_state import mean_gradient
 
 
 def of_their_mean(num_workers):
     """Gradients for one worker that sees the mean of what `num_workers` would see."""
     return lambda step, _: [mean_gradient(gradients(step, num_workers))]
-
-
-def assert_same(got, expected, atol=1e-12):
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 DENSE = {
@@ -251,100 +210,54 @@ def test_onebit_lamb_gives_a_layer_without_momentum_the_scale_one():
     assert torch.equal(reference.x[1], start()[1])
 
 
-def test_zero_one_adam_synchronised_at_every_step_is_adam_with_the_variance_of_the_step_before():
-    reference = ReferenceZeroOneAdam(
-        start(), 3, SHARED, sync_step=always, variance_step=always, exchange=exact_mean, eps_outside=False
+def test_onebit_lamb_keeps_the_average_coefficient_corrected_where_bias_is():
+    plain, corrected = (
+        run(
+            ReferenceOneBitLamb(
+                start(), HYPER, warmup=1, exchange=exact_mean, bias_correction=corrected, max_coeff=99.0
+            ),
+            1,
+            3,
+        )
+        for corrected in (False, True)
     )
-    x, m, v = start(), [torch.zeros_like(t) for t in start()], [torch.ones_like(t) for t in start()]
-    reference.v = [t.clone() for t in v]  # from 0 the first step would be divided by sqrt(eps)
-    for step in range(1, 30):
-        grads = gradients(step, 3)
-        reference.step(grads)
-        for at, g in enumerate(mean_gradient(grads)):
-            m[at] = 0.9 * m[at] + 0.1 * g
-            x[at] = x[at] - 1e-2 * m[at] / (v[at] + 1e-8).sqrt()
-            v[at] = 0.99 * v[at] + 0.01 * g**2
-    for own_x, own_m in zip(reference.x, reference.m, strict=True):
-        assert_same(own_x, x)
-        assert_same(own_m, m)
+    assert plain.c_avg == pytest.approx([0.1 * c for c in plain.coefficients], rel=1e-14)
+    assert corrected.c_avg == pytest.approx(corrected.coefficients, rel=1e-14)
 
 
-def test_zero_one_adam_with_the_fresh_variance_is_adam():
-    reference = ReferenceZeroOneAdam(
-        start(),
-        3,
-        HYPER,
-        sync_step=always,
-        variance_step=always,
-        exchange=exact_mean,
-        eps_outside=True,
-        fresh=Fresh.ALWAYS,
-    )
-    adam = run(ReferenceAdam(start(), HYPER, bias_correction=False), 25, 3)
-    assert_same(run(reference, 25, 3).x[2], adam.x)
+def test_onebit_lamb_takes_the_decay_out_of_the_ratio():
+    """With a decay that is all of the update the ratio is 1, whatever the variances say."""
+    heavy = Hyper(lr=1e-6, betas=(0.9, 0.99), weight_decay=1e9)
+    ratios = []
+    for weigh in (False, True):
+        reference = ReferenceOneBitLamb(start(), heavy, warmup=5, exchange=exact_mean, weigh_ratio=weigh)
+        for step in range(1, 8):
+            reference.step(gradients(step, 3, signal=10.0 if step == 7 else 0.3))
+        ratios.append(reference.r)
+    assert ratios[1] == pytest.approx([1.0] * len(SHAPES), abs=1e-6)
+    assert max(abs(r - 1) for r in ratios[0]) > 0.05
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("eps_outside", [False, True])
-def test_t8_a_sync_leaves_y_as_it_was_and_makes_workers_equal(size, eps_outside):
-    exchange = TwoPhase(tensor_units(start()))
-    reference = ReferenceZeroOneAdam(
-        start(),
-        size,
-        SHARED,
-        sync_step=never,
-        variance_step=never,
-        exchange=exchange,
-        eps_outside=eps_outside,
-    )
-    reference.v = [t.square() + 0.1 for t in start(3)]
-    for step in range(1, 41):
-        reference.t = step
-        reference.local_step(gradients(step, size))
-        if step % 4 == 0:
-            before = reference.agreed(exchange.residual("update"))
-            reference.synchronize()
-            assert_same(reference.agreed(exchange.residual("update")), before)
-            for x, u in zip(reference.x, reference.u, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(x, reference.x[0], strict=True))
-                assert not any(t.any() for t in u)
+def test_elements_that_the_floor_raised_need_not_enter_the_ratio_of_lamb():
+    """A floor far above v makes an element's ratio huge: only without it does r say how v has moved."""
 
+    def one_raised(vs):
+        raised = [v.clone() for v in vs]
+        raised[0].view(-1)[0] *= 1e6
+        return raised
 
-def test_t8_y_follows_local_steps_that_nothing_was_left_out_of():
-    """Between and across syncs y moves by the mean of the workers' own steps, whatever is compressed."""
-    exchange = TwoPhase()
-    reference = ReferenceZeroOneAdam(
-        start(), 3, SHARED, sync_step=lambda t: t % 3 == 0, variance_step=never, exchange=exchange
-    )
-    reference.v = [t.square() + 0.1 for t in start(3)]
-    for step in range(1, 31):
-        y, grads = reference.agreed(exchange.residual("update")), gradients(step, 3)
-        moves = [
-            sum(0.9 * m[at] + 0.1 * g[at] for m, g in zip(reference.m, grads, strict=True)) / 3
-            for at in range(len(SHAPES))
-        ]
-        reference.step(grads)
-        expected = [a - 1e-2 * move / root for a, move, root in zip(y, moves, reference.roots(), strict=True)]
-        assert_same(reference.agreed(exchange.residual("update")), expected)
-
-
-@pytest.mark.parametrize("interval", [1, 16])
-def test_t10_zero_one_adam_decays_once(interval):
-    strong = Hyper(lr=1e-2, weight_decay=0.1)
-    reference = ReferenceZeroOneAdam(
-        start(), 3, strong, sync_step=lambda t: t % interval == 0, variance_step=never, exchange=exact_mean
-    )
-    run(reference, 64, 3, lambda step, n: [[torch.zeros_like(x) for x in start()]] * n)
-    assert_same(reference.x[1], [x * (1 - 1e-2 * 0.1) ** 64 for x in start()])
-
-
-def test_zero_one_adam_is_safe_at_learning_rate_zero():
-    idle = Hyper(lr=0.0)
-    reference = ReferenceZeroOneAdam(start(), 2, idle, sync_step=always, variance_step=always)
-    run(reference, 5, 2)
-    for x in reference.x:
-        assert_same(x, start(), atol=0)
-    assert all(torch.isfinite(m).all() for worker in reference.m for m in worker)
+    ratios = []
+    for without in (False, True):
+        reference = ReferenceOneBitLamb(
+            start(), HYPER, warmup=5, exchange=exact_mean, floor=one_raised, ratio_without_floored=without
+        )
+        run(reference, 5, 3)
+        assert [int(raised.sum()) for raised in reference.floored] == [1, 0, 0, 0, 0]
+        reference.v_fresh[0].view(-1)[0] /= 1e6  # as the fresh variance would fall in time
+        reference.step(gradients(6, 3))
+        ratios.append(reference.r[0])
+    assert ratios[0] == pytest.approx(1.1)
+    assert ratios[1] < 1.1
 
 
 def model():
