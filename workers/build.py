@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
-from thinwire.optim import Adam, FlatOptimizer, OneBitAdam
+from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb
 from thinwire.workers.data.batches import Batches, validation_windows
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.recipes import REGISTRY as RECIPES
 from thinwire.workers.replicas import ranks_that_differ
-from thinwire.workers.spec import AdamSpec, OneBitAdamSpec, TrainSpec
+from thinwire.workers.spec import TrainSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
     batches = Batches(corpus.train, spec.recipe.context, spec.global_batch, spec.seed)
     inputs, targets = validation_windows(corpus.validation, spec.recipe.context, spec.evaluation.windows)
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device)
-    optimizer = _OPTIMIZERS[spec.optimizer.name](spec, model, group)
+    optimizer = OPTIMIZERS[spec.optimizer.name](model.parameters(), group=group, **_hyper(spec))
     return Training(spec, group, device, model, optimizer, batches, (inputs.to(device), targets.to(device)))
 
 
@@ -63,29 +63,20 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def _onebit_adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:
-    h = spec.optimizer
-    assert isinstance(h, OneBitAdamSpec)
-    return OneBitAdam(
-        model.parameters(),
-        h.lr,
-        h.betas,
-        h.eps,
-        h.weight_decay,
-        warmup=spec.warmup_steps or "auto",
-        total_steps=spec.steps,
-        lr_warmup_steps=spec.lr_warmup_steps,
-        group=group,
-    )
+def _hyper(spec: TrainSpec) -> dict[str, Any]:
+    """The hyperparameters of the job file, under the constructors' names, and the run's steps where they are needed."""
+    hyper = spec.optimizer.model_dump(exclude={"name"})
+    if "warmup" in hyper:
+        hyper["warmup"] = spec.warmup_steps or "auto"
+        hyper |= {"total_steps": spec.steps, "lr_warmup_steps": spec.lr_warmup_steps}
+    return hyper
 
 
-def _adam(spec: TrainSpec, model: nn.Module, group: Group) -> FlatOptimizer[Any]:
-    h = spec.optimizer
-    assert isinstance(h, AdamSpec)
-    return Adam(model.parameters(), h.lr, h.betas, h.eps, h.weight_decay, group=group)
-
-
-_OPTIMIZERS: dict[str, Callable[[TrainSpec, nn.Module, Group], FlatOptimizer[Any]]] = {
-    "onebit_adam": _onebit_adam,
-    "adam": _adam,
+OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
+    "onebit_adam": OneBitAdam,
+    "onebit_lamb": OneBitLamb,
+    "adam": Adam,
+    "lamb": Lamb,
+    "sgd": SGD,
 }
+"""By `optimizer.name` of the spec."""

@@ -48,26 +48,58 @@ class TextFile(_Frozen):
     validation_fraction: Fraction = 0.1
 
 
-class OneBitAdamSpec(_Frozen):
-    """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
-
-    name: Literal["onebit_adam"]
+class _AdamHyper(_Frozen):
     lr: float = Field(1e-3, gt=0.0)
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0.0)
     weight_decay: float = Field(0.0, ge=0.0)
+
+
+class _TrustRatio(_Frozen):
+    max_coeff: float = Field(10.0, gt=0.0, description="largest ratio ||x|| / ||u|| of a tensor")
+    min_coeff: float = Field(0.01, gt=0.0, description="smallest ratio ||x|| / ||u|| of a tensor")
+
+
+class _Freezing(_Frozen):
     warmup: Literal["auto"] | StepsOrFraction = Field(
         "auto", description="uncompressed steps, their fraction of all steps, or auto: until the variance is stable"
     )
 
 
-class AdamSpec(_Frozen):
-    """Dense Adam with decoupled decay (AdamW), the uncompressed baseline."""
+class OneBitAdamSpec(_AdamHyper, _Freezing):
+    """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
+
+    name: Literal["onebit_adam"]
+
+
+class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing):
+    """1-bit LAMB (arXiv 2104.06069): dense LAMB for `warmup`, then the momentum is exchanged in one bit."""
+
+    name: Literal["onebit_lamb"]
+    coeff_beta: float = Field(0.9, ge=0.0, lt=1.0, description="how slowly the average trust ratio moves")
+    factor_max: float = Field(4.0, gt=0.0, description="bounds of the ratio of frozen to fresh variance")
+    factor_min: float = Field(0.5, gt=0.0)
+    factor_threshold: float = Field(0.1, gt=0.0, lt=1.0, description="how much that ratio may change in a step")
+
+
+class AdamSpec(_AdamHyper):
+    """Dense Adam with decoupled decay (AdamW), the uncompressed baseline of 1-bit Adam."""
 
     name: Literal["adam"]
+
+
+class LambSpec(_AdamHyper, _TrustRatio):
+    """Dense LAMB, the uncompressed baseline of 1-bit LAMB."""
+
+    name: Literal["lamb"]
+
+
+class SgdSpec(_Frozen):
+    """SGD with momentum and coupled decay, as torch.optim.SGD has it."""
+
+    name: Literal["sgd"]
     lr: float = Field(1e-3, gt=0.0)
-    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0.0)
+    momentum: float = Field(0.9, ge=0.0, lt=1.0)
     weight_decay: float = Field(0.0, ge=0.0)
 
 
@@ -104,7 +136,7 @@ class Evaluation(_Frozen):
 
 Recipe = Annotated[GptRecipe, Field()]
 Data = Annotated[PythonStdlib | TextFile, Field(discriminator="source")]
-Optimizer = Annotated[OneBitAdamSpec | AdamSpec, Field(discriminator="name")]
+Optimizer = Annotated[OneBitAdamSpec | OneBitLambSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")]
 
 
 class TrainSpec(_Frozen):
@@ -125,7 +157,7 @@ class TrainSpec(_Frozen):
     @property
     def warmup_steps(self) -> int | None:
         """Uncompressed steps before the compressed phase; None where there is no such phase, or it is found (auto)."""
-        if isinstance(self.optimizer, OneBitAdamSpec) and self.optimizer.warmup != "auto":
+        if isinstance(self.optimizer, _Freezing) and self.optimizer.warmup != "auto":
             return steps_of(self.optimizer.warmup, self.steps)
         return None
 
@@ -171,8 +203,13 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
     warmup = spec.warmup_steps
     if warmup is not None and warmup >= spec.steps:
         found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))
-    if isinstance(spec.optimizer, OneBitAdamSpec) and spec.steps < 2:
+    if isinstance(spec.optimizer, _Freezing) and spec.steps < 2:
         found.append(("steps", spec.steps, "at least 2: one uncompressed and one compressed"))
+    bounds = spec.optimizer
+    if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
+        found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))
+    if isinstance(bounds, OneBitLambSpec) and bounds.factor_min > bounds.factor_max:
+        found.append(("optimizer.factor_min", bounds.factor_min, f"at most optimizer.factor_max = {bounds.factor_max}"))
     if spec.lr_warmup_steps > spec.steps:
         found.append(("lr_schedule.warmup", spec.lr_warmup_steps, f"at most steps = {spec.steps}"))
     return found

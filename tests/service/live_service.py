@@ -76,7 +76,10 @@ class LiveService:
             assert not self._thread.is_alive()
 
     def finish(self, job_id: str, state: LaunchState = LaunchState.SUCCEEDED, message: str = "") -> None:
-        """Let the cluster end the job."""
+        """Let the cluster end the job; one that fails has said why, as a worker does."""
+        if state is LaunchState.FAILED:
+            failure = {"kind": "RuntimeError", "message": message}
+            (self.service.run_dir(job_id) / "failure.json").write_text(json.dumps(failure))
         self.service.launcher.put(job_id, state, message)
         self.service.turn(2)
 

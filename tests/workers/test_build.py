@@ -1,11 +1,14 @@
 """From a spec to what trains."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from tests.workers.small_job import small_spec
+from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
-from thinwire.workers.build import build, learning_rate
+from thinwire.workers.build import OPTIMIZERS, build, learning_rate
+from thinwire.workers.spec import Optimizer
 
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
 
@@ -17,6 +20,21 @@ def test_a_job_that_names_no_warmup_finds_its_end_within_the_run():
     assert optimizer.warmup == "auto"
     assert optimizer.stability.total_steps == spec.steps
     assert optimizer.stability.lr_warmup_steps == spec.lr_warmup_steps == 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name, tmp_path):
+    spec = small_spec(steps=12, optimizer={"name": name, "lr": 1e-2})
+    (summary, samples, _), *_ = run_small(tmp_path, spec, 2)
+    assert summary["steps"] == 12
+    assert summary["replicas_bit_equal"] is True
+    assert samples[-1].loss < samples[1].loss
+    assert samples[-1].phase == ("compressed" if name.startswith("onebit") else "dense")
+
+
+def test_the_job_file_and_the_registry_name_the_same_optimizers():
+    named = {get_args(member.model_fields["name"].annotation)[0] for member in get_args(get_args(Optimizer)[0])}
+    assert named == set(OPTIMIZERS)
 
 
 def test_a_fraction_is_resolved_to_steps():

@@ -76,7 +76,7 @@ def test_unknown_field_is_refused_with_its_path(changes: dict[str, Any], path: s
         ({"optimizer": {"name": "adam", "betas": [0.9, 1.0]}}, "optimizer.adam.betas.1"),
         ({"optimizer": {"name": "adam", "betas": [0.9]}}, "optimizer.adam.betas.1"),
         ({"optimizer": {"name": "adam", "warmup": 3}}, "optimizer.adam.warmup"),
-        ({"optimizer": {"name": "sgd"}}, "optimizer"),
+        ({"optimizer": {"name": "adagrad"}}, "optimizer"),
         ({"data": {"source": "web"}}, "data"),
         ({"data": {"source": "text-file"}}, "data.text-file.path"),
         ({"data": {"source": "python-stdlib", "validation_fraction": 1.0}}, "data.python-stdlib.validation_fraction"),
