@@ -28,21 +28,28 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     that is zero or negligible. tensors: ascending live runs; blocks: ascending, covering them. v: float[N].
     A model whose v is zero everywhere is left alone: there is no scale to take. Synchronises with the host.
     """
-    model_mean = _nonzero_mean(v_N)
-    floor_N = torch.zeros_like(v_N)
-    for means_of in (blocks, tensors):
-        for start, stop in means_of:
-            floor_N[start:stop].clamp_(min=_nonzero_mean(v_N[start:stop]))
-    floor_N[floor_N < NEGLIGIBLE * model_mean] = model_mean
-    floor_N.mul_(RELATIVE_FLOOR)
-    live_N = torch.zeros_like(v_N, dtype=torch.bool)
-    for start, stop in tensors:
-        live_N[start:stop] = True
-    raised_N = (v_N < floor_N) & live_N
-    torch.where(raised_N, floor_N, v_N, out=v_N)
+    # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
+    cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
+    lengths_p = cuts.diff().to(v_N.device)
+    sum_p = torch.segment_reduce(v_N, "sum", lengths=lengths_p, unsafe=True).double().cpu()
+    count_p = torch.segment_reduce((v_N > 0).to(v_N.dtype), "sum", lengths=lengths_p, unsafe=True).double().cpu()
+    of_tensor_p, live_p = _means(sum_p, count_p, cuts, tensors)
+    of_block_p, _ = _means(sum_p, count_p, cuts, blocks)
+    model_mean = sum_p.sum() / count_p.sum().clamp_(min=1)
+    around_p = torch.maximum(of_tensor_p, of_block_p)
+    floor_p = RELATIVE_FLOOR * torch.where(around_p < NEGLIGIBLE * model_mean, model_mean, around_p)
+    floor_N = floor_p.where(live_p, 0.0).to(v_N).repeat_interleave(lengths_p, output_size=v_N.numel())
+    raised_N = v_N < floor_N
+    torch.maximum(v_N, floor_N, out=v_N)
     return raised_N
 
 
-def _nonzero_mean(v: Tensor) -> float:
-    positive = v[v > 0]
-    return float(positive.mean(dtype=torch.float64)) if positive.numel() else 0.0
+def _means(sum_p: Tensor, count_p: Tensor, cuts: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """For each piece between cuts: the mean of the non-zero values of its span, 0 without any; is it in a span."""
+    starts, stops = torch.tensor(list(spans)).T.contiguous()
+    piece = cuts[:-1]
+    span_p = torch.searchsorted(starts, piece, right=True).sub_(1).clamp_(min=0)
+    inside_p = (starts[span_p] <= piece) & (piece < stops[span_p])
+    sums = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, span_p, sum_p * inside_p)
+    counts = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, span_p, count_p * inside_p)
+    return (sums / counts.clamp(min=1))[span_p] * inside_p, inside_p
