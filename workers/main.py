@@ -56,9 +56,13 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=True)
-    use_gpu = _use_gpu(spec.workers, ray.cluster_resources().get("GPU", 0))
-    workers = spec.workers
+        address = os.environ.get("RAY_ADDRESS", "local")
+        # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
+        environment = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
+        ray.init(address=address, runtime_env=environment)
+    workers, resources = spec.workers, ray.cluster_resources()
+    use_gpu = _use_gpu(workers, resources.get("GPU", 0))
+    _refuse_too_many(workers, resources.get("CPU", 0))
     TorchTrainer(
         train_worker,
         train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
@@ -84,6 +88,15 @@ def _use_gpu(workers: Workers, num_gpus: float) -> bool:
             "with GPUs, lower workers.min, or use device: cpu"
         )
     return workers.device == "gpu" or (workers.device == "auto" and num_gpus >= workers.min)
+
+
+def _refuse_too_many(workers: Workers, num_cpus: float) -> None:
+    """A job that can never start must say so. Raises: ValueError where the cluster is too small for workers.min."""
+    if workers.min > num_cpus:
+        raise ValueError(
+            f"workers.min = {workers.min}, but the cluster has {num_cpus:g} CPUs and each worker takes one: lower "
+            "workers.min, or add nodes"
+        )
 
 
 def _in_short(error: Exception) -> Failure:

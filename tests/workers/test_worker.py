@@ -48,3 +48,9 @@ def test_gpus_are_used_where_there_are_enough_and_missed_with_a_reason():
     assert not driver._use_gpu(Workers(device="cpu"), 8)
     with pytest.raises(ValueError, match="has 1 GPUs"):
         driver._use_gpu(Workers(min=2, max=2, device="gpu"), 1)
+
+
+def test_a_job_that_the_cluster_can_never_start_is_told_so():
+    driver._refuse_too_many(Workers(min=8, max=20), 8)
+    with pytest.raises(ValueError, match=r"workers.min = 9.*has 8 CPUs"):
+        driver._refuse_too_many(Workers(min=9, max=9), 8)
