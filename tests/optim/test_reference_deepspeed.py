@@ -1,5 +1,7 @@
 """What DeepSpeed does otherwise, as the reference has it: padding, the hidden first call, decay, coefficients."""
 
+from math import lcm
+
 import pytest
 import torch
 
@@ -14,13 +16,18 @@ from thinwire.optim.reference_exchange import exact_mean
 def test_deepspeeds_exchange_loses_nothing_but_what_its_padding_took(size, keep_padding):
     lengths = (91, 39, 5)
     exchange = DeepSpeedExchange(lengths, size, keep_padding=keep_padding)
-    assert all((stop - begin) % (size * 8) == 0 for begin, stop in exchange.worker_units)
+    assert all((stop - begin) % (size * lcm(size, 8)) == 0 for begin, stop in exchange.worker_units)
+    assert sum(stop - begin for begin, stop in exchange.worker_units) <= 135 + 3 * size * lcm(size, 8)
     assert len(exchange.server_units) == size * len(lengths)
     generator = torch.Generator().manual_seed(0)
     rounds = [[torch.randn(135, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(20)]
     outs = [exchange(zs, "z") for zs in rounds]
-    left = exchange.errors["z"].residual()[exchange.live]
-    torch.testing.assert_close(sum(outs) + left, sum(sum(zs) / size for zs in rounds), **EXACT)
+    left = exchange.errors["z"].residual()
+    torch.testing.assert_close(sum(outs) + left[exchange.live], sum(sum(zs) / size for zs in rounds), **EXACT)
+    if keep_padding:  # what the padding holds and what it left out came from nothing, and stay nothing together
+        padding = torch.ones(exchange.padded_length, dtype=torch.bool).index_fill(0, exchange.live, False)
+        together = (exchange.padding["z"] + left)[padding]
+        torch.testing.assert_close(together, torch.zeros_like(together), **EXACT)
 
 
 def test_deepspeeds_padding_is_a_value_like_any_other():
@@ -44,13 +51,14 @@ def test_deepspeeds_zero_one_schedule_counts_from_its_hidden_first_call():
 @pytest.mark.parametrize("size", [2, 3])
 def test_zero_one_adam_as_deepspeed_has_it_keeps_workers_equal_until_local_steps_begin(size):
     schedule = zero_one_schedule(20, 12, 4, 2, 4)
+    exchange = DeepSpeedExchange([t.numel() for t in start()], size)
     reference = ReferenceZeroOneAdam(
         start(),
         size,
         HYPER,
         sync_step=lambda t: t in schedule.sync,
         variance_step=lambda t: t in schedule.variance,
-        exchange=DeepSpeedExchange([t.numel() for t in start()], size),
+        exchange=exchange,
         eps_outside=True,
         fresh=Fresh.ALWAYS,
         decay_in_sum=True,
@@ -61,6 +69,8 @@ def test_zero_one_adam_as_deepspeed_has_it_keeps_workers_equal_until_local_steps
         reference.step(gradients(step, size))
         equal = all(torch.equal(a, b) for x in reference.x for a, b in zip(x, reference.x[0], strict=True))
         apart += [] if equal else [step]
+        assert ("update" in exchange.errors) == (step > 12)  # the errors of the second stage begin at zero
+    assert "gradient" in exchange.errors
     assert apart
     assert apart == [step for step in range(13, 21) if step not in schedule.sync]
 
@@ -78,7 +88,7 @@ def test_deepspeeds_decay_in_the_sum_decays_up_to_ten_times():
         eps_outside=True,
         decay_in_sum=True,
     )
-    reference.v = [torch.ones_like(t) for t in start()]
+    reference.v = [4 * torch.ones_like(t) for t in start()]
     quiet = [[torch.zeros_like(x) for x in start()]]
     for _ in range(200):
         reference.step(quiet)

@@ -179,3 +179,23 @@ def test_zero_one_adam_may_leave_momentum_alone_at_learning_rate_zero():
     reference = ReferenceZeroOneAdam(start(), 2, idle, sync_step=never, variance_step=never, skip_idle=True)
     run(reference, 3, 2)
     assert not any(m.any() for worker in reference.m for m in worker)
+
+
+def test_zero_one_adam_sends_nothing_after_a_round_of_learning_rate_zero():
+    def exchange(zs, slot):
+        raise AssertionError("there is nothing to send")
+
+    reference = ReferenceZeroOneAdam(
+        start(), 2, Hyper(lr=0.0), sync_step=always, variance_step=never, exchange=exchange
+    )
+    run(reference, 3, 2)
+
+
+def test_momentum_after_a_round_is_the_gradient_that_was_constant_in_it_decay_or_not():
+    forgetful = Hyper(lr=1e-2, betas=(0.0, 0.99), weight_decay=5.0)
+    reference = ReferenceZeroOneAdam(
+        start(), 2, forgetful, sync_step=lambda t: t == 8, variance_step=never, exchange=exact_mean
+    )
+    reference.v = [torch.ones_like(t) for t in start()]
+    run(reference, 8, 2, lambda step, n: [start(9)] * n)
+    assert_same(reference.m[0], start(9))
