@@ -36,8 +36,8 @@ from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_inter
 from thinwire.optim.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.variance_floor import floor_variance_
 
-SLOWEST_FALL = 0.8
-"""Of the divisor of the last sync: what S may be at least. Error memory empties faster than this under no input."""
+SLOWEST_FALL = 0.95
+"""S of a sync is at least this part of the one before: error memory empties no faster. See docs/algorithms.md."""
 
 
 @dataclass(slots=True)

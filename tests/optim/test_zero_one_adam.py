@@ -67,12 +67,18 @@ def bits(*tensors):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("size", SIZES)
 def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
+    """Under a rate that rises, falls steeply and is 0 for a part of a round and for a whole one."""
     steps = 40
+
+    def rate(step):
+        idle = step in (8, 16, 24, *range(27, 31))
+        return 0.0 if idle else 1e-2 * (step / 6 if step <= 6 else 1.0 if step <= 18 else 0.3)
 
     def work(group):
         model, optimizer = make(group, weight_decay=weight_decay)
         start, gradients, seen = [p.detach().clone() for p in model.parameters()], [], []
         for step in range(1, steps + 1):
+            optimizer.param_groups[0]["lr"] = rate(step)
             backward(model, optimizer, step, group.rank)
             gradients.append([p.grad.clone() for p in model.parameters()])
             optimizer.step()
@@ -107,6 +113,8 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
         floor=floor_of(block_units(optimizer.space.layout, 1)),
     )
     for step in range(steps):
+        for hyper in reference.hyper:
+            hyper.lr = rate(step + 1)
         reference.step([flat_order(gradients[step]) for _, gradients, _, _ in results])
         for rank, (_, _, seen, _) in enumerate(results):
             for got, expected in zip(flat_order(seen[step]), reference.x[rank], strict=True):
@@ -401,21 +409,26 @@ def test_a_learning_rate_of_zero_from_the_first_step_is_safe():
     assert torch.isfinite(optimizer.space.p_N).all()
 
 
+@pytest.mark.parametrize("tail", [1, 24])
+@pytest.mark.parametrize("low", [1e-17, 1e-3])
 @pytest.mark.parametrize("clipper", [1, 4])
-def test_a_restart_after_a_learning_rate_of_almost_zero_does_not_explode(clipper):
-    """Error memory of the high rate, divided by a sum of tiny ones, would be a momentum of millions."""
+def test_a_restart_after_a_low_learning_rate_does_not_explode(clipper, low, tail):
+    """Error memory of the high rate, divided by a sum of low ones, would be a momentum of thousands to 1e17."""
 
     def work(group):
         model, optimizer = make(group, torch.float32, local_step_scaler=None, local_step_clipper=clipper)
         train(model, optimizer, 15, group.rank)
-        optimizer.param_groups[0]["lr"] = 1e-17
-        train(model, optimizer, 24, group.rank)
+        optimizer.param_groups[0]["lr"] = HYPER["lr"] * low
+        train(model, optimizer, tail, group.rank)
         optimizer.param_groups[0]["lr"] = HYPER["lr"]
-        before = optimizer.space.p_N.clone()
-        train(model, optimizer, 4, group.rank)
-        return float((optimizer.space.p_N - before).abs().max())
+        largest = 0.0
+        for _ in range(8):
+            before = optimizer.space.p_N.clone()
+            train(model, optimizer, 1, group.rank)
+            largest = max(largest, float((optimizer.space.p_N - before).abs().max()))
+        return largest
 
-    assert max(run_threads(2, work)) < 4 * 10 * HYPER["lr"]
+    assert max(run_threads(2, work)) < 10 * HYPER["lr"]
 
 
 def test_batches_without_any_gradient_before_the_first_real_one_are_safe():
