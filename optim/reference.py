@@ -3,13 +3,13 @@
     Adam           Kingma and Ba 2015, arXiv 1412.6980, Alg. 1; decoupled decay: Loshchilov and Hutter 2019, Alg. 2
     LAMB           You et al. 2020, arXiv 1904.00962, Alg. 2
     1-bit Adam     Tang et al. 2021, arXiv 2102.02888, Alg. 1
-    1-bit LAMB     Li et al. 2021, arXiv 2104.06069, Alg. 1
+    1-bit LAMB     Li et al. 2021, arXiv 2104.06069
     0/1 Adam       Lu et al. 2022, arXiv 2202.06009, Alg. 1
 
-What was checked: the recursions are those of our notes on the papers, compared with DeepSpeed's code and third-party
-summaries; the papers' own pages were not at hand when this was written. So no line numbers are given, and what rests
-on memory of a paper is marked "recalled". Where we do otherwise on purpose the switch is an argument, off by default;
-docs/algorithms.md has the reasons.
+Of the three one-bit papers no page was at hand when this was written: their recursions come from DeepSpeed's code,
+published summaries and memory. So no line numbers are given, "recalled" marks what rests on memory alone, and it
+should be checked before a claim is built on it. Where we do otherwise on purpose, and where DeepSpeed does, the switch
+is an argument, off by default; docs/algorithms.md has the reasons, optim/reference_deepspeed.py the settings.
 
 A model is a list of tensors, one a parameter; `gradients[i][l]` is worker i's gradient of tensor l. Every dtype works;
 float64 is what the laws are tested in. Steps count from 1. Nothing that is passed in is modified.
@@ -194,7 +194,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
         self.floored = [torch.zeros_like(tensor, dtype=torch.bool) for tensor in x]
 
     def step(self, gradients: Sequence[Vectors]) -> None:
-        """One step. Source: Li et al. 2021, Alg. 1."""
+        """One step. Source: Li et al. 2021, as DeepSpeed's runtime/fp16/onebit/lamb.py has it."""
         if self.t < self.warmup:
             super().step(gradients)
             for at, c in enumerate(self.coefficients):
