@@ -53,7 +53,7 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def compress(a: Tensor, units: Sequence[Span]) -> Tensor:
-    """C(a), unit by unit. The scale keeps the 2-norm of each unit. Source: Tang et al. 2021; DeepSpeed's nccl.py has the same scale.
+    """C(a), unit by unit; the scale keeps the 2-norm. Source: Tang et al. 2021, and the scale of DeepSpeed's nccl.py.
 
     units: cover a, without gaps. a is not modified.
     """
