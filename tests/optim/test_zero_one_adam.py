@@ -36,9 +36,9 @@ MODELS = {seed: small_model(seed=seed) for seed in range(10)}
 """Made here: threads share torch's generator."""
 
 
-def make(group=None, dtype=torch.float64, seed=0, **settings):
+def make(group=None, dtype=torch.float64, seed=0, params=lambda model: model.parameters(), **settings):
     model = copy.deepcopy(MODELS[seed]).to(dtype)
-    return model, ZeroOneAdam(model.parameters(), group=group, **{**HYPER, **COUNTED, **settings})
+    return model, ZeroOneAdam(params(model), group=group, **{**HYPER, **COUNTED, **settings})
 
 
 def backward(model, optimizer, step, rank, factor=1.0):
@@ -67,18 +67,22 @@ def bits(*tensors):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("size", SIZES)
 def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
-    """Under a rate that rises, falls steeply and is 0 for a part of a round and for a whole one."""
+    """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
     steps = 40
 
-    def rate(step):
-        idle = step in (8, 16, 24, *range(27, 31))
-        return 0.0 if idle else 1e-2 * (step / 6 if step <= 6 else 1.0 if step <= 18 else 0.3)
+    def two_groups(model):
+        return [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": weight_decay / 2}]
+
+    def rate(at, step):
+        idle = step in (8, 16, 24, *range(27, 31)) or (at == 1 and step in range(31, 35))
+        return 0.0 if idle else 1e-2 * (step / 6 if step <= 6 else 1.0 if step <= 18 else 0.3) / (1 + at)
 
     def work(group):
-        model, optimizer = make(group, weight_decay=weight_decay)
+        model, optimizer = make(group, weight_decay=weight_decay, params=two_groups)
         start, gradients, seen = [p.detach().clone() for p in model.parameters()], [], []
         for step in range(1, steps + 1):
-            optimizer.param_groups[0]["lr"] = rate(step)
+            for at in (0, 1):
+                optimizer.param_groups[at]["lr"] = rate(at, step)
             backward(model, optimizer, step, group.rank)
             gradients.append([p.grad.clone() for p in model.parameters()])
             optimizer.step()
@@ -100,7 +104,7 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
     reference = ReferenceZeroOneAdam(
         flat_order(results[0][0]),
         size,
-        Hyper(HYPER["lr"], HYPER["betas"], 1e-8, weight_decay),
+        [Hyper(0.0, HYPER["betas"], 1e-8, weight_decay / (1 + at)) for at in (0, 0, 1, 1)],
         sync_step=syncs.__contains__,
         variance_step={1, 2, 3, 5}.__contains__,
         exchange=TwoPhase(units, units) if size > 1 else exact_mean,
@@ -113,8 +117,8 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
         floor=floor_of(block_units(optimizer.space.layout, 1)),
     )
     for step in range(steps):
-        for hyper in reference.hyper:
-            hyper.lr = rate(step + 1)
+        for at, hyper in zip((0, 0, 1, 1), reference.hyper, strict=True):
+            hyper.lr = rate(at, step + 1)
         reference.step([flat_order(gradients[step]) for _, gradients, _, _ in results])
         for rank, (_, _, seen, _) in enumerate(results):
             for got, expected in zip(flat_order(seen[step]), reference.x[rank], strict=True):
@@ -358,8 +362,8 @@ def test_a_nan_gradient_in_a_local_step_counts_as_zero_and_every_rank_learns_of_
         assert torch.equal(with_nan, with_zero)
 
 
-@pytest.mark.parametrize("at", [2, 3, 9, 22])
-def test_a_peer_lost_at_a_sync_leaves_the_survivors_as_they_were(at):
+@pytest.mark.parametrize(("at", "saving"), [(2, False), (3, False), (9, False), (22, False), (22, True)])
+def test_a_peer_lost_at_a_sync_or_a_save_leaves_the_survivors_as_they_were(at, saving):
     def work(group):
         model, optimizer = make(group, torch.float32)
         train(model, optimizer, at - 1, group.rank)
@@ -369,7 +373,7 @@ def test_a_peer_lost_at_a_sync_leaves_the_survivors_as_they_were(at):
             group.leave()
             return True
         with pytest.raises(PeerLost):
-            optimizer.step()
+            optimizer.state_dict() if saving else optimizer.step()
         after = snapshot(optimizer)
         return torch.equal(after[0], before[0]) and after[1:] == before[1:]
 
