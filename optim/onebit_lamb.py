@@ -181,7 +181,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
         moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
         if bool(moving_T.any()):
-            s.scaling_T.copy_(torch.where(moving_T, sizes_T.mean() / sizes_T, torch.ones_like(sizes_T)))
+            s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, torch.ones_like(sizes_T)))
 
     def stats(self) -> dict[str, Any]:
         """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""
