@@ -8,6 +8,7 @@
       +- Conflict             409
       |    +- JobOver, IdempotencyKeyReused, StaleAttempt   (jobs/errors.py)
       +- BodyTooLarge         413
+      +- UnsupportedMediaType 415  the body is not called JSON
       +- InvalidRequest       422  carries the problems, field by field
       +- Unavailable          503  the launcher or the database cannot answer now
 
@@ -80,6 +81,13 @@ class BodyTooLarge(ServiceError):
 
     status = 413
     code = "body_too_large"
+
+
+class UnsupportedMediaType(ServiceError):
+    """The request's body is not sent as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class InvalidRequest(ServiceError):

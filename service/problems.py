@@ -8,14 +8,15 @@ location tells the two apart and says what the field allows.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import JsonValue
 
+from thinwire.service.allowed import Schema, allowed, branches, resolve
 from thinwire.service.jobs.schemas import Problem
-
-Schema = Mapping[str, Any]
 
 LONGEST_VALUE = 200
 """Characters of a refused value that are shown back."""
@@ -58,7 +59,7 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
     where, *loc = error["loc"]
     if kind == "impossible":
         for found in context["problems"]:
-            yield Problem(path=found["path"], value=shown(found["value"]), message=f"must be {found['allowed']}")
+            yield _impossible(found["path"], found["value"], found["allowed"], error["input"])
         return
     if kind == "json_invalid":
         at = f", at character {loc[0]}" if loc else ""
@@ -71,19 +72,50 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
     value = None if kind == "missing" else shown(error["input"])
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
-        tags = ", ".join(_resolve(node, document).get("discriminator", {}).get("mapping", {}))
+        tags = ", ".join(resolve(node, document).get("discriminator", {}).get("mapping", {}))
         value = shown(context["tag"]) if "tag" in context else None
         yield Problem(path=".".join([*path, tag]), value=value, message=f"must be one of {tags}")
         return
     if kind == "extra_forbidden":
-        message = "there is no such field; allowed here: " + ", ".join(_resolve(parent, document).get("properties", {}))
+        message = _unknown_field(str(loc[-1]), list(resolve(parent, document).get("properties", {})))
     elif kind == "missing":
-        message = f"this field is required: {_allowed(node, document)}" if loc else "a JSON body is required"
-    elif _branches(node, document):
-        message = f"must be {_allowed(node, document)}"
-    else:
+        message = f"this field is required: {allowed(node, document)}" if loc else "a JSON body is required"
+    elif not loc:
+        message = "the body must be a mapping of fields, a JSON object"
+    elif kind in _OF_OUR_OWN or not (words := allowed(node, document)):
         message = error["msg"]
+    elif kind == "finite_number":
+        message = f"must be {words.replace('a number', 'a finite number')}"
+    else:
+        message = f"must be {words}"
     yield Problem(path=".".join(path), value=value, message=message)
+
+
+def _unknown_field(name: str, fields: Sequence[str]) -> str:
+    near = get_close_matches(name, fields, n=1)
+    guess = f"there is no such field; did you mean {near[0]}? Allowed" if near else "there is no such field; allowed"
+    return f"{guess} here: {', '.join(fields)}"
+
+
+def _impossible(path: str, value: JsonValue, words: str, body: object) -> Problem:
+    """A field that cannot stand beside others. Tells what was not written in `body` but is a default."""
+
+    def marked(match: re.Match[str]) -> str:
+        return match[0] if _written(match["path"], body) else f"{match[0]} (the default)"
+
+    message = "must be " + _EQUATION.sub(marked, words)
+    if not _written(path, body):
+        message += f"; {value} is the default"
+    return Problem(path=path, value=shown(value), message=message)
+
+
+def _written(path: str, body: object) -> bool:
+    """True where the body gives a value at `path`."""
+    for name in path.split("."):
+        if not isinstance(body, Mapping) or name not in body:
+            return False
+        body = body[name]
+    return True
 
 
 def _walk(loc: Sequence[str | int], body: Schema, document: Schema) -> tuple[list[str], Schema, Schema]:
@@ -92,11 +124,11 @@ def _walk(loc: Sequence[str | int], body: Schema, document: Schema) -> tuple[lis
     parent: Schema = {}
     node: Schema = body
     for part in loc:
-        node = _resolve(node, document)
+        node = resolve(node, document)
         tags = node.get("discriminator", {}).get("mapping", {})
         if part in tags:
             node = {"$ref": tags[part]}
-        elif not node or _branches(node, document):
+        elif not node or branches(node, document):
             break  # `part` names a branch of a union, or is inside of what may be any JSON
         else:
             path.append(str(part))
@@ -114,56 +146,6 @@ def _inside(node: Schema, part: str | int) -> Schema:
     return found if isinstance(found, Mapping) else {}
 
 
-def _resolve(node: Schema, document: Schema) -> Schema:
-    """The schema itself, behind references and behind 'or null'."""
-    while True:
-        if "$ref" in node:
-            target: Any = document
-            for name in node["$ref"].removeprefix("#/").split("/"):
-                target = target[name]
-            node = target
-            continue
-        some = [branch for branch in node.get("anyOf", ()) if branch.get("type") != "null"]
-        if len(some) == 1:
-            node = some[0]
-            continue
-        return node
-
-
-def _branches(node: Schema, document: Schema) -> list[Schema]:
-    """The branches of a union that has no tag; empty for anything else."""
-    node = _resolve(node, document)
-    return [] if "discriminator" in node else list(node.get("anyOf", ()))
-
-
-def _allowed(node: Schema, document: Schema) -> str:
-    """What a field allows, in words."""
-    node = _resolve(node, document)
-    if branches := _branches(node, document):
-        return ", or ".join(_allowed(branch, document) for branch in branches)
-    if "discriminator" in node:
-        return f"an object whose {node['discriminator']['propertyName']} is one of " + ", ".join(
-            node["discriminator"]["mapping"]
-        )
-    if "const" in node or "enum" in node:
-        return "one of " + ", ".join(str(value) for value in node.get("enum", [node.get("const")]))
-    noun = _NOUNS.get(node.get("type", ""), "a value")
-    bounds = [f"{words} {_plain(node[key])}" for key, words in _BOUNDS.items() if key in node]
-    return " ".join([noun, " and ".join(bounds)]).strip()
-
-
-def _plain(bound: float) -> str:
-    """A bound as a person writes it: 1000000000, not 1e+09 or 1000000000.0."""
-    return str(int(bound)) if bound == int(bound) else str(bound)
-
-
-_NOUNS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+_OF_OUR_OWN = frozenset({"value_error", "assertion_error"})
+"""Errors of validators that say in their own words what is wrong."""
+_EQUATION = re.compile(r"(?P<path>[a-z_]+(?:\.[a-z_]+)*) = [^\s,;:]+")

@@ -7,7 +7,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from thinwire.service.auth import job_or_operator, operator
-from thinwire.service.errors import BodyTooLarge, Forbidden, InvalidRequest, Unauthorized, Unavailable, documented
+from thinwire.service.errors import (
+    BodyTooLarge,
+    Forbidden,
+    InvalidRequest,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMediaType,
+    documented,
+)
 from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.schemas import History, Job, JobList, Logs, TargetGroup
 from thinwire.service.jobs.service import JobService
@@ -34,6 +42,17 @@ def _worker_reports(request: Request) -> WorkerReports:
     return reports
 
 
+def _json_body(request: Request) -> None:
+    """Dependency: a body is sent as JSON. `curl -d` says that it is a form. Raises UnsupportedMediaType."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
+        return
+    if not media and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return  # no body at all: that it is required is said better elsewhere
+    came = f"as {media}" if media else "without a Content-Type"
+    raise UnsupportedMediaType(f"the body came {came}: write the job as JSON and send Content-Type: application/json")
+
+
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
 Rank = Annotated[int, Path(ge=0, lt=4096)]
@@ -48,7 +67,12 @@ IdempotencyKey = Annotated[
 ]
 
 
-@operators.post("/jobs", status_code=202, responses=documented(IdempotencyKeyReused, BodyTooLarge))
+@operators.post(
+    "/jobs",
+    status_code=202,
+    dependencies=[Depends(_json_body)],
+    responses=documented(IdempotencyKeyReused, BodyTooLarge, UnsupportedMediaType),
+)
 def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
     """Accept a training job. It is written down before the answer, and started soon after."""
     job = jobs.submit(spec, idempotency_key)

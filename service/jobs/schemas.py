@@ -28,7 +28,7 @@ class Job(BaseModel):
     workers: int = Field(0, description="workers whose registration has not run out")
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
     run_dir: str = Field(description="the job's folder: checkpoints, history, summary, picture")
-    dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard")
+    dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard, while there is one")
 
 
 class JobList(BaseModel):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
-import stat
 from collections.abc import Callable
 
 from sqlalchemy.exc import IntegrityError
@@ -18,18 +16,19 @@ from sqlalchemy.orm import Session
 
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest, Unavailable
+from thinwire.service.errors import Unavailable
+from thinwire.service.jobs.data_file import check_data
 from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.schemas import History, Job, JobList, Logs, Problem
+from thinwire.service.jobs.schemas import History, Job, JobList, Logs
 from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import job_json, record, transition
 from thinwire.service.jobs.views import event_view, job_view, submission_id
-from thinwire.service.launch.protocol import Launcher, LauncherError
+from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
 from thinwire.workers.reports import Sample
-from thinwire.workers.spec import TextFile, TrainSpec
+from thinwire.workers.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class JobService:
         earlier = self._earlier(idempotency_key, digest)
         if earlier is not None:
             return earlier
-        _check_data(spec)
+        check_data(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
@@ -87,7 +86,7 @@ class JobService:
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
         logger.info("job_accepted job_id=%s steps=%d optimizer=%s", row.id, spec.steps, spec.optimizer.name)
         self._wake()
-        return self._view(row, workers=0)
+        return self._view(row, workers=0, page=False)
 
     def list(self, limit: int, state: JobState | None) -> JobList:
         """The newest jobs."""
@@ -96,7 +95,10 @@ class JobService:
             jobs = JobRepository(session)
             rows = jobs.newest(limit, state)
             workers = jobs.count_live_leases([row.id for row in rows], now)
-        return JobList(jobs=[self._view(row, workers.get(row.id, 0)) for row in rows])
+        # Whether the pages of jobs that are over are still there is a question to the cluster for each.
+        return JobList(
+            jobs=[self._view(row, workers.get(row.id, 0), page=not JobState(row.state).terminal) for row in rows]
+        )
 
     def get(self, job_id: str) -> Job:
         """One job. Raises JobNotFound."""
@@ -104,7 +106,7 @@ class JobService:
         with self._db.read() as session:
             row = _found(session, job_id)
             workers = JobRepository(session).count_live_leases([job_id], now)
-        return self._view(row, workers.get(job_id, 0))
+        return self._view(row, workers.get(job_id, 0), page=self._has_page(row))
 
     def cancel(self, job_id: str) -> Job:
         """Ask for the job's end; asking again changes nothing. Raises JobNotFound, JobOver."""
@@ -204,8 +206,18 @@ class JobService:
             return None
         return row
 
-    def _view(self, row: JobRow, workers: int) -> Job:
-        return job_view(row, workers, self._folders.of(row.id).path, self._launcher.dashboard_url)
+    def _has_page(self, row: JobRow) -> bool:
+        """False where the job's cluster went and took the job's page in the dashboard with it."""
+        if not JobState(row.state).terminal:
+            return True
+        if self._launcher_reason() is not None:
+            return False
+        said = self._launcher.status(submission_id(row.id, row.attempt)).state
+        return said not in (LaunchState.ABSENT, LaunchState.UNKNOWN)
+
+    def _view(self, row: JobRow, workers: int, *, page: bool) -> Job:
+        url = self._launcher.dashboard_url(submission_id(row.id, row.attempt)) if page else None
+        return job_view(row, workers, self._folders.of(row.id).path, url)
 
 
 def _found(session: Session, job_id: str) -> JobRow:
@@ -213,31 +225,3 @@ def _found(session: Session, job_id: str) -> JobRow:
     if row is None:
         raise JobNotFound(job_id)
     return row
-
-
-def _check_data(spec: TrainSpec) -> None:
-    """Refuse a data file that this machine cannot read. Raises InvalidRequest."""
-    if not isinstance(spec.data, TextFile):
-        return
-    path = spec.data.path
-    impossible = "\0" in path or not os.path.isabs(path)
-    wrong = "must be an absolute path" if impossible else _unreadable(path)
-    if wrong:
-        raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])
-
-
-def _unreadable(path: str) -> str | None:
-    """Why this machine cannot read text from `path`; None where it can."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return "there is no such file on the service's machine"
-    except OSError as error:
-        return f"the service cannot reach this file: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
-        return "must be a regular file, not a folder or a device"
-    if not os.access(path, os.R_OK):
-        return "the service may not read this file; change its permissions, or name another"
-    if found.st_size == 0:
-        return "the file is empty; training needs text"
-    return None

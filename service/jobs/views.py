@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,8 +17,8 @@ def submission_id(job_id: str, attempt: int) -> str:
     return job_id if attempt == 1 else f"{job_id}-attempt{attempt}"
 
 
-def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: Callable[[str], str | None]) -> Job:
-    """The job as GET /v1/jobs/{id} shows it. dashboard_url: from a submission id."""
+def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> Job:
+    """The job as GET /v1/jobs/{id} shows it. dashboard_url: None where there is no page to look at."""
     sample = row.newest_sample["sample"] if row.newest_sample else None
     validation = row.newest_validation["sample"]["validation_loss"] if row.newest_validation else None
     state = JobState(row.state)
@@ -39,7 +38,7 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: Callable[[
         workers=workers,
         summary=row.summary,
         run_dir=str(run_dir),
-        dashboard_url=dashboard_url(submission_id(row.id, row.attempt)) if submitted else None,
+        dashboard_url=dashboard_url if submitted else None,
     )
 
 

@@ -106,7 +106,7 @@ def test_a_key_that_cannot_be_stored_is_refused(service: Service, key: str) -> N
 
 def test_a_repeated_key_finds_its_job_after_the_data_file_has_gone(service: Service, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
-    text.write_text("a" * 1000)
+    text.write_text("a" * 10_000)
     body = spec(data={"source": "text-file", "path": str(text)})
     first = service.client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"}).json()
     text.unlink()
@@ -166,7 +166,7 @@ def test_cancel_before_submission_launches_nothing(service: Service) -> None:
 
 @pytest.mark.parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED])
 def test_cancel_of_a_finished_job_is_a_conflict_that_says_its_state(service: Service, end: LaunchState) -> None:
-    job_id = service.running()
+    job_id = service.running(workers={"max_restarts": 0})
     service.launcher.put(job_id, end)
     service.turn()
     answer = service.client.post(f"/v1/jobs/{job_id}/cancel")

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from thinwire.service.jobs.schemas import ErrorBody
 from thinwire.service.limits import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
+from thinwire.workers.data.batches import Batches, validation_windows
+from thinwire.workers.data.corpus import DataError, load_corpus
+from thinwire.workers.spec import TextFile
 
 ONEBIT = {"name": "onebit_adam"}
 FIELDS = st.sampled_from(
@@ -20,12 +23,32 @@ FIELDS = st.sampled_from(
 )
 
 CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
-    ("unknown field", {"stepz": 1}, "stepz", 1, "no such field; allowed here: name, seed, steps"),
+    ("unknown field", {"stepz": 1}, "stepz", 1, "no such field; did you mean steps? Allowed here: name, seed, steps"),
+    ("near to a field", {"globalbatch": 8}, "globalbatch", 8, "did you mean global_batch?"),
+    (
+        "near in a tagged union",
+        {"optimizer": {**ONEBIT, "weightdecay": 1}},
+        "optimizer.weightdecay",
+        1,
+        "weight_decay?",
+    ),
     ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, device"),
     ("unknown in a tagged union", {"optimizer": {**ONEBIT, "foo": 1}}, "optimizer.foo", 1, "warmup"),
-    ("wrong type", {"steps": "many"}, "steps", "many", "valid integer"),
-    ("below", {"workers": {"min": 0, "max": 1}}, "workers.min", 0, "greater than or equal to 1"),
-    ("in a tuple", {"optimizer": {**ONEBIT, "betas": [0.9, 2]}}, "optimizer.betas.1", 2, "less than 1"),
+    ("wrong type", {"steps": "many"}, "steps", "many", "must be a whole number at least 1 and at most 1000000000"),
+    (
+        "below",
+        {"workers": {"min": 0, "max": 1}},
+        "workers.min",
+        0,
+        "must be a whole number at least 1 and at most 4096",
+    ),
+    (
+        "in a tuple",
+        {"optimizer": {**ONEBIT, "betas": [0.9, 2]}},
+        "optimizer.betas.1",
+        2,
+        "must be a number above 0 and below 1",
+    ),
     (
         "a union that has no tag",
         {"optimizer": {**ONEBIT, "warmup": 1.5}},
@@ -37,13 +60,33 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("unknown tag", {"optimizer": {"name": "adamw"}}, "optimizer.name", "adamw", "one of adam, lamb, onebit_adam"),
     ("no tag", {"optimizer": {}}, "optimizer.name", None, "one of adam, lamb, onebit_adam"),
     ("unknown source", {"data": {"source": "s3"}}, "data.source", "s3", "one of python-stdlib, text-file"),
-    ("missing in a union", {"data": {"source": "text-file"}}, "data.path", None, "required: text"),
+    ("missing in a union", {"data": {"source": "text-file"}}, "data.path", None, "required: text that is not empty"),
     ("min above max", {"workers": {"min": 3, "max": 2}}, "workers.min", 3, "at most workers.max = 2"),
     ("warm-up past the end", {"optimizer": {**ONEBIT, "warmup": 100}}, "optimizer.warmup", 100, "fewer than steps"),
     ("batch too small", {"workers": {"max": 9}}, "global_batch", 8, "at least one window a worker"),
     ("width and heads", {"recipe": {"width": 100, "heads": 6}}, "recipe.width", 100, "a multiple of recipe.heads"),
-    ("bad name", {"name": "../x"}, "name", "../x", "pattern"),
-    ("not an object", {"workers": 3}, "workers", 3, "object"),
+    (
+        "bad name",
+        {"name": "../x"},
+        "name",
+        "../x",
+        "lower-case letters, digits, dots and dashes, beginning and ending with",
+    ),
+    ("a fraction", {"steps": 2.5}, "steps", 2.5, "must be a whole number at least 1 and at most 1000000000"),
+    ("no mapping", {"workers": 3}, "workers", 3, "must be a mapping of fields, such as {min: 1, max: 1}"),
+    ("no tagged mapping", {"optimizer": "adam"}, "optimizer", "adam", "must be a mapping of fields whose name is one"),
+    ("one literal", {"recipe": {"name": "bert"}}, "recipe.name", "bert", "must be one of gpt"),
+    ("literals", {"lr_schedule": {"decay": "x"}}, "lr_schedule.decay", "x", "must be one of cosine, constant"),
+    ("a short list", {"optimizer": {**ONEBIT, "betas": [0.9]}}, "optimizer.betas.1", None, "required: a number above"),
+    (
+        "no list",
+        {"optimizer": {**ONEBIT, "betas": 3}},
+        "optimizer.betas",
+        3,
+        "must be a list of 2: a number at least 0",
+    ),
+    ("against a default", {"workers": {"min": 2}}, "workers.min", 2, "must be at most workers.max = 1 (the default)"),
+    ("a default against a field", {"recipe": {"heads": 5}}, "recipe.width", 192, "heads = 5; 192 is the default"),
     ("relative path", {"data": {"source": "text-file", "path": "a.txt"}}, "data.path", "a.txt", "absolute"),
     ("missing file", {"data": {"source": "text-file", "path": "/no/such"}}, "data.path", "/no/such", "no such file"),
     ("a folder", {"data": {"source": "text-file", "path": "/usr"}}, "data.path", "/usr", "regular file"),
@@ -93,7 +136,7 @@ def test_a_missing_required_field_says_what_it_wants(service: Service) -> None:
     [
         (b"{", 'not JSON: Expecting property name enclosed in double quotes, at character 1"'),
         (b"", "a JSON body is required"),
-        (b"[1]", "object"),
+        (b"[1]", "must be a mapping of fields, a JSON object"),
         (b"\xff", ""),
     ],
 )
@@ -108,6 +151,41 @@ def test_values_that_json_cannot_hold_are_shown_as_text(service: Service) -> Non
     answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
     assert {problem["path"] for problem in answer.json()["problems"]} == {"steps", "name"}
+
+
+def test_what_is_not_finite_is_told_by_field(service: Service) -> None:
+    content = b'{"steps": 8, "global_batch": 8, "optimizer": {"name": "adam", "lr": NaN}}'
+    answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    (problem,) = answer.json()["problems"]
+    assert problem == {"path": "optimizer.lr", "value": "nan", "message": "must be a finite number above 0"}
+
+
+@pytest.mark.parametrize(
+    ("media", "content"),
+    [
+        ("application/x-www-form-urlencoded", b'{"steps": 1}'),
+        ("application/yaml", b"steps: 1"),
+        ("text/plain", b"x"),
+        (None, b"{}"),
+    ],
+)
+def test_a_body_that_is_not_called_json_is_told_what_to_send(
+    service: Service, media: str | None, content: bytes
+) -> None:
+    headers = {} if media is None else {"Content-Type": media}
+    answer = service.client.post("/v1/jobs", content=content, headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["code"] == "unsupported_media_type"
+    assert "send Content-Type: application/json" in answer.json()["message"]
+    assert (media or "without a Content-Type") in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "media", ["application/json; charset=utf-8", "Application/JSON", "application/merge-patch+json"]
+)
+def test_every_kind_of_json_is_taken(service: Service, media: str) -> None:
+    content = json.dumps(spec()).encode()
+    assert service.client.post("/v1/jobs", content=content, headers={"Content-Type": media}).status_code == 202
 
 
 def test_a_long_value_is_not_sent_back_whole(service: Service) -> None:
@@ -127,6 +205,37 @@ def test_an_empty_data_file_is_refused(service: Service, tmp_path: Path) -> None
     empty.touch()
     answer = service.client.post("/v1/jobs", json=spec(data={"source": "text-file", "path": str(empty)}))
     assert "empty" in answer.json()["problems"][0]["message"]
+
+
+def test_a_data_file_that_is_too_short_for_the_context_is_refused_with_the_sizes(
+    service: Service, tmp_path: Path
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_bytes(b"x" * 1000)
+    answer = service.client.post("/v1/jobs", json=spec(data={"source": "text-file", "path": str(text)}))
+    (problem,) = answer.json()["problems"]
+    assert problem["path"] == "data.path"
+    for words in ("1000 bytes", "900 for training", "100 for validation", "at least 129", "recipe.context = 128"):
+        assert words in problem["message"]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("size", [10, 17, 85, 170, 171])
+def test_a_data_file_is_refused_exactly_where_the_workers_would(
+    service: Service, tmp_path: Path, size: int, fraction: float
+) -> None:
+    context, text = 16, tmp_path / "text"
+    text.write_bytes(b"x" * size)
+    data = {"source": "text-file", "path": str(text), "validation_fraction": fraction}
+    answer = service.client.post("/v1/jobs", json=spec(data=data, recipe={"context": context}))
+    try:
+        corpus = load_corpus(TextFile.model_validate(data))
+        Batches(corpus.train, context, 8, seed=0)
+        validation_windows(corpus.validation, context, 1)
+    except DataError:
+        assert answer.status_code == 422
+    else:
+        assert answer.status_code == 202
 
 
 def test_query_parameters_are_told_by_name(service: Service) -> None:
