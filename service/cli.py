@@ -21,7 +21,16 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from thinwire.service import commands
-from thinwire.service.client import AmbiguousId, Client, ClientError, Rejected, Unreachable, WrongEnvironment, home
+from thinwire.service.client import (
+    AmbiguousId,
+    Client,
+    ClientError,
+    NotFound,
+    Rejected,
+    Unreachable,
+    WrongEnvironment,
+    home,
+)
 from thinwire.service.config import Settings
 from thinwire.service.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.service.jobs.schemas import Job, JobList
@@ -169,6 +178,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     """
     with Client() as client:
         job = client.resolve(job_id)
+        resumed = [] if as_json else [event for event in client.events(job.id) if event.kind == "resumed"]
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return
@@ -183,6 +193,9 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         took = seconds_text((job.finished_at - since).total_seconds())
         rows.append(("finished", f"{_when(job.finished_at.timestamp())}, after {took}"))
     rows.append(("attempt", str(job.attempt)))
+    if resumed:
+        steps = ", ".join(str(event.step) for event in resumed)
+        rows.append(("restarts", f"{len(resumed)}, from the checkpoint of step {steps}"))
     rows.append(("workers", str(job.workers)))
     if job.progress:
         rows.append(("step", f"{job.progress.step} of {job.spec.steps}, {job.progress.phase}"))
@@ -278,10 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves by SystemExit with the exit code. arguments: default is sys.argv[1:]."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
+        _complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
-    except (JobFileError, AmbiguousId, WrongEnvironment) as error:
+    except (JobFileError, AmbiguousId, NotFound, WrongEnvironment) as error:
         _complain(str(error))
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:

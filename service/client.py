@@ -29,12 +29,15 @@ import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.service.config import Settings
+from thinwire.service.files import unusable_home
 from thinwire.service.jobs.schemas import ErrorBody, History, Job, JobList, Logs, Problem
+from thinwire.workers.reports import Event
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+_BEYOND_ALL_STEPS = 10**9
 _TRY_AGAIN = frozenset({502, 503, 504})
 
 
@@ -118,7 +121,12 @@ def home() -> Path:
 def server_of(home: Path) -> Server:
     """The server that serves this home, as its server.json says. Raises Unreachable where there is none."""
     server_file, token_file = home / "server.json", home / "token"
-    text = _read(server_file)
+    try:
+        text = _text(server_file)
+    except OSError as error:
+        raise Unreachable(unusable_home(home, error)) from error
+    except ValueError as error:
+        raise Unreachable(f"{server_file} is not readable ({error}): start the server again") from error
     if not text:
         raise Unreachable(
             f"no control plane serves {home} (it has no server.json): start one with `thinwire serve`, "
@@ -181,24 +189,29 @@ class Client:
         """The job's log from character `offset` on."""
         return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
 
-    def history(self, job_id: str) -> History:
-        """Every sample and event of the job."""
-        return self._call("GET", _path(job_id, "metrics"), History)
+    def history(self, job_id: str, after_step: int = -1) -> History:
+        """Every sample above `after_step` and every event of the job."""
+        return self._call("GET", _path(job_id, "metrics"), History, params={"after_step": str(after_step)})
+
+    def events(self, job_id: str) -> list[Event]:
+        """Every event of the job, in order of time."""
+        return self.history(job_id, after_step=_BEYOND_ALL_STEPS).events
 
     def resolve(self, prefix: str) -> Job:
         """The job whose ID is, or alone begins with, `prefix`. Raises NotFound, AmbiguousId."""
-        if prefix:
-            try:
-                return self.job(prefix)
-            except NotFound:
-                pass  # it may be the beginning of an ID
-        found = [job for job in self.jobs(limit=1000) if prefix and job.id.startswith(prefix)]
+        if not prefix:
+            raise NotFound(404, "not_found", "the ID is empty: `thinwire jobs` lists the IDs", [])
+        try:
+            return self.job(prefix)
+        except NotFound:
+            pass  # it may be the beginning of an ID
+        found = [job for job in self.jobs(limit=1000) if job.id.startswith(prefix)]
         if not found:
             raise NotFound(404, "not_found", f"no job has an ID that begins with {prefix!r}: see `thinwire jobs`", [])
         if len(found) > 1:
             ids = ", ".join(job.id for job in found[:5])
             raise AmbiguousId(f"{len(found)} jobs have an ID that begins with {prefix!r}: {ids}; give more of it")
-        return found[0]
+        return self.job(found[0].id)  # a list says less of a job
 
     def not_ready(self) -> str | None:
         """None when the service takes jobs, else its reason. Raises Unreachable where nobody answers at all."""
@@ -264,11 +277,17 @@ def _path(job_id: str, *rest: str) -> str:
 def _read(path: Path) -> str:
     """The file's text without white space around it; empty where there is no such file. Raises Unreachable."""
     try:
+        return _text(path)
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{path} cannot be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    """The same. Raises OSError, ValueError."""
+    try:
         return path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError) as error:
-        raise Unreachable(f"{path} cannot be read: {error}") from error
 
 
 def _error_body(response: httpx.Response) -> ErrorBody:

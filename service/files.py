@@ -34,3 +34,11 @@ def private_folder(path: Path) -> Path:
     """The folder, made with mode 0700 where it is missing. A folder that exists keeps its mode. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
+
+
+def unusable_home(home: Path, error: OSError) -> str:
+    """Why the home folder cannot be used and what to do, for a person."""
+    if os.path.isfile(home):  # unlike Path.is_file, no error for a folder that may not be searched
+        return f"{home} cannot be the home: it is a file, not a folder: set THINWIRE_HOME to a folder you can write"
+    why = error.strerror or str(error)
+    return f"the home folder {home} cannot be used: {why}: set THINWIRE_HOME to a folder you can write"

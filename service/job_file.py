@@ -7,8 +7,9 @@ YAML is read as its JSON subset: a date stays text, 1e-3 is a number, a key give
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import yaml
 from pydantic import JsonValue
 
 from thinwire.service.jobs.schemas import Problem
+
+LARGEST_FILE_BYTES = 1 << 20
+"""What the service takes as the body of a request."""
 
 
 class JobFileError(Exception):
@@ -25,21 +29,29 @@ class JobFileError(Exception):
 def read_job_file(path: Path) -> dict[str, JsonValue]:
     """The object in the file. Raises JobFileError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            size = max(path.stat().st_size, len(content))
+            raise JobFileError(f"{path} has {size} bytes; a job file may have at most {LARGEST_FILE_BYTES}")
+        text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise JobFileError(f"{path} cannot be read: {reason}") from error
     try:
         found = yaml.load(text, Loader=_JsonLikeLoader)
         # What JSON cannot carry must fail here with the file's name, not in the middle of a request.
+        problems = list(_not_json(found, ""))
+        if problems:
+            raise JobFileError(f"{path} holds what JSON cannot carry: {'; '.join(problems)}")
         document: JsonValue = json.loads(json.dumps(found, allow_nan=False))
     except yaml.YAMLError as error:
         raise JobFileError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise JobFileError(f"{path} holds a value that JSON cannot carry: {error}") from error
     if not isinstance(document, dict):
-        kind = "nothing" if document is None else f"a {type(document).__name__}"
-        raise JobFileError(f"{path} holds {kind}; a job is an object: see examples/quickstart.yaml")
+        kind = _KINDS[type(document)]
+        raise JobFileError(f"{path} holds {kind}, not a mapping of fields: see examples/quickstart.yaml")
     return document
 
 
@@ -52,6 +64,30 @@ def explain_rejection(path: Path, message: str, problems: Sequence[Problem]) -> 
         value = "" if problem.value is None else f" = {json.dumps(problem.value)}"
         lines.append(f"  {problem.path or '(the whole file)'}{value}: {problem.message}")
     return JobFileError("\n".join(lines))
+
+
+def _not_json(value: object, path: str) -> Iterator[str]:
+    """What JSON has no word for, as 'optimizer.lr = nan: must be a finite number'."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _not_json(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _not_json(inner, f"{path}.{index}".lstrip("."))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{path or 'the file'} = {value}: must be a finite number"
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        yield f"{path or 'the file'} is of YAML type {type(value).__name__}: must be text, a number, true or false"
+
+
+_KINDS: dict[type, str] = {
+    type(None): "nothing",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+}
 
 
 class _JsonLikeLoader(yaml.SafeLoader):

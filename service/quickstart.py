@@ -22,8 +22,9 @@ from rich.status import Status
 from thinwire.service.child_server import ChildServer
 from thinwire.service.client import Client, ClientError, Rejected, Unreachable, server_of
 from thinwire.service.config import default_home
+from thinwire.service.files import unusable_home
 from thinwire.service.interrupts import Interrupts
-from thinwire.service.job_file import explain_rejection, read_job_file
+from thinwire.service.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.service.jobs.schemas import Job
 from thinwire.service.jobs.states import JobState
 from thinwire.service.launch.protocol import LauncherError
@@ -94,6 +95,8 @@ class _Quickstart:
             raise
 
     def _run(self) -> None:
+        if not self._file.exists():
+            raise JobFileError(f"{self._file} is not in {Path.cwd()}: run it in the clone, or name a file with --file")
         spec = read_job_file(self._file)
         _check_installed(self._launcher)
         if self._client.alive():
@@ -143,7 +146,10 @@ class _Quickstart:
 
     def _start_server(self) -> None:
         with self._interrupts.deferred():
-            self._child = ChildServer(self._home, self._launcher)
+            try:
+                self._child = ChildServer(self._home, self._launcher)
+            except OSError as error:
+                raise QuickstartError(unusable_home(self._home, error)) from error
         self.say(f"Starting a control plane for {self._home}; its log is {self._child.log}.")
 
     def _wait_until_ready(self) -> None:

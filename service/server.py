@@ -7,6 +7,7 @@ file makes it the only one: the lock is the kernel's and ends with the process, 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -23,7 +24,7 @@ import uvicorn
 from thinwire.service.auth import TokenFileError
 from thinwire.service.config import Settings
 from thinwire.service.db import DatabaseUnusable
-from thinwire.service.files import private_folder, write_private
+from thinwire.service.files import private_folder, unusable_home, write_private
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.launch.registry import make_launcher
 from thinwire.service.main import ControlPlane, create_app
@@ -59,8 +60,10 @@ def serve(
                 plane.db.upgrade()
             except DatabaseUnusable as error:
                 raise ServeRefused(str(error)) from error
-            except (TokenFileError, OSError) as error:
+            except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
+            except OSError as error:
+                raise ServeRefused(unusable_home(settings.home, error)) from error
             config = uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=OPEN_REQUESTS_S
             )
@@ -138,7 +141,7 @@ def _only_server(settings: Settings) -> Iterator[None]:
         private_folder(settings.home)
         descriptor = os.open(settings.home / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}; set THINWIRE_HOME") from error
+        raise ServeRefused(unusable_home(settings.home, error)) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +178,10 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ServeRefused(f"cannot listen on {host} port {port}: {error}; port 0 finds a free one") from error
+        hint = "port 0 finds a free one"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            hint = "name an address of this machine, such as 127.0.0.1"
+        raise ServeRefused(f"cannot listen on {host} port {port}: {error.strerror or error}; {hint}") from error
     return listener
 
 

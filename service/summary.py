@@ -95,14 +95,20 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _what(summary: Summary) -> Text:
-    text = Text(f"{summary.parameters:,} parameters, {summary.world_size} workers, {summary.steps} steps, ")
+    text = Text(f"{summary.parameters:,} parameters, {_workers(summary.world_size)}, {summary.steps} steps, ")
     if summary.frozen_at is None:
         text.append("nothing was compressed, ")
+    elif not summary.payload_bytes.sent:
+        text.append(f"variance frozen after step {summary.frozen_at}, nothing was sent, ")
     else:
         text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
     if summary.replicas_bit_equal:
         return text.append("replicas bit-equal at the end")
     return text.append("REPLICAS DIFFER AT THE END", "bold red")
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _losses(loss: Losses) -> Table:

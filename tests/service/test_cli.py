@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +18,13 @@ import typer
 import yaml
 from control_plane_harness import sample, spec, wait_until
 from live_service import SUMMARY, LiveService, live_service
+from rich.console import Console
 
 from thinwire.service import cli, commands, watch
 from thinwire.service.client import server_of
 from thinwire.service.job_file import JobFileError, read_job_file
 from thinwire.service.launch.protocol import LaunchState
-from thinwire.service.summary import SummaryError, read_summary
+from thinwire.service.summary import SummaryError, read_summary, summary_table
 from thinwire.workers.spec import TrainSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -102,9 +106,13 @@ def test_a_refused_file_lists_path_value_and_what_is_allowed(
     [
         ("steps: 1\nname: [", "line 2"),
         ("steps: 1\nsteps: 2\n", "steps is given twice, first in line 1"),
-        ("[1, 2]", "a job is an object"),
-        ("", "a job is an object"),
-        ("steps: .nan", "JSON"),
+        ("[1, 2]", "holds a list, not a mapping of fields"),
+        ("", "holds nothing, not a mapping of fields"),
+        ("just words", "holds text, not a mapping of fields"),
+        ("steps: .nan", "steps = nan: must be a finite number"),
+        ("optimizer: {betas: [0.9, .inf]}", "optimizer.betas.1 = inf: must be a finite number"),
+        ("name: !!binary aGVsbG8=", "name is of YAML type bytes"),
+        ("x: " + "y" * (1 << 20), "has 1048579 bytes; a job file may have at most 1048576"),
         ("? [a]\n: 1", "a key must be text"),
     ],
 )
@@ -281,7 +289,7 @@ def test_an_unknown_id_is_an_error_without_a_traceback(
     thinwire: Callable[..., Run], live: LiveService, command: str
 ) -> None:
     run = thinwire(command, "nobody")
-    assert run.code == 1
+    assert run.code == 2
     assert run.out == ""
     assert "'nobody'" in run.err
 
@@ -291,6 +299,109 @@ def test_a_prefix_of_several_ids_is_bad_input(thinwire: Callable[..., Run], live
     run = thinwire("show", "quickstart-"[:5])
     assert run.code == 2
     assert "2 jobs" in run.err
+
+
+def test_an_empty_id_is_bad_input_with_words_of_its_own(thinwire: Callable[..., Run], live: LiveService) -> None:
+    run = thinwire("show", "")
+    assert run.code == 2
+    assert "the ID is empty" in run.err
+
+
+def test_show_counts_the_restarts(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    assert "\nrestarts" not in thinwire("show", job_id).out
+    live.service.post(job_id, events=[{"kind": "resumed", "step": step, "time": float(step)} for step in (40, 60)])
+    assert "2, from the checkpoint of step 40, 60" in thinwire("show", job_id).out
+
+
+def test_show_gives_no_link_to_a_ray_that_is_gone(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.service.launcher, "dashboard_url", lambda submission: f"http://ray/#/jobs/{submission}")
+    job_id = live.service.running()
+    live.finish(job_id)
+    assert "dashboard" in thinwire("show", job_id).out
+    live.service.launcher.lose(job_id)
+    assert "dashboard" not in thinwire("show", job_id).out
+
+
+def test_a_token_without_a_url_is_said_to_be_unused(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "THINWIRE_TOKEN" not in thinwire("jobs").err
+    monkeypatch.setenv("THINWIRE_TOKEN", "another")
+    run = thinwire("jobs")
+    assert run.code == 0
+    assert "THINWIRE_TOKEN is not used, because THINWIRE_URL is not set" in run.err
+
+
+@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
+def test_a_home_that_is_a_file_is_said_in_one_line(
+    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
+) -> None:
+    home.touch()
+    run = thinwire(*command)
+    assert run.code == 1
+    (line,) = run.err.splitlines()
+    assert "it is a file, not a folder: set THINWIRE_HOME to a folder you can write" in line
+
+
+@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
+def test_a_home_below_a_file_is_said_in_one_line(
+    thinwire: Callable[..., Run], home: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    home.touch()
+    monkeypatch.setenv("THINWIRE_HOME", str(home / "below"))
+    run = thinwire(*command)
+    assert run.code == 1
+    (line,) = run.err.splitlines()
+    assert line.endswith("cannot be used: Not a directory: set THINWIRE_HOME to a folder you can write")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake")])
+def test_a_home_that_may_not_be_written_is_said_in_one_line(
+    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
+) -> None:
+    home.mkdir(mode=0o500)
+    run = thinwire(*command)
+    assert run.code == 1
+    (line,) = run.err.splitlines()
+    assert line.endswith("cannot be used: Permission denied: set THINWIRE_HOME to a folder you can write")
+
+
+def test_the_quickstart_away_from_the_clone_says_what_to_name(
+    thinwire: Callable[..., Run], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = thinwire("quickstart")
+    assert run.code == 2
+    assert "run it in the clone, or name a file with --file" in run.err
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "hint"),
+    [("192.0.2.1", "0", "name an address of this machine"), ("127.0.0.1", "taken", "port 0 finds a free one")],
+)
+def test_serve_hints_at_what_is_wrong_with_where_it_listens(
+    thinwire: Callable[..., Run], home: Path, host: str, port: str, hint: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1]) if port == "taken" else port
+        run = thinwire("serve", "--launcher", "fake", "--host", host, "--port", port)
+    assert run.code == 1
+    assert hint in run.err
+    assert ("port 0 finds" in run.err) == ("port 0 finds" in hint)
+
+
+def test_the_summary_of_one_worker_says_that_nothing_was_sent() -> None:
+    alone = json.loads(json.dumps(SUMMARY)) | {"world_size": 1}
+    alone["payload_bytes"] = dict.fromkeys(alone["payload_bytes"], 0)
+    alone["compression_ratio"] = {"compressed_phase": None, "overall": None}
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(read_summary(alone)))
+    assert " 1 worker, " in out.getvalue()
+    assert "momentum compressed" not in out.getvalue()
 
 
 @pytest.mark.parametrize("command", [("jobs",), ("show", "x"), ("watch", "x"), ("logs", "x", "-f"), ("cancel", "x")])
