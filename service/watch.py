@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -23,7 +23,8 @@ from thinwire.service.client import Client, Unreachable
 from thinwire.service.jobs.schemas import Job
 from thinwire.service.jobs.states import JobState
 from thinwire.service.quantities import bytes_text, loss_text, ratio_text, seconds_text
-from thinwire.workers.reports import Sample
+from thinwire.service.restarts import Restarts
+from thinwire.workers.reports import Event, Sample
 
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
@@ -39,11 +40,21 @@ class View:
     job: Job | None = None
     unreachable: str | None = None
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
+    restarts: Restarts = field(default_factory=Restarts)
+    stalled: bool = False
+    """It is RUNNING without a live worker, and the last answer brought no new sample: its figures are old."""
 
-    def saw(self, job: Job) -> None:
-        """Take a new answer of the service."""
+    def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
+        """Take a new answer of the service. Returns what has happened since the last one, a line each."""
+        earlier = self.job.progress if self.job is not None else None
+        to_go = job.progress is None or job.progress.step < job.spec.steps
+        self.stalled = job.state is JobState.RUNNING and job.workers == 0 and to_go and job.progress == earlier
         self.unreachable = None
         self.job = job
+        self._measure(job)
+        return self.restarts.saw(job, events)
+
+    def _measure(self, job: Job) -> None:
         sample = job.progress
         if sample is None:
             return
@@ -84,10 +95,15 @@ def watch(
     with context:
         while True:
             on_poll()
+            news: list[str] = []
             try:
-                view.saw(client.job(job_id))
+                # The events first: what they tell is then part of the job that is shown.
+                events = client.events(job_id)
+                news = view.saw(client.job(job_id), events)
             except Unreachable as error:
                 view.unreachable = str(error)
+            for line in news:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             if live:
                 live.update()
             if lines:
@@ -110,10 +126,12 @@ def progress_line(view: View) -> str:
     if job is None:
         return "waiting for the first answer"
     if job.progress is None:
-        return _standing(job)
+        return _standing(view, job)
     figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
     line = "  ".join([f"step {job.progress.step}/{job.spec.steps}", *figures])
-    return f"{line}  {_standing(job)}" if job.state.terminal else f"{line}  ETA {_eta(view.eta_s())}"
+    if job.state.terminal or view.stalled:
+        return f"{line}  {_standing(view, job)}"
+    return f"{line}  ETA {_eta(view.eta_s())}"
 
 
 class _Lines:
@@ -127,7 +145,7 @@ class _Lines:
     def update(self) -> None:
         job = self._view.job
         phase = job.progress.phase if job and job.progress else None
-        now = (job and job.state, job and job.attempt, phase, self._view.unreachable is None)
+        now = (job and job.state, job and job.attempt, phase, self._view.unreachable is None, self._view.stalled)
         if now != self._shown or self._clock() >= self._due_s:
             self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
             self._console.print(progress_line(self._view), markup=False, highlight=False, soft_wrap=True)
@@ -172,8 +190,8 @@ def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
         rows.append(_table(job, sample))
     if view.unreachable is not None:
         rows.append(Text(f"control plane not reachable, waiting ({view.unreachable})", "yellow"))
-    elif sample is None or job.reason:
-        words = _standing(job)
+    elif sample is None or job.reason or view.stalled:
+        words = _standing(view, job)
         if job.state.terminal:
             rows.append(Text(words, _STYLES[job.state]))
         else:
@@ -188,7 +206,7 @@ def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
         Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
         ProgressBar(total=job.spec.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
         Text(f"step {sample.step}/{job.spec.steps}"),
-        Text("" if job.state.terminal else f"ETA {_eta(view.eta_s())}", "dim"),
+        Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
     )
     return grid
 
@@ -215,9 +233,9 @@ def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
     ]
 
 
-def _standing(job: Job) -> str:
-    """Where a job stands that has no figures to show."""
-    words = _WAITING.get(job.state)
+def _standing(view: View, job: Job) -> str:
+    """Where a job stands that has no figures to show, or only old ones."""
+    words = NO_WORKERS if view.stalled else _WAITING.get(job.state)
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
 
 
@@ -225,6 +243,7 @@ def _eta(eta_s: float | None) -> str:
     return "-" if eta_s is None else seconds_text(eta_s)
 
 
+NO_WORKERS = "waiting for Ray to start the workers (20 to 60 s; longer while other jobs hold its CPUs)"
 _WAITING = {
     JobState.SUBMITTING: "being handed to Ray",
     JobState.PENDING: "Ray starts the job's driver and its workers, which takes 20 to 60 s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,8 +13,8 @@ from rich.console import Console
 from thinwire.service.client import Client, NotFound, Unreachable
 from thinwire.service.jobs.schemas import Job
 from thinwire.service.jobs.states import JobState
-from thinwire.service.watch import LINE_EVERY_S, View, watch
-from thinwire.workers.reports import Sample
+from thinwire.service.watch import LINE_EVERY_S, NO_WORKERS, View, watch
+from thinwire.workers.reports import Event, Sample
 from thinwire.workers.spec import TrainSpec
 
 SPEC = TrainSpec.model_validate({"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}})
@@ -34,16 +34,22 @@ def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: 
             world_size=2,
             time=1000.0 + 2.0 * step,
         )
+    changes = {"workers": 2 if sample else 0, **changes}
     known = {"id": "job-1", "name": "job", "attempt": 1, "created_at": datetime.now(UTC), "run_dir": "/r", **changes}
     return Job(state=state, spec=SPEC, progress=sample, validation_loss=3.5 if sample else None, **known)
 
 
 class ScriptedClient(Client):
-    """Answers one item of a script a poll: a job, or an error to raise."""
+    """Answers one item of a script a poll: a job, or an error to raise; and the events up to that poll."""
 
-    def __init__(self, script: Sequence[Job | Exception]) -> None:
+    def __init__(self, script: Sequence[Job | Exception], events: Mapping[int, Sequence[Event]] | None = None) -> None:
         super().__init__()
         self._script: Iterator[Job | Exception] = iter(script)
+        self._events, self._polls = events or {}, 0
+
+    def events(self, job_id: str) -> list[Event]:
+        self._polls += 1
+        return [event for poll, known in self._events.items() if poll <= self._polls for event in known]
 
     def job(self, job_id: str) -> Job:
         answer = next(self._script)
@@ -65,10 +71,15 @@ class Time:
         self.now_s += seconds
 
 
-def watched(script: Sequence[Job | Exception], *, terminal: bool = False) -> tuple[Job, str]:
+def watched(
+    script: Sequence[Job | Exception],
+    *,
+    terminal: bool = False,
+    events: Mapping[int, Sequence[Event]] | None = None,
+) -> tuple[Job, str]:
     out, time = io.StringIO(), Time()
     console = Console(file=out, force_terminal=terminal, width=110, color_system=None, emoji=False, markup=False)
-    with ScriptedClient(script) as client:
+    with ScriptedClient(script, events) as client:
         ended = watch(client, "job-1", console, clock=time, sleep=time.sleep)
     return ended, out.getvalue()
 
@@ -160,3 +171,61 @@ def test_a_resumed_attempt_measures_its_speed_anew() -> None:
 def test_a_second_attempt_shows() -> None:
     _, text = watched([job(step=5, attempt=2), END], terminal=True)
     assert "attempt 2" in text
+
+
+def event(kind: str, step: int) -> Event:
+    return Event(kind=kind, step=step, time=1000.0 + step)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_restart_is_told_once_when_it_comes(terminal: bool) -> None:
+    events = {1: [event("job_submitting", 0), event("resumed", 10)], 3: [event("resumed", 44)]}
+    _, text = watched([job(step=50), job(step=55), job(step=45), job(step=46), END], events=events, terminal=terminal)
+    assert text.count("worker lost: resumed from step 44") == 1
+    assert "from step 10" not in text  # it was before the watch
+
+
+def test_a_restart_of_an_elastic_job_is_not_called_a_loss() -> None:
+    elastic = SPEC.model_copy(update={"workers": SPEC.workers.model_copy(update={"max": 2})})
+    script = [one.model_copy(update={"spec": elastic}) for one in (job(step=5), job(step=6), END)]
+    _, text = watched(script, events={2: [event("resumed", 4)]})
+    assert "workers restarted: resumed from step 4" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_further_attempt_is_told_and_its_own_resume_is_no_loss(terminal: bool) -> None:
+    events = {
+        1: [event("job_submitting", 0)],
+        2: [event("job_submitting", 60)],
+        3: [event("resumed", 61)],
+        4: [event("resumed", 62)],
+    }
+    later = [job(JobState.SUBMITTING, 60, attempt=2), *(job(step=step, attempt=2) for step in (62, 63)), END]
+    _, text = watched([job(step=60), *later], events=events, terminal=terminal)
+    assert text.count("attempt 2: resumes from the newest checkpoint") == 1
+    assert text.count("attempt 2: resumed from step 61") == 1
+    assert text.count("worker lost: resumed from step 62") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_workers_and_samples_there_is_no_eta_but_what_is_waited_for(terminal: bool) -> None:
+    gone = job(step=30, workers=0)
+    _, text = watched([job(step=30), gone, gone, END], terminal=terminal)
+    assert NO_WORKERS in " ".join(text.split()) if terminal else NO_WORKERS in text
+
+
+def test_figures_are_old_only_without_a_worker_and_without_a_new_sample() -> None:
+    view = View(started_s=0.0)
+    for answer, stalled in (
+        (job(), True),
+        (job(workers=2), False),
+        (job(step=5), False),
+        (job(step=5), False),
+        (job(step=6, workers=0), False),  # the service was away, and the leases ran out
+        (job(step=6, workers=0), True),
+        (job(JobState.CANCELLING, 6, workers=0), False),
+        (job(step=100, workers=0), False),
+        (job(step=100, workers=0), False),  # it only has to end
+    ):
+        view.saw(answer)
+        assert view.stalled == stalled, answer
