@@ -451,6 +451,24 @@ def test_batches_without_any_gradient_before_the_first_real_one_are_safe():
     assert 0 < max(run_threads(2, work)) < 10 * HYPER["lr"]
 
 
+def test_gradients_that_cancel_before_there_is_a_variance_move_nothing():
+    """Their mean is zero, so there is no scale yet, while each rank's update is not."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32)
+        before = optimizer.space.p_N.clone()
+        for _ in range(3):
+            for p in model.parameters():
+                a, b = torch.randint(-3, 4, (2, *p.shape), generator=torch.Generator().manual_seed(1)).float()
+                p.grad = (a, b, -a - b)[group.rank]
+            optimizer.step()
+        assert torch.equal(optimizer.space.p_N, before)
+        train(model, optimizer, 10, group.rank)
+        return float((optimizer.space.p_N - before).abs().max())
+
+    assert 0 < max(run_threads(3, work)) < 10 * 20 * HYPER["lr"]
+
+
 class Embedder(torch.nn.Module):
     """Rows that are never, late and always used; a bias whose true gradient is zero (added before a softmax)."""
 
