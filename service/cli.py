@@ -1,7 +1,7 @@
 """The command `thinwire`: a thin layer over the client of the REST API.
 
-Every expected error ends as one message on stderr: exit code 2 for input that must be changed, 1 for the rest, 130
-for Ctrl-C. Tables go to stdout, and so does --json, for programs.
+Every expected error ends as one message on stderr: exit code 2 for input that must be changed, a file or an ID; 1 for
+the rest, 130 for Ctrl-C. Tables go to stdout, and so does --json, for programs.
 """
 
 from __future__ import annotations

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import typer
-import yaml
+from command_line import Run
 from control_plane_harness import sample, spec, wait_until
-from live_service import SUMMARY, LiveService, live_service
+from live_service import SUMMARY, LiveService
 from rich.console import Console
 
 from thinwire.service import cli, commands, watch
@@ -28,48 +26,6 @@ from thinwire.service.summary import SummaryError, read_summary, summary_table
 from thinwire.workers.spec import TrainSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-class Run:
-    """One call of the command line, in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
-        with pytest.raises(SystemExit) as left:
-            cli.main(arguments)
-        self.code = left.value.code
-        self.out, self.err = capsys.readouterr()
-        assert "Traceback" not in self.err
-
-
-@pytest.fixture
-def thinwire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """`thinwire("jobs", "--json")` runs it; commands that a call joins do not outlive the test."""
-    monkeypatch.setattr(cli, "FOLLOW_POLL_S", 0.02)
-    monkeypatch.setattr(watch, "POLL_S", 0.02)
-    monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
-    monkeypatch.setattr(cli.app, "registered_groups", list(cli.app.registered_groups))
-    return lambda *arguments: Run(capsys, arguments)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("THINWIRE_URL", "THINWIRE_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("THINWIRE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def live(home: Path) -> Iterator[LiveService]:
-    with live_service(home) as started:
-        yield started
-
-
-@pytest.fixture
-def job_file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(spec()))
-    return path
 
 
 def test_submit_prints_the_id_alone_to_stdout(thinwire: Callable[..., Run], live: LiveService, job_file: Path) -> None:
@@ -85,51 +41,6 @@ def test_submit_makes_a_new_job_each_time_unless_it_has_a_key(
     assert thinwire("submit", str(job_file)).out != thinwire("submit", str(job_file)).out
     keyed = ("submit", str(job_file), "--idempotency-key", "k1")
     assert thinwire(*keyed).out == thinwire(*keyed).out
-
-
-def test_a_refused_file_lists_path_value_and_what_is_allowed(
-    thinwire: Callable[..., Run], live: LiveService, job_file: Path
-) -> None:
-    job_file.write_text(yaml.safe_dump(spec(steps=-3, workers={"min": "many"}) | {"stepz": 3}))
-    run = thinwire("submit", str(job_file))
-    assert run.code == 2
-    assert run.out == ""
-    lines = run.err.splitlines()
-    assert any("steps = -3" in line and "1" in line for line in lines)
-    assert any('workers.min = "many"' in line for line in lines)
-    assert any("stepz = 3" in line and "global_batch" in line for line in lines)
-    assert live.service.client.get("/v1/jobs").json()["jobs"] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("steps: 1\nname: [", "line 2"),
-        ("steps: 1\nsteps: 2\n", "steps is given twice, first in line 1"),
-        ("[1, 2]", "holds a list, not a mapping of fields"),
-        ("", "holds nothing, not a mapping of fields"),
-        ("just words", "holds text, not a mapping of fields"),
-        ("steps: .nan", "steps = nan: must be a finite number"),
-        ("optimizer: {betas: [0.9, .inf]}", "optimizer.betas.1 = inf: must be a finite number"),
-        ("name: !!binary aGVsbG8=", "name is of YAML type bytes"),
-        ("x: " + "y" * (1 << 20), "has 1048579 bytes; a job file may have at most 1048576"),
-        ("? [a]\n: 1", "a key must be text"),
-    ],
-)
-def test_a_file_that_is_no_job_is_refused_before_anything_is_asked(
-    thinwire: Callable[..., Run], home: Path, job_file: Path, text: str, said: str
-) -> None:
-    job_file.write_text(text)
-    run = thinwire("submit", str(job_file))
-    assert run.code == 2
-    assert str(job_file) in run.err
-    assert said in run.err
-
-
-def test_a_missing_file_is_bad_input(thinwire: Callable[..., Run], home: Path) -> None:
-    run = thinwire("submit", "no/such.yaml")
-    assert run.code == 2
-    assert "no/such.yaml cannot be read: No such file" in run.err
 
 
 def test_yaml_is_read_as_its_json_subset(tmp_path: Path) -> None:
@@ -284,29 +195,6 @@ def test_cancel_asks_for_the_end_once(thinwire: Callable[..., Run], live: LiveSe
     assert "is over: CANCELLED" in run.err
 
 
-@pytest.mark.parametrize("command", ["show", "watch", "logs", "cancel"])
-def test_an_unknown_id_is_an_error_without_a_traceback(
-    thinwire: Callable[..., Run], live: LiveService, command: str
-) -> None:
-    run = thinwire(command, "nobody")
-    assert run.code == 2
-    assert run.out == ""
-    assert "'nobody'" in run.err
-
-
-def test_a_prefix_of_several_ids_is_bad_input(thinwire: Callable[..., Run], live: LiveService) -> None:
-    live.service.submit(), live.service.submit()
-    run = thinwire("show", "quickstart-"[:5])
-    assert run.code == 2
-    assert "2 jobs" in run.err
-
-
-def test_an_empty_id_is_bad_input_with_words_of_its_own(thinwire: Callable[..., Run], live: LiveService) -> None:
-    run = thinwire("show", "")
-    assert run.code == 2
-    assert "the ID is empty" in run.err
-
-
 def test_show_counts_the_restarts(thinwire: Callable[..., Run], live: LiveService) -> None:
     job_id = live.service.running()
     assert "\nrestarts" not in thinwire("show", job_id).out
@@ -325,75 +213,6 @@ def test_show_gives_no_link_to_a_ray_that_is_gone(
     assert "dashboard" not in thinwire("show", job_id).out
 
 
-def test_a_token_without_a_url_is_said_to_be_unused(
-    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "THINWIRE_TOKEN" not in thinwire("jobs").err
-    monkeypatch.setenv("THINWIRE_TOKEN", "another")
-    run = thinwire("jobs")
-    assert run.code == 0
-    assert "THINWIRE_TOKEN is not used, because THINWIRE_URL is not set" in run.err
-
-
-@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
-def test_a_home_that_is_a_file_is_said_in_one_line(
-    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
-) -> None:
-    home.touch()
-    run = thinwire(*command)
-    assert run.code == 1
-    (line,) = run.err.splitlines()
-    assert "it is a file, not a folder: set THINWIRE_HOME to a folder you can write" in line
-
-
-@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
-def test_a_home_below_a_file_is_said_in_one_line(
-    thinwire: Callable[..., Run], home: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    home.touch()
-    monkeypatch.setenv("THINWIRE_HOME", str(home / "below"))
-    run = thinwire(*command)
-    assert run.code == 1
-    (line,) = run.err.splitlines()
-    assert line.endswith("cannot be used: Not a directory: set THINWIRE_HOME to a folder you can write")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake")])
-def test_a_home_that_may_not_be_written_is_said_in_one_line(
-    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
-) -> None:
-    home.mkdir(mode=0o500)
-    run = thinwire(*command)
-    assert run.code == 1
-    (line,) = run.err.splitlines()
-    assert line.endswith("cannot be used: Permission denied: set THINWIRE_HOME to a folder you can write")
-
-
-def test_the_quickstart_away_from_the_clone_says_what_to_name(
-    thinwire: Callable[..., Run], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = thinwire("quickstart")
-    assert run.code == 2
-    assert "run it in the clone, or name a file with --file" in run.err
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "hint"),
-    [("192.0.2.1", "0", "name an address of this machine"), ("127.0.0.1", "taken", "port 0 finds a free one")],
-)
-def test_serve_hints_at_what_is_wrong_with_where_it_listens(
-    thinwire: Callable[..., Run], home: Path, host: str, port: str, hint: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1]) if port == "taken" else port
-        run = thinwire("serve", "--launcher", "fake", "--host", host, "--port", port)
-    assert run.code == 1
-    assert hint in run.err
-    assert ("port 0 finds" in run.err) == ("port 0 finds" in hint)
-
-
 def test_the_summary_of_one_worker_says_that_nothing_was_sent() -> None:
     alone = json.loads(json.dumps(SUMMARY)) | {"world_size": 1}
     alone["payload_bytes"] = dict.fromkeys(alone["payload_bytes"], 0)
@@ -402,28 +221,6 @@ def test_the_summary_of_one_worker_says_that_nothing_was_sent() -> None:
     Console(file=out, width=120).print(summary_table(read_summary(alone)))
     assert " 1 worker, " in out.getvalue()
     assert "momentum compressed" not in out.getvalue()
-
-
-@pytest.mark.parametrize("command", [("jobs",), ("show", "x"), ("watch", "x"), ("logs", "x", "-f"), ("cancel", "x")])
-def test_without_a_server_every_command_says_how_to_start_one(
-    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
-) -> None:
-    run = thinwire(*command)
-    assert run.code == 1
-    assert "thinwire serve" in run.err
-
-
-def test_a_wrong_token_is_said(thinwire: Callable[..., Run], live: LiveService) -> None:
-    (live.home / "token").write_text("wrong\n")
-    run = thinwire("jobs")
-    assert run.code == 1
-    assert "token" in run.err
-
-
-def test_serve_refuses_wrong_settings(thinwire: Callable[..., Run], home: Path) -> None:
-    run = thinwire("serve", "--port", "70000")
-    assert run.code == 2
-    assert "port = 70000" in run.err
 
 
 def test_serve_runs_until_asked_to_end(
