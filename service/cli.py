@@ -38,6 +38,7 @@ from thinwire.service.jobs.states import JobState
 from thinwire.service.launch.protocol import LauncherError
 from thinwire.service.quantities import loss_text, seconds_text
 from thinwire.service.quickstart import QuickstartError, run_quickstart
+from thinwire.service.restarts import RESUMED
 from thinwire.service.summary import SummaryError, read_summary, summary_table
 from thinwire.service.watch import outcome, watch
 
@@ -178,7 +179,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     """
     with Client() as client:
         job = client.resolve(job_id)
-        resumed = [] if as_json else [event for event in client.events(job.id) if event.kind == "resumed"]
+        resumed = [] if as_json else client.events(job.id, [RESUMED])
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,13 +189,14 @@ class Client:
         """The job's log from character `offset` on."""
         return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
 
-    def history(self, job_id: str, after_step: int = -1) -> History:
-        """Every sample above `after_step` and every event of the job."""
-        return self._call("GET", _path(job_id, "metrics"), History, params={"after_step": str(after_step)})
+    def history(self, job_id: str) -> History:
+        """Every sample and event of the job."""
+        return self._call("GET", _path(job_id, "metrics"), History)
 
-    def events(self, job_id: str) -> list[Event]:
-        """Every event of the job, in order of time."""
-        return self.history(job_id, after_step=_BEYOND_ALL_STEPS).events
+    def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
+        """The job's events of these kinds, in order of time."""
+        params: dict[str, str | list[str]] = {"after_step": str(_BEYOND_ALL_STEPS), "event_kind": list(kinds)}
+        return self._call("GET", _path(job_id, "metrics"), History, params=params).events
 
     def resolve(self, prefix: str) -> Job:
         """The job whose ID is, or alone begins with, `prefix`. Raises NotFound, AmbiguousId."""
@@ -232,7 +233,7 @@ class Client:
         answer: type[Answer],
         body: Mapping[str, JsonValue] | None = None,
         headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
     ) -> Answer:
         server = self._find()
         auth = {"Authorization": f"Bearer {server.token}"}
@@ -256,7 +257,7 @@ class Client:
         path: str,
         body: Mapping[str, JsonValue] | None = None,
         headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
     ) -> httpx.Response:
         try:
             return self._http.request(

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from thinwire.service.jobs.schemas import Job
 from thinwire.workers.reports import Event
 
+SUBMITTING, RESUMED = "job_submitting", "resumed"
+KINDS = (SUBMITTING, RESUMED)
+"""The events that tell of restarts."""
+
 
 @dataclass(slots=True)
 class Restarts:
@@ -18,7 +22,7 @@ class Restarts:
     _attempt: int = 1
 
     def saw(self, job: Job, events: Sequence[Event]) -> list[str]:
-        """The news, a line each. events: all of the job's, in order of time."""
+        """The news, a line each. events: the job's of KINDS, in order of time."""
         resumes = _resumes(job, events)
         if self._known is None:
             self._known, self._attempt = len(resumes), job.attempt
@@ -38,10 +42,10 @@ def _resumes(job: Job, events: Sequence[Event]) -> list[str]:
     # Ray Train also starts the workers anew to change their number.
     cause = "worker lost" if job.spec.workers.min == job.spec.workers.max else "workers restarted"
     for event in events:
-        if event.kind == "job_submitting":
+        if event.kind == SUBMITTING:
             attempt += 1
             begun = attempt == 1
-        elif event.kind == "resumed":
+        elif event.kind == RESUMED:
             lines.append(f"{cause if begun else f'attempt {attempt}'}: resumed from step {event.step}")
             begun = True
     return lines

@@ -23,7 +23,7 @@ from thinwire.service.client import Client, Unreachable
 from thinwire.service.jobs.schemas import Job
 from thinwire.service.jobs.states import JobState
 from thinwire.service.quantities import bytes_text, loss_text, ratio_text, seconds_text
-from thinwire.service.restarts import Restarts
+from thinwire.service.restarts import KINDS, Restarts
 from thinwire.workers.reports import Event, Sample
 
 POLL_S = 1.0
@@ -98,7 +98,7 @@ def watch(
             news: list[str] = []
             try:
                 # The events first: what they tell is then part of the job that is shown.
-                events = client.events(job_id)
+                events = client.events(job_id, KINDS)
                 news = view.saw(client.job(job_id), events)
             except Unreachable as error:
                 view.unreachable = str(error)

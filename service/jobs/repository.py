@@ -96,9 +96,11 @@ class JobRepository:
         query = select(SampleRow.sample).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
         return self.session.scalars(query.order_by(SampleRow.step)).all()
 
-    def events(self, job_id: str) -> Sequence[EventRow]:
-        """All events of the job, in order of time."""
+    def events(self, job_id: str, kinds: Sequence[str] | None = None) -> Sequence[EventRow]:
+        """The events of the job, all or those of some kinds, in order of time."""
         query = select(EventRow).where(EventRow.job_id == job_id).order_by(EventRow.time, EventRow.id)
+        if kinds is not None:
+            query = query.where(EventRow.kind.in_(kinds))
         return self.session.scalars(query).all()
 
     # leases

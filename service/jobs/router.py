@@ -107,9 +107,17 @@ def logs(job_id: str, jobs: Jobs, offset: Annotated[int, Query(ge=0, le=LARGEST_
 
 
 @operators.get("/jobs/{job_id}/metrics", responses=documented(JobNotFound))
-def history(job_id: str, jobs: Jobs, after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1) -> History:
-    """Every sample that the job has posted, in order of step; `after_step` leaves out what is known already."""
-    return jobs.history(job_id, after_step)
+def history(
+    job_id: str,
+    jobs: Jobs,
+    after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1,
+    event_kind: Annotated[list[str] | None, Query(max_length=20)] = None,
+) -> History:
+    """Every sample that the job has posted, in order of step; `after_step` leaves out what is known already.
+
+    All its events too, in order of time; only those of a kind where `event_kind` names some.
+    """
+    return jobs.history(job_id, after_step, event_kind)
 
 
 @operators.get("/metrics/targets", tags=["metrics"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -122,13 +122,17 @@ class JobService:
         self._wake()
         return self.get(job_id)
 
-    def history(self, job_id: str, after_step: int) -> History:
-        """The samples above a step in order of step, and all events in order of time. Raises JobNotFound."""
+    def history(self, job_id: str, after_step: int, event_kinds: Sequence[str] | None = None) -> History:
+        """The samples above a step in order of step, and the events in order of time. Raises JobNotFound.
+
+        event_kinds: only these; None for all.
+        """
         with self._db.read() as session:
             _found(session, job_id)
             jobs = JobRepository(session)
             samples = [Sample.model_validate(sample) for sample in jobs.samples(job_id, after_step)]
-            return History(job_id=job_id, samples=samples, events=[event_view(row) for row in jobs.events(job_id)])
+            events = [event_view(row) for row in jobs.events(job_id, event_kinds)]
+            return History(job_id=job_id, samples=samples, events=events)
 
     def logs(self, job_id: str, offset: int) -> Logs:
         """Log text of the current attempt from `offset` on. Raises JobNotFound, Unavailable.

@@ -223,6 +223,20 @@ def test_history_is_in_order_of_step_and_can_go_on_after_a_step(service: Service
     assert [one["step"] for one in service.client.get(url, params={"after_step": 2}).json()["samples"]] == [3]
 
 
+def test_history_can_be_of_some_kinds_of_events_alone(service: Service) -> None:
+    job_id = service.running()
+    service.post(job_id, events=[{"kind": kind, "step": 1, "time": 1.0} for kind in ("resumed", "checkpoint_saved")])
+    url = f"/v1/jobs/{job_id}/metrics"
+
+    def kinds(*asked: str) -> set[str]:
+        found = service.client.get(url, params={"event_kind": list(asked)}).json()["events"]
+        return {event["kind"] for event in found}
+
+    assert kinds("resumed") == {"resumed"}
+    assert kinds("resumed", "job_running") == {"resumed", "job_running"}
+    assert {"checkpoint_saved", "resumed", "job_pending"} <= kinds()
+
+
 def test_history_tells_the_moves_of_the_job_in_order_of_time(service: Service) -> None:
     job_id = service.running()
     service.client.post(f"/v1/jobs/{job_id}/cancel")

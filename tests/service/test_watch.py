@@ -47,7 +47,7 @@ class ScriptedClient(Client):
         self._script: Iterator[Job | Exception] = iter(script)
         self._events, self._polls = events or {}, 0
 
-    def events(self, job_id: str) -> list[Event]:
+    def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
         self._polls += 1
         return [event for poll, known in self._events.items() if poll <= self._polls for event in known]
 
