@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Lamb, OneBitLamb
 from thinwire.optim.reference import Hyper, ReferenceLamb, ReferenceOneBitLamb, ReferenceSgd
@@ -16,8 +17,8 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 
 def model(dtype=torch.float64, seed=0):
     """Whole bytes only: the reference has no dead elements, so both cut the same blocks."""
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)).to(dtype)
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))  # noqa: E731
+    return seeded(seed, layers).to(dtype)
 
 
 def gradients(net, optimizer, step, rank):
@@ -111,8 +112,8 @@ def test_sgd_equals_the_literal_one_and_torch(size):
 
 def test_replicas_are_bit_equal_and_the_compressed_phase_sends_one_bit_a_value():
     def work(group):
-        torch.manual_seed(group.rank)
-        net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
+        layers = (torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
+        net = torch.nn.Sequential(*layers)  # each rank its own start: the constructor makes them equal
         optimizer = OneBitLamb(net.parameters(), lr=1e-2, warmup=4, group=group)
         sent = []
         for step in range(1, 9):
@@ -134,8 +135,8 @@ def test_a_layer_that_never_moved_and_one_at_zero_neither_explode_nor_die():
     """A dead layer has no size to be scaled to (elsewhere a division by zero); a zero bias must start to move."""
 
     def work(group):
-        torch.manual_seed(0)
-        net = torch.nn.ModuleDict({"used": torch.nn.Linear(8, 8), "late": torch.nn.Linear(8, 8)})
+        layers = lambda: torch.nn.ModuleDict({"used": torch.nn.Linear(8, 8), "late": torch.nn.Linear(8, 8)})  # noqa: E731
+        net = seeded(0, layers)
         torch.nn.init.zeros_(net["used"].bias)
         optimizer = OneBitLamb(net.parameters(), lr=1e-2, warmup=20, group=group)
         late_at_freeze, moves = net["late"].weight.detach().clone(), []

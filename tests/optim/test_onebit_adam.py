@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.optim.seeded import seeded
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.optim.schedule import Phase, Wire, onebit_adam_plan
@@ -14,8 +15,8 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.01}
 
 
 def small_model(dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)).to(dtype)
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3))  # noqa: E731
+    return seeded(seed, layers).to(dtype)
 
 
 MODEL = small_model()
@@ -173,7 +174,6 @@ class Embedder(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.table = torch.nn.Embedding(64, 16)
         self.head = torch.nn.Linear(16, 8)
         self.shift = torch.nn.Parameter(torch.zeros(1))
@@ -188,7 +188,7 @@ def test_t13_rows_without_variance_at_the_freeze_neither_explode_nor_die(size):
     lr, warmup = 1e-2, 30
 
     def work(group):
-        model = Embedder()
+        model = seeded(0, Embedder)
         optimizer = OneBitAdam(model.parameters(), lr=lr, betas=(0.9, 0.99), warmup=warmup, group=group)
         generator = torch.Generator().manual_seed(group.rank)
         early, late, others, untouched_before = 0.0, 0.0, 0.0, None

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam
 from thinwire.optim.stability import PASSES, VarianceStability, Verdict
@@ -80,8 +81,7 @@ def test_the_evidence_stays_bounded_and_keeps_the_whole_span():
 
 
 def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 2))
+    return seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 2)))
 
 
 def train(net, optimizer, rank, first, last):
