@@ -96,6 +96,7 @@ def _resume(training: Training, checkpoints: CheckpointFolder, meter: Meter) -> 
 def _save(training: Training, checkpoints: CheckpointFolder, meter: Meter, reporter: Reporter, step: int) -> None:
     """Write a checkpoint of `step`. A disk that refuses is reported and the run goes on; the older ones are intact."""
     with meter.part("checkpoint"):
+        training.optimizer.prepare_to_save()
         if not replicas_bit_equal(training.optimizer, training.group):
             raise ReplicasDiffer(
                 f"replicas are not bit-equal at step {step}; this is a defect of thinwire or of a machine's memory. "

@@ -1,4 +1,4 @@
-"""The same model from the same seed, also when several ranks build theirs at once: torch's global rng is one for all."""
+"""The same model from the same seed, also when ranks build theirs at once: the rng of torch is one for all threads."""
 
 import threading
 from collections.abc import Callable
