@@ -204,7 +204,9 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
     if warmup is not None and warmup >= spec.steps:
         found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))
     if isinstance(spec.optimizer, _Freezing) and spec.steps < 2:
-        found.append(("steps", spec.steps, "at least 2: one uncompressed and one compressed"))
+        found.append(
+            ("steps", spec.steps, "at least 2 with optimizer.warmup = auto: one uncompressed step and one compressed")
+        )
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))
