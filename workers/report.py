@@ -181,10 +181,8 @@ def _draw_losses(axes: Axes, samples: Sequence[Sample]) -> None:
             marker="o",
             markersize=4.5,
             clip_on=False,
-            label="validation",
+            label=f"validation, last {validation[-1][1]:.2f}",
         )
-        step, loss = validation[-1]
-        axes.annotate(f"{loss:.2f}", (step, loss), (-4, -15), textcoords="offset points", ha="right", color=_VALIDATION)
     axes.set_ylabel("loss (nats per byte)", fontsize=11)
 
 

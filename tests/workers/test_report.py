@@ -165,7 +165,8 @@ def test_picture_shows_losses_bytes_and_the_warmup() -> None:
     for axes in (upper, lower):
         (shade,) = axes.patches
         assert (shade.get_x(), shade.get_width()) == (0, 5)
-    assert [text.get_text() for text in upper.texts] == ["0.25", "warm-up ends, freeze at step 5"]
+    assert validation.get_label() == "validation, last 0.25"
+    assert [text.get_text() for text in upper.texts] == ["warm-up ends, freeze at step 5"]
     assert "32.0x" in upper.figure.get_suptitle()
 
 
