@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _PREFIX = "step-"
+_NAME = re.compile(r"step-(\d{8,})")
+"""Whatever else lies in the folder, a copy or a note of its owner, is not a checkpoint and is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,8 @@ class CheckpointFolder:
         return state
 
     def _steps(self) -> list[int]:
-        names = [entry.name for entry in self.path.glob(f"{_PREFIX}*")] if self.path.exists() else []
-        return sorted(int(name.removeprefix(_PREFIX)) for name in names)
+        names = [entry.name for entry in self.path.iterdir()] if self.path.exists() else []
+        return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
     def _defect(self, step: int) -> str | None:
         folder = self.path / f"{_PREFIX}{step:08d}"

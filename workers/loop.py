@@ -74,7 +74,9 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
                 logger.info("phase_change step=%d stats=%s", step, training.optimizer.stats())
         if saving:
             _save(training, checkpoints, meter, reporter, step)
-    return _summary(training, meter, run) if group.rank == 0 else {}
+    with meter.part("control"):
+        equal = replicas_bit_equal(training.optimizer, group)
+    return _summary(training, meter, run, equal) if group.rank == 0 else {}
 
 
 def _resume(training: Training, checkpoints: CheckpointFolder, meter: Meter) -> int:
@@ -116,13 +118,13 @@ def _save(training: Training, checkpoints: CheckpointFolder, meter: Meter, repor
     reporter.event("checkpoint_saved", step, path=str(path))
 
 
-def _summary(training: Training, meter: Meter, run: Run) -> dict[str, JsonValue]:
-    """What summary.json says. The last checkpoint's comparison has shown that the replicas are bit-equal."""
+def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -> dict[str, JsonValue]:
+    """What summary.json says. `replicas_equal`: as compared at the end, not as the last checkpoint found them."""
     return report.summarise(
         history.read(run.directory / history.FILE_NAME),
         parameters=training.optimizer.space.layout.num_live,
         frozen_at=training.optimizer.frozen_at,
-        replicas_bit_equal=True,
+        replicas_bit_equal=replicas_equal,
         checkpoint_bytes=meter.sent_bytes["checkpoint"],
         control_bytes=meter.sent_bytes["control"] + meter.sent_bytes["evaluation"],
         seconds={**meter.seconds, "total": time.time() - run.created_at},

@@ -189,6 +189,7 @@ def test_zero_one_adam_sends_nothing_after_a_round_of_learning_rate_zero():
         start(), 2, Hyper(lr=0.0), sync_step=always, variance_step=never, exchange=exchange
     )
     run(reference, 3, 2)
+    assert_same(reference.x[0], start())
 
 
 def test_momentum_after_a_round_is_the_gradient_that_was_constant_in_it_decay_or_not():

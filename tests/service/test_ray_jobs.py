@@ -139,7 +139,9 @@ def test_a_submit_waits_for_the_agent_of_a_young_head():
 
 @pytest.mark.parametrize("answer", [httpx.Response(200, json={"stopped": False}), httpx.Response(404, text="no")])
 def test_stopping_what_is_over_or_absent_is_a_success(answer):
-    client(lambda _: answer).stop("sub-1")
+    asked = []
+    client(lambda request: asked.append(request.url.path) or answer).stop("sub-1")
+    assert asked == ["/api/jobs/sub-1/stop"]
 
 
 def test_stop_and_logs_raise_when_ray_is_away():

@@ -59,6 +59,15 @@ def test_a_write_that_was_cut_short_is_not_a_checkpoint(folder):
     assert not partial.exists()
 
 
+def test_what_is_no_checkpoint_is_left_alone(folder):
+    save(folder, 10)
+    for name in ("step-abc", "step-00000010.copy", "notes"):
+        (folder.path / name).mkdir()
+    save(folder, 20, 30)
+    assert folder.newest_whole() == 30
+    assert {p.name for p in folder.path.iterdir()} >= {"step-abc", "step-00000010.copy", "notes"}
+
+
 def test_a_checkpoint_that_holds_code_is_not_loaded(folder):
     save(folder, 10)
     torch.save({"model": print}, folder.path / "step-00000010" / "state.pt")
