@@ -13,7 +13,7 @@ from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.lamb_math import LambHyper
-from thinwire.optim.optimizer import FlatOptimizer, adam_defaults, refuse_out_of_range
+from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults, refuse_out_of_range
 from thinwire.optim.schedule import StepPlan, dense_plan
 from thinwire.optim.segments import tensor_segments
 from thinwire.optim.state import Replicated, Scratch
@@ -31,7 +31,8 @@ class AdamState:
 class Adam(FlatOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
-    Arguments as in torch.optim.AdamW; group: the ranks (None: the default group, or this process alone).
+    Arguments as in torch.optim.AdamW; group: the ranks (None: the default group, or this process alone);
+    max_grad_norm, non_finite: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -44,8 +45,11 @@ class Adam(FlatOptimizer[AdamState]):
         weight_decay: float = 0.0,
         *,
         group: Group | None = None,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
-        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), group=group)
+        defaults = adam_defaults(lr, betas, eps, weight_decay)
+        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -59,7 +63,7 @@ class Adam(FlatOptimizer[AdamState]):
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then Adam."""
         s, space = self.vectors, self.space
-        self.reduce.full_(space.g_N)
+        self.mean_gradient_()
         for h in groups:
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
             adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
@@ -84,9 +88,12 @@ class Lamb(FlatOptimizer[AdamState]):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         group: Group | None = None,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
         self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
-        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), group=group)
+        defaults = adam_defaults(lr, betas, eps, weight_decay)
+        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -100,7 +107,7 @@ class Lamb(FlatOptimizer[AdamState]):
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then LAMB."""
         s, space = self.vectors, self.space
-        self.reduce.full_(space.g_N)
+        self.mean_gradient_()
         for h, segments in zip(groups, self.segments, strict=True):
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
             adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
@@ -139,8 +146,11 @@ class SGD(FlatOptimizer[SgdState]):
         weight_decay: float = 0.0,
         *,
         group: Group | None = None,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, group=group)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""
@@ -165,7 +175,7 @@ class SGD(FlatOptimizer[SgdState]):
     def update(self, plan: StepPlan, groups: Sequence[SgdHyper]) -> None:
         """Average the gradients, then SGD."""
         m_N, space = self.vectors.m_N, self.space
-        self.reduce.full_(space.g_N)
+        self.mean_gradient_()
         for h in groups:
             m_N[h.span].mul_(h.momentum).add_(space.g_N[h.span]).add_(space.p_N[h.span], alpha=h.weight_decay)
             space.p_N[h.span].add_(m_N[h.span], alpha=-h.lr)

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.optimizer import FlatOptimizer
+from thinwire.optim.optimizer import FlatOptimizer, NonFinite
 from thinwire.optim.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.stability import VarianceStability, Verdict
 from thinwire.optim.variance_floor import floor_variance_
@@ -47,10 +47,12 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         lr_warmup_steps: int | None,
         group: Group | None,
         block: int,
+        max_grad_norm: float | None,
+        non_finite: NonFinite,
     ) -> None:
         self.warmup = _checked_warmup(warmup, total_steps)
         self.stability: VarianceStability | None = None
-        super().__init__(params, defaults, group=group, block=block)
+        super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
         self.evidence["floored_elements"] = 0
         if warmup == "auto":
             beta2 = max(group["betas"][1] for group in self.param_groups)

@@ -22,7 +22,7 @@ from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
-from thinwire.optim.optimizer import adam_defaults
+from thinwire.optim.optimizer import NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.state import Replicated, Residual, Scratch
 
@@ -42,10 +42,9 @@ def step(
 ) -> None:
     """One 1-bit Adam step on this rank, in place.
 
-    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the local gradient; undefined after.
+    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the mean gradient in warm-up, later
+    this rank's own; not modified.
     """
-    if plan.gradient is Wire.FULL:
-        reduce.full_(g_N)
     if plan.momentum is Wire.COMPRESSED:
         for h in groups:
             adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
@@ -67,7 +66,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
     group: the ranks (None: torch.distributed's default group, or this process alone).
-    block: values that share a scale.
+    block: values that share a scale. max_grad_norm, non_finite: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -84,6 +83,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         lr_warmup_steps: int | None = None,
         group: Group | None = None,
         block: int = DEFAULT_BLOCK,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -93,6 +94,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             lr_warmup_steps=lr_warmup_steps,
             group=group,
             block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
         )
 
     def make_state(self) -> OneBitAdamState:
@@ -107,4 +110,6 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
+        if plan.gradient is Wire.FULL:
+            self.mean_gradient_()
         step(self.space.p_N, self.space.g_N, self.vectors, groups, plan, self.reduce)

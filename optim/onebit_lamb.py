@@ -28,7 +28,7 @@ from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.lamb_math import LambHyper
-from thinwire.optim.optimizer import adam_defaults
+from thinwire.optim.optimizer import NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.segments import TensorSegments, tensor_segments
 from thinwire.optim.state import Replicated, Residual, Scratch
@@ -63,7 +63,8 @@ def step(
 ) -> None:
     """One 1-bit LAMB step on this rank, in place.
 
-    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the local gradient; undefined after.
+    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the mean gradient in warm-up, later
+    this rank's own; not modified.
     """
     if plan.momentum is Wire.COMPRESSED:
         for h, segments in groups:
@@ -77,7 +78,6 @@ def step(
         for h, segments in groups:
             _descend_compressed_(p_N, s, h, segments, bounds)
         return
-    reduce.full_(g_N)
     for h, segments in groups:
         adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
         adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
@@ -116,7 +116,8 @@ def _descend_compressed_(
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
-    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, block: as in OneBitAdam.
+    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, block, max_grad_norm, non_finite:
+    as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -141,6 +142,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         factor_threshold: float = 0.1,
         group: Group | None = None,
         block: int = DEFAULT_BLOCK,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         super().__init__(
@@ -151,6 +154,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             lr_warmup_steps=lr_warmup_steps,
             group=group,
             block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
         )
 
     def make_state(self) -> OneBitLambState:
@@ -170,6 +175,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
+        if plan.gradient is Wire.FULL:
+            self.mean_gradient_()
         pairs = list(zip(groups, self.segments, strict=True))
         step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, plan, self.reduce)
 

@@ -6,23 +6,30 @@ An algorithm gives three things: its state (`make_state`), what a step does (`pl
 from __future__ import annotations
 
 import copy
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import default_reducer
+from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.flat import FlatSpace
-from thinwire.optim.schedule import Phase, StepPlan
+from thinwire.optim.schedule import Phase, StepPlan, Wire
 from thinwire.optim.state import replicated, slots
+
+logger = logging.getLogger(__name__)
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
+
+NonFinite = Literal["raise", "skip"]
+"""What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
 
 FORMAT = 2
 """Version of what state_dict returns."""
@@ -30,6 +37,10 @@ FORMAT = 2
 
 class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
+
+    max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
+    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
+    non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
@@ -43,23 +54,36 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         *,
         group: Group | None,
         block: int = DEFAULT_BLOCK,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
+        if max_grad_norm is not None:
+            refuse_out_of_range(("max_grad_norm", max_grad_norm, "above 0", max_grad_norm > 0))
+        if non_finite not in ("raise", "skip"):
+            raise ValueError(f'non_finite = {non_finite!r}: must be "raise" or "skip"')
         super().__init__(params, defaults)
         for param_group in self.param_groups:
             self.check_group(param_group)
         self.block = block
+        self.max_grad_norm = max_grad_norm
+        self.non_finite = non_finite
+        self.steps_skipped = 0
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
         self.space = FlatSpace(self.param_groups)
-        self.reduce = default_reducer(group, self.space.layout, self.space.p_N, block)
+        self.reduce = self.make_reducer(group, block)
         self.reduce.broadcast_(self.space.p_N)
         self.vectors = self.make_state()
 
     @abstractmethod
     def make_state(self) -> State:
         """The algorithm's vectors, a dataclass whose fields declare their Kind."""
+
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors of self.space. Collective."""
+        return default_reducer(group, self.space.layout, self.space.p_N, block)
 
     @abstractmethod
     def plan(self, step: int) -> StepPlan:
@@ -69,7 +93,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
         """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
 
-        num_steps is still that of the step before.
+        num_steps is still that of the step before. The gradient is this rank's own; where the plan has Wire.FULL the
+        algorithm calls mean_gradient_ for the common one.
         """
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -84,6 +109,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
 
+    def mean_gradient_(self) -> None:
+        """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
+        self.reduce.full_(self.space.g_N)
+        self._shorten_gradient()
+
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
@@ -93,8 +123,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
 
-        Raises: PeerLost, NonFiniteInput (alike on every rank). Parameters, state and the step count are then exactly
-        as before the call; gradients are not.
+        Raises: PeerLost, and NonFiniteInput unless such steps are skipped; alike on every rank. Parameters, state and
+        the step count are then exactly as before the call; gradients are not.
         """
         loss = None
         if closure is not None:
@@ -102,7 +132,17 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
                 loss = closure()
         self.space.gather_gradients()
         plan = self.plan(self.num_steps + 1)
-        self.update(plan, [self.hyper(g, span) for g, span in zip(self.param_groups, self.space.spans, strict=True)])
+        if plan.gradient is Wire.LOCAL:
+            self._shorten_gradient()
+        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+        try:
+            self.update(plan, groups)
+        except NonFiniteInput as error:
+            if self.non_finite == "raise":
+                raise
+            self.steps_skipped += 1
+            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            return loss
         self.num_steps += 1
         return loss
 
@@ -123,8 +163,15 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "num_steps": self.num_steps,
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
+            "steps_skipped": self.steps_skipped,
             **self.evidence,
         }
+
+    def _shorten_gradient(self) -> None:
+        """As torch.nn.utils.clip_grad_norm_ does it, without waiting for the device."""
+        if self.max_grad_norm is not None:
+            norm = torch.linalg.vector_norm(self.space.g_N)
+            self.space.g_N.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.

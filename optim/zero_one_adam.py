@@ -31,7 +31,7 @@ from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.optimizer import FlatOptimizer, adam_defaults
+from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.variance_floor import floor_variance_
@@ -124,7 +124,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
     local_step_clipper: the longest interval, steps.
     bias_correction: of the variance, by the number of its updates.
     group: the ranks (None: torch.distributed's default group, or this process alone).
-    block: values that share a scale.
+    block: values that share a scale. max_grad_norm, non_finite: as in FlatOptimizer.
 
     Between syncs ranks hold different parameters: evaluate or save weights after state_dict() or prepare_to_save().
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -145,6 +145,8 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         bias_correction: bool = True,
         group: Group | None = None,
         block: int = DEFAULT_BLOCK,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
     ) -> None:
         for name, value in (
             ("var_freeze_step", var_freeze_step),
@@ -159,7 +161,14 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         self.bias_correction = bias_correction
-        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), group=group, block=block)
+        super().__init__(
+            params,
+            adam_defaults(lr, betas, eps, weight_decay),
+            group=group,
+            block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+        )
         self.saved = {
             "peak_lr": 0.0,
             "last_sync": 0,
@@ -268,7 +277,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         propose_(g_N, s, groups)
         try:
             if plan.gradient is Wire.FULL:
-                self.reduce.full_(g_N)
+                self.mean_gradient_()
             if exchange:
                 self.reduce.compressed_(s.z_N, s.update_error)
         except NonFiniteInput as error:
