@@ -119,6 +119,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """The phase of the next step."""
         return self.plan(self.num_steps + 1).phase
 
+    @property
+    def at_sync(self) -> bool:
+        """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
+        return True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.

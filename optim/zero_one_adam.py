@@ -224,6 +224,11 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         if plan.freeze_variance and self.saved["variance_updates"]:
             self._freeze()
 
+    @property
+    def at_sync(self) -> bool:
+        """Was the last step a sync? Between syncs ranks hold different parameters; the same answer on every rank."""
+        return bool(self.num_steps == self.saved["last_sync"])
+
     def prepare_to_save(self) -> None:
         """End the round with a sync in full precision: x and m become their means, bit-equal on every rank. Collective.
 
