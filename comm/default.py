@@ -18,7 +18,13 @@ def default_reducer(group: Group | None, layout: VectorLayout, like: Tensor, blo
     A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
     group may have left. Collective. Raises: WireMismatch, PeerLost.
     """
-    if group is None:
-        group = TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
+    group = given_or_default(group)
     codec = SignCodec(block) if group.size > 1 else DenseCodec()
     return CompressedAllReduce(group, layout, codec, like)
+
+
+def given_or_default(group: Group | None) -> Group:
+    """The group itself; for None torch.distributed's default group, or one rank alone where there is none."""
+    if group is not None:
+        return group
+    return TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()

@@ -76,11 +76,7 @@ class CompressedAllReduce:
         """
         # (1)
         x_N.add_(slot.worker_N)
-        flags = [
-            row.encode(x_N[start:stop], wire[HEADER_BYTES:])
-            for row, (start, stop), wire in zip(self._rows, self._bounds, self._sent_nB, strict=True)
-        ]
-        self._sent_nB[:, 0] = torch.stack(flags).all()
+        self._sent_nB[:, 0] = self._encode_rows(x_N, self._sent_nB)
         # (2)
         self._group.all_to_all(self._received_nB, self._sent_nB)
         self._refuse_non_finite(self._received_nB[:, 0])
@@ -101,6 +97,14 @@ class CompressedAllReduce:
         served.decode(self._served_B[HEADER_BYTES:], slot.server_c)
         slot.server_c.neg_().add_(self._server_c)
         self._decode_all(self._received_nB, x_N)
+
+    def _encode_rows(self, x_N: Tensor, wire_nB: Tensor) -> Tensor:
+        """A row for each rank's chunk. Returns a 0-dim bool: all that was written is finite."""
+        flags = [
+            row.encode(x_N[start:stop], wire[HEADER_BYTES:])
+            for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True)
+        ]
+        return torch.stack(flags).all()
 
     def _decode_all(self, wire_nB: Tensor, out_N: Tensor) -> None:
         for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True):
