@@ -20,7 +20,6 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,85 +30,13 @@ from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.local_steps import Round, ZeroOneAdamState, agree_, local_step, propose_
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.variance_floor import floor_variance_
 
 SLOWEST_FALL = 0.95
 """S of a sync is at least this part of the one before: error memory empties no faster. See docs/algorithms.md."""
-
-
-@dataclass(slots=True)
-class ZeroOneAdamState:
-    """Vectors of 0/1 Adam. m is a rank's own between syncs and common at each; divisor is derived from v.
-
-    lost: bool, a local gradient of this rank since the last sync was not finite and counted as zero.
-    """
-
-    m_N: Replicated
-    v_N: Replicated
-    update_error: Residual
-    u_N: Local
-    x_s_N: Local
-    lost: Local
-    divisor_N: Scratch
-    z_N: Scratch
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What the steps of one group since the last sync add up to: K and S above. The same on every rank."""
-
-    kept: float = 1.0
-    weight: float = 0.0
-
-    def after(self, h: AdamHyper) -> Round:
-        """One step more."""
-        return Round(self.kept * _keep(h), self.weight * _keep(h) + h.lr)
-
-
-def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
-    """A step without communication, in place. p, s, g: modified. Does not wait for the device.
-
-    A gradient that is not finite counts as zero, and is told to all at the next sync: to raise here would leave the
-    peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
-    """
-    finite = torch.isfinite(torch.linalg.vector_norm(g_N))
-    s.lost.logical_or_(~finite)
-    g_N.masked_fill_(~finite, 0.0)
-    for h in groups:
-        if h.lr == 0:
-            continue
-        p, m, u = p_N[h.span], s.m_N[h.span], s.u_N[h.span]
-        adam_math.momentum_(m, g_N[h.span], h.beta1)
-        if h.weight_decay:
-            p.mul_(_keep(h))
-            u.mul_(_keep(h))
-        p.addcdiv_(m, s.divisor_N[h.span], value=-h.lr)
-        u.add_(m, alpha=h.lr)
-
-
-def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
-    """Z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn."""
-    for h in groups:
-        z, u = s.z_N[h.span], s.u_N[h.span]
-        if h.lr == 0:
-            z.copy_(u)
-            continue
-        adam_math.momentum_into(z, s.m_N[h.span], g_N[h.span], h.beta1)
-        z.mul_(h.lr).add_(u, alpha=_keep(h))
-    s.z_N.masked_fill_(s.lost, torch.nan)
-
-
-def agree_(
-    p_N: Tensor, start_N: Tensor, u_N: Tensor, s: ZeroOneAdamState, spans: Iterable[slice], kept: Iterable[float]
-) -> None:
-    """x <- K x_s - u / d, bit-equal on every rank; u_i <- 0.  start: x_s, may be p. p, s.u: modified."""
-    for span, factor in zip(spans, kept, strict=True):
-        torch.mul(start_N[span], factor, out=p_N[span])
-        p_N[span].addcdiv_(u_N[span], s.divisor_N[span], value=-1)
-    s.u_N.zero_()
 
 
 class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
@@ -351,8 +278,3 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             "without communication has taken it as zero, parameters and state are as before the call. Look at the loss",
             error.ranks,
         )
-
-
-def _keep(h: AdamHyper) -> float:
-    """What one step's decay leaves of x."""
-    return 1 - h.lr * h.weight_decay

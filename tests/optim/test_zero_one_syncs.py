@@ -1,0 +1,127 @@
+"""0/1 Adam: what ranks send and when, and that they, and resumed runs, agree after every sync."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.optim.zero_one_problem import FREEZE, SIZES, bits, make, synced, train
+from thinwire.comm import run_threads
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_replicas_are_bit_equal_after_every_sync_even_from_different_initial_models(size):
+    def work(group):
+        model, optimizer = make(group, torch.float32, seed=group.rank, weight_decay=0.1)
+        seen = []
+        train(
+            model,
+            optimizer,
+            40,
+            group.rank,
+            lambda: seen.append(
+                (synced(optimizer), bits(optimizer.space.p_N, optimizer.vectors.v_N), bits(optimizer.vectors.m_N))
+            ),
+        )
+        return seen
+
+    results = run_threads(size, work)
+    drifted = 0
+    for states in zip(*results, strict=True):
+        is_sync, p, m = states[0]
+        for other_sync, other_p, other_m in states[1:]:
+            assert other_sync == is_sync
+            if is_sync:
+                assert torch.equal(other_p, p)
+                assert torch.equal(other_m, m)
+            else:
+                drifted += not torch.equal(other_p, p)
+    assert drifted > 0 or size == 1
+
+
+def test_a_local_step_sends_no_byte_and_a_sync_two_collectives():
+    def work(group):
+        model, optimizer = make(group, torch.float32)
+        train(model, optimizer, 12, group.rank)
+        local = syncs = 0
+        for _ in range(20):
+            bytes_before, collectives_before = group.stats.sent_bytes, group.stats.collectives
+            train(model, optimizer, 1, group.rank)
+            if synced(optimizer):
+                syncs += 1
+                assert group.stats.collectives == collectives_before + 2
+            else:
+                local += 1
+                assert (group.stats.sent_bytes, group.stats.collectives) == (bytes_before, collectives_before)
+        return local, syncs
+
+    assert run_threads(3, work) == [(14, 6)] * 3
+
+
+@pytest.mark.parametrize("saved_at", [4, FREEZE, 9, 15, 21])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(size, saved_at, weights_first):
+    def work(group):
+        model, optimizer = make(group, torch.float32, weight_decay=0.1)
+        train(model, optimizer, saved_at, group.rank)
+        saved = optimizer.state_dict()
+        weights = copy.deepcopy(model.state_dict())
+        assert not optimizer.vectors.u_N.any()
+        at_save = bits(optimizer.space.p_N, optimizer.vectors.m_N)
+
+        other, resumed = make(group, torch.float32, seed=9, weight_decay=0.1)
+        train(other, resumed, 20, group.rank)  # in the middle of a round of its own
+        for load, state in ((other.load_state_dict, weights), (resumed.load_state_dict, saved))[
+            :: 1 if weights_first else -1
+        ]:
+            load(state)
+        for steps in (1, 1, 8):
+            train(model, optimizer, steps, group.rank)
+            train(other, resumed, steps, group.rank)
+            assert torch.equal(bits(optimizer.space.p_N), bits(resumed.space.p_N))
+        assert resumed.saved == optimizer.saved
+        assert resumed.stats()["floored_elements"] == optimizer.stats()["floored_elements"]
+        return at_save
+
+    first, *others = run_threads(size, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 1), (1, 4), (3, 8)])
+def test_t7_a_checkpoint_from_the_middle_of_a_round_loads_on_any_number_of_ranks(old, new):
+    def save(group):
+        model, optimizer = make(group)
+        train(model, optimizer, 21, group.rank)
+        before = optimizer.space.p_N.clone()
+        group.mean_(before)
+        return optimizer.state_dict(), copy.deepcopy(model.state_dict()), before, optimizer.space.p_N.clone()
+
+    saved, weights, mean_x, x = run_threads(old, save)[0]
+    torch.testing.assert_close(x, mean_x, rtol=0, atol=1e-13)  # the forced sync takes the mean of the replicas
+
+    def load(group):
+        model, optimizer = make(group, seed=3)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        residual = optimizer.vectors.update_error.residual()
+        train(model, optimizer, 12, group.rank)
+        assert synced(optimizer)
+        return residual, optimizer.space.p_N
+
+    results = run_threads(new, load)
+    for residual, p in results:
+        assert torch.equal(residual, saved["residuals"]["update_error"])
+        assert torch.equal(p, results[0][1])
+
+
+def test_the_learning_rate_drives_the_syncs_of_a_run():
+    model, optimizer = make(local_step_scaler=None, local_step_clipper=4)
+    at = []
+    for step in range(1, 31):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (
+            step / 6 if step <= 6 else 1.0 if step <= 9 else 0.5 if step <= 17 else 0.1
+        )
+        train(model, optimizer, 1, rank=0)
+        at += [step] if synced(optimizer) else []
+    assert at == [*range(1, 10), 11, 13, 15, 17, 21, 25, 29]

@@ -1,0 +1,56 @@
+"""A small model trained by 0/1 Adam, with one batch a step and rank: what its tests share."""
+
+import copy
+
+import torch
+
+from thinwire.optim import ZeroOneAdam
+
+SIZES = (1, 2, 3, 4, 8)
+FREEZE = 6
+COUNTED = {"local_step_scaler": 6, "local_step_clipper": 4}  # intervals 1, 2, 4 from steps 7, 13, 19
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "var_freeze_step": FREEZE, "var_update_scaler": 2}
+
+
+def small_model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)).double()
+
+
+MODELS = {seed: small_model(seed=seed) for seed in range(10)}
+"""Made here: threads share torch's generator."""
+
+
+def make(group=None, dtype=torch.float64, seed=0, params=lambda model: model.parameters(), **settings):
+    model = copy.deepcopy(MODELS[seed]).to(dtype)
+    return model, ZeroOneAdam(params(model), group=group, **{**HYPER, **COUNTED, **settings})
+
+
+def backward(model, optimizer, step, rank, factor=1.0):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(6, 7, generator=generator, dtype=dtype)
+    optimizer.zero_grad()
+    ((model(x) - torch.sin(x[:, :3] * 2)).square().mean() * factor).backward()
+
+
+def train(model, optimizer, steps, rank, each=lambda: None):
+    for _ in range(steps):
+        backward(model, optimizer, optimizer.num_steps + 1, rank)
+        optimizer.step()
+        each()
+
+
+def synced(optimizer):
+    return optimizer.saved["last_sync"] == optimizer.num_steps
+
+
+def bits(*tensors):
+    return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+
+
+def snapshot(optimizer):
+    s = optimizer.vectors
+    slot = s.update_error
+    tensors = (optimizer.space.p_N, s.m_N, s.v_N, s.u_N, s.divisor_N, slot.worker_N, slot.server_c)
+    return bits(*tensors), copy.deepcopy(optimizer.saved), optimizer.num_steps, optimizer.frozen_at
