@@ -1,0 +1,70 @@
+"""What a result was made by: commit, versions, hardware. Refuses to measure code that is not the commit's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import thinwire
+from benchmarks.convergence.study import ROOT
+
+CODE = ("comm", "optim", "workers", "benchmarks", "tests/data", ":!benchmarks/results", ":!*.md")
+"""What a figure depends on: local changes elsewhere do not mark a commit as changed."""
+
+
+class ProvenanceError(Exception):
+    """The code that runs is not the code of this checkout; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """commit: with "-changed" where CODE differs from it; "unknown" outside a git checkout."""
+
+    commit: str
+    versions: dict[str, str]
+    hardware: dict[str, str]
+
+
+def provenance() -> Provenance:
+    """Of this process. Raises: ProvenanceError where thinwire is imported from another folder than this checkout."""
+    imported = Path(thinwire.__file__).resolve().parent
+    if imported != ROOT / "thinwire":
+        raise ProvenanceError(
+            f"thinwire is imported from {imported}, the benchmarks are in {ROOT}: start them with "
+            f"python -m benchmarks.convergence in {ROOT}"
+        )
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return Provenance(_commit(), versions, _hardware())
+
+
+def _commit() -> str:
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *CODE)
+    if commit is None or changes is None:
+        return "unknown"
+    return commit + ("-changed" if changes else "")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(("git", "-C", str(ROOT), *arguments), capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _hardware() -> dict[str, str]:
+    return {"cpu": _cpu_model(), "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
