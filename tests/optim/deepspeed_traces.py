@@ -10,6 +10,7 @@
     trace.warmup                                    # uncompressed updates: freeze_step - 1 (None for 0/1 Adam)
     trace.recorded                                  # the updates whose state was kept: not all, all turning points
     trace.x[step][rank][tensor], trace.m[...], trace.v[...]    # the state after update `step`, of every rank
+    trace.deviation(step, rank, x, m, v)            # largest difference of an element from these; lists of tensors
     trace.lamb["lamb_coeff_freeze"][step][tensor]   # LAMB, after every update; "scaling_coeff" (1 in warm-up),
                                                     # "last_factor" and "lamb_coeff" too. Empty for the others
     trace.v_fresh[tensor]                           # LAMB's after the last update. Empty for the others
@@ -71,6 +72,10 @@ class Trace:
         decays = list(dict.fromkeys(self.weight_decays))
         pairs = list(zip(parameters, self.weight_decays, strict=True))
         return [{"params": [p for p, own in pairs if own == decay], "weight_decay": decay} for decay in decays]
+
+    def deviation(self, step: int, rank: int, x: list[Tensor], m: list[Tensor], v: list[Tensor]) -> float:
+        pairs = zip(x + m + v, self.x[step][rank] + self.m[step][rank] + self.v[step][rank], strict=True)
+        return max(float((ours.detach() - theirs).abs().max()) for ours, theirs in pairs)
 
 
 def load_trace(optimizer: str, num_workers: int) -> Trace:

@@ -1,5 +1,7 @@
 """The reference with DeepSpeed's settings does what the classes of DeepSpeed 0.19.6 did, on n = 1 to 4 ranks."""
 
+from inspect import isfunction
+
 import pytest
 import torch
 
@@ -12,84 +14,142 @@ from thinwire.optim.reference import (
     ReferenceZeroOneAdam,
 )
 from thinwire.optim.reference_deepspeed import DeepSpeedExchange, zero_one_schedule
+from thinwire.optim.reference_exchange import TwoPhase, tensor_units
 
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+CLOSE = 1e-12
 
 
-def onebit_adam(trace: Trace, hypers):
+def hypers_of(trace: Trace):
+    settings = trace.settings
+    return [Hyper(betas=settings["betas"], eps=settings["eps"], weight_decay=w) for w in trace.weight_decays]
+
+
+def onebit_adam(trace: Trace, **otherwise):
     exchange = DeepSpeedExchange([t.numel() for t in trace.start], trace.num_workers)
-    return ReferenceOneBitAdam(trace.start, hypers, warmup=trace.warmup, exchange=exchange)
+    settings = {"warmup": trace.warmup, "exchange": exchange}
+    return ReferenceOneBitAdam(trace.start, hypers_of(trace), **(settings | otherwise))
 
 
-def onebit_lamb(trace: Trace, hypers):
+def onebit_lamb(trace: Trace, **otherwise):
     names = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
     numel = sum(t.numel() for t in trace.start)
-    return ReferenceOneBitLamb(
-        trace.start,
-        hypers,
-        warmup=trace.warmup,
-        exchange=DeepSpeedExchange([numel], trace.num_workers, keep_padding=True),
-        weigh_ratio=True,
-        skip_unit_coefficients=True,
-        **{name: trace.settings[name] for name in names},
-    )
+    settings = {name: trace.settings[name] for name in names} | {
+        "warmup": trace.warmup,
+        "exchange": DeepSpeedExchange([numel], trace.num_workers, keep_padding=True),
+        "weigh_ratio": True,
+        "skip_unit_coefficients": True,
+    }
+    return ReferenceOneBitLamb(trace.start, hypers_of(trace), **(settings | otherwise))
 
 
-def zero_one_adam(trace: Trace, hypers):
+def zero_one_adam(trace: Trace, **otherwise):
     names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
     schedule = zero_one_schedule(trace.steps, **{name: trace.settings[name] for name in names})
-    return ReferenceZeroOneAdam(
-        trace.start,
-        trace.num_workers,
-        hypers,
-        sync_step=lambda t: t in schedule.sync,
-        variance_step=lambda t: t in schedule.variance,
-        exchange=DeepSpeedExchange([t.numel() for t in trace.start], trace.num_workers),
-        eps_outside=True,
-        fresh=Fresh.ALWAYS,
-        decay_in_sum=True,
-        gradient_stage=schedule.gradient_stage,
-    )
+    settings = {
+        "sync_step": lambda t: t in schedule.sync,
+        "variance_step": lambda t: t in schedule.variance,
+        "exchange": DeepSpeedExchange([t.numel() for t in trace.start], trace.num_workers),
+        "eps_outside": True,
+        "fresh": Fresh.ALWAYS,
+        "decay_in_sum": True,
+        "gradient_stage": schedule.gradient_stage,
+    }
+    return ReferenceZeroOneAdam(trace.start, trace.num_workers, hypers_of(trace), **(settings | otherwise))
 
 
 MAKE = {"onebit_adam": onebit_adam, "onebit_lamb": onebit_lamb, "zero_one_adam": zero_one_adam}
 
 
-def updates(trace):
-    """The reference after each update, with the update's number."""
-    settings = trace.settings
-    hypers = [Hyper(betas=settings["betas"], eps=settings["eps"], weight_decay=w) for w in trace.weight_decays]
-    reference = MAKE[trace.optimizer](trace, hypers)
+def updates(trace: Trace, reference):
+    """The number of each update, when the reference has done it."""
     for step in range(1, trace.steps + 1):
-        for hyper in hypers:
+        for hyper in reference.hyper:
             hyper.lr = trace.lrs[step]
         reference.step(trace.gradients[step])
-        yield step, reference
+        yield step
+
+
+def too_far(trace: Trace, reference) -> dict[int, float]:
+    """The recorded updates after which some rank is not where DeepSpeed was, and how far from there."""
+    local = trace.optimizer == "zero_one_adam"
+    found = {}
+    for step in updates(trace, reference):
+        if step in trace.recorded:
+            for rank in range(trace.num_workers):
+                x, m = (reference.x[rank], reference.m[rank]) if local else (reference.x, reference.m)
+                deviation = trace.deviation(step, rank, x, m, reference.v)
+                if not deviation <= CLOSE:
+                    found[step] = max(deviation, found.get(step, 0.0))
+    return found
 
 
 @pytest.mark.parametrize(("optimizer", "num_workers"), CASES)
 def test_the_reference_agrees_with_deepspeed_in_parameters_and_moments(optimizer, num_workers):
     trace = load_trace(optimizer, num_workers)
-    local = optimizer == "zero_one_adam"
-    for step, reference in updates(trace):
-        if step not in trace.recorded:
-            continue
-        for rank in range(num_workers):
-            x, m = (reference.x[rank], reference.m[rank]) if local else (reference.x, reference.m)
-            torch.testing.assert_close(x, trace.x[step][rank], **CLOSE)
-            torch.testing.assert_close(m, trace.m[step][rank], **CLOSE)
-            torch.testing.assert_close(reference.v, trace.v[step][rank], **CLOSE)
+    assert too_far(trace, MAKE[optimizer](trace)) == {}
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 def test_the_reference_agrees_with_deepspeed_in_lambs_coefficients(num_workers):
     trace = load_trace("onebit_lamb", num_workers)
-    for step, reference in updates(trace):
+    reference = onebit_lamb(trace)
+    for step in updates(trace, reference):
         compressed = step > trace.warmup
-        now = [c * r for c, r in zip(reference.c_avg, reference.r, strict=True)]
-        assert (now if compressed else reference.coefficients) == pytest.approx(trace.lamb["lamb_coeff"][step])
-        assert reference.c_avg == pytest.approx(trace.lamb["lamb_coeff_freeze"][step], rel=1e-12)
-        assert reference.r == pytest.approx(trace.lamb["last_factor"][step], rel=1e-12)
+        used = [c * r for c, r in zip(reference.c_avg, reference.r, strict=True)]
+        assert (used if compressed else reference.coefficients) == near(trace.lamb["lamb_coeff"][step])
+        assert reference.c_avg == near(trace.lamb["lamb_coeff_freeze"][step])
+        assert reference.r == near(trace.lamb["last_factor"][step])
         if compressed:  # DeepSpeed has them from its first compressed update on, the reference from the freeze
-            assert reference.k == pytest.approx(trace.lamb["scaling_coeff"][step], rel=1e-12)
-    torch.testing.assert_close(reference.v_fresh, trace.v_fresh, **CLOSE)
+            assert reference.k == near(trace.lamb["scaling_coeff"][step])
+    torch.testing.assert_close(reference.v_fresh, trace.v_fresh, rtol=0, atol=CLOSE)
+
+
+def near(expected):
+    return pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def one_scale_a_tensor_without_padding(trace: Trace):
+    return TwoPhase(tensor_units(trace.start))
+
+
+def padding_cleared(trace: Trace):
+    return DeepSpeedExchange([sum(t.numel() for t in trace.start)], trace.num_workers)
+
+
+def errors_kept_over_the_stages(trace: Trace):
+    exchange = DeepSpeedExchange([t.numel() for t in trace.start], trace.num_workers)
+    return lambda zs, slot: exchange(zs, "either")
+
+
+def intervals_from_the_update(trace: Trace):
+    """Variance updates where t, not the counter t + 1, is a multiple of the interval."""
+    schedule = zero_one_schedule(trace.steps, trace.settings["var_freeze_step"], trace.settings["var_update_scaler"])
+    return lambda t: t < 5 or (t > 5 and t - 1 in schedule.variance)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "otherwise", "first"),
+    [
+        ("onebit_adam", {"bias_correction": True}, 1),
+        ("onebit_adam", {"warmup": 21}, 21),
+        ("onebit_adam", {"exchange": one_scale_a_tensor_without_padding}, 21),
+        ("onebit_lamb", {"skip_unit_coefficients": False}, 21),
+        ("onebit_lamb", {"exchange": one_scale_a_tensor_without_padding}, 21),
+        ("onebit_lamb", {"exchange": padding_cleared}, 22),
+        ("onebit_lamb", {"weigh_ratio": False}, 21),
+        ("zero_one_adam", {"fresh": Fresh.NEVER}, 1),
+        ("zero_one_adam", {"eps_outside": False}, 1),
+        ("zero_one_adam", {"gradient_stage": 0}, 1),
+        ("zero_one_adam", {"variance_step": intervals_from_the_update}, 5),
+        ("zero_one_adam", {"exchange": one_scale_a_tensor_without_padding}, 6),
+        ("zero_one_adam", {"exchange": errors_kept_over_the_stages}, 21),
+        ("zero_one_adam", {"decay_in_sum": False}, 21),
+    ],
+)
+def test_the_traces_notice_each_of_deepspeeds_deviations(optimizer, otherwise, first):
+    """Else agreement with them would be worth little. first: the recorded update from which another way shows."""
+    trace = load_trace(optimizer, 3)
+    changes = {name: value(trace) if isfunction(value) else value for name, value in otherwise.items()}
+    found = too_far(trace, MAKE[optimizer](trace, **changes))
+    assert min(found) == first
+    assert found[trace.recorded[-1]] > 1e-9

@@ -34,8 +34,8 @@ SETTINGS = {
         "max_coeff": 0.5,
         "min_coeff": 0.01,
         "coeff_beta": 0.9,
-        "factor_max": 2.0,
-        "factor_min": 0.5,
+        "factor_max": 1.25,
+        "factor_min": 0.8,
         "factor_threshold": 0.1,
     },
     "zero_one_adam": {
