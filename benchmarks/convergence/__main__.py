@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "convergence"
 QUICK_RESULTS = ROOT / "runs" / "convergence-quick"
 QUICK_STEPS, QUICK_SEEDS = 60, 2
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 console = Console()
 if not console.is_terminal:
     console = Console(width=200)  # a file or a pipe has no width, and 80 columns would cut the table
@@ -35,15 +35,12 @@ of the final validation loss, paired by seed, with its 95 % interval, beside the
 Each finished case is one JSON file in --out. Stop with Ctrl-C whenever you like; the same command goes on from the
 files that are there. Cases go seed by seed, so that an unfinished study has whole pairs.
 
+\b
 Examples:
-
-  python -m benchmarks.convergence --quick            one minute: does it run here? no figures worth keeping
-
-  python -m benchmarks.convergence                    the whole study, into benchmarks/results/convergence
-
+  python -m benchmarks.convergence --quick         a minute: does it run here? no figures worth keeping
+  python -m benchmarks.convergence                 the whole study, into benchmarks/results/convergence
   python -m benchmarks.convergence --tasks gpt --methods adam,onebit_adam --seeds 3 --out /tmp/mine
-
-  python -m benchmarks.convergence --table-only       only the table, from the files that are there
+  python -m benchmarks.convergence --table-only    only the table, from the files that are there
 """
 )
 def main(

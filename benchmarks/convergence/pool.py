@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -49,7 +49,7 @@ class _Failed:
     reason: str
 
 
-def run_all(cases: Sequence[Case], jobs: int, provenance: Provenance) -> Iterator[Progress | Finished]:
+def run_all(cases: Sequence[Case], jobs: int, provenance: Provenance) -> Generator[Progress | Finished]:
     """Run them in this order on `jobs` processes. Closing the iterator ends the processes; what they had is lost.
 
     Raises: WorkerFailed.

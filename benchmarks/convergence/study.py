@@ -103,7 +103,7 @@ METHODS = {
 }
 
 RATES: dict[str, dict[str, float]] = {
-    "gpt": {"adam": 4e-3, "lamb": 1e-2},
+    "gpt": {"adam": 2e-3, "lamb": 1e-2},
 }
 """Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline."""
 

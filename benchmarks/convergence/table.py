@@ -19,8 +19,8 @@ from benchmarks.convergence.study import METHODS, ROOT, TASKS, Metric
 RULE = (
     f"Same: the 95 % interval of the paired difference, compressed minus dense, ends at or below +{MARGIN:g} % of the "
     f"dense loss (accuracy: {MARGIN:g} point lower), and its half-width is at most {MARGIN:g} % (1 point). Worse: not "
-    "the same, and the whole interval is on the worse side of zero. Undecided: neither. Intervals are not corrected for "
-    "the number of pairs."
+    "the same, and the whole interval is on the worse side of zero. Undecided: neither. Intervals are not corrected "
+    "for the number of pairs."
 )
 TRAFFIC_NOTE = (
     "Payload sent by one of four workers in training steps. Ratios are to a ring all-reduce of the gradient in fp32. A "
