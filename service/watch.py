@@ -228,7 +228,7 @@ def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
         ("validation", loss_text(job.validation_loss)),
         ("samples/s", f"{sample.samples_per_second:.1f}"),
         ("payload/step", bytes_text(sample.payload_bytes)),
-        ("compression", ratio_text(sample.compression_ratio)),
+        ("compression", "nothing sent" if sample.skipped_round else ratio_text(sample.compression_ratio)),
         ("workers", str(sample.world_size)),
     ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
-from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb
+from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.workers.data.batches import Batches, validation_windows
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.recipes import REGISTRY as RECIPES
@@ -69,12 +69,16 @@ def _hyper(spec: TrainSpec) -> dict[str, Any]:
     if "warmup" in hyper:
         hyper["warmup"] = spec.warmup_steps or "auto"
         hyper |= {"total_steps": spec.steps, "lr_warmup_steps": spec.lr_warmup_steps}
+    if "var_freeze" in hyper:
+        del hyper["var_freeze"]
+        hyper["var_freeze_step"] = spec.var_freeze_step
     return hyper
 
 
 OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
+    "zero_one_adam": ZeroOneAdam,
     "adam": Adam,
     "lamb": Lamb,
     "sgd": SGD,

@@ -40,19 +40,20 @@ class WorkerMetrics:
         loss: float | None,
         step_seconds: float,
         samples_per_second: float,
-        compression_ratio: float,
+        compression_ratio: float | None,
         samples_total: int,
         wire_bytes_total: Mapping[str, int],
+        rounds_skipped_total: int,
         validation_loss: float | None = None,
     ) -> None:
-        """Take the values after a step. A loss of None leaves the last one standing.
+        """Take the values after a step. None leaves the last value standing.
 
-        samples_total, wire_bytes_total (by purpose): this worker's, since its process began; they never fall.
+        *_total (wire bytes by purpose): this worker's, since its process began; they never fall.
         """
         with self._lock:
             for name in PHASES:
                 self._set("thinwire_phase", float(name == phase), name)
-            self._set("thinwire_compression_ratio", compression_ratio)
+            self._set("thinwire_rounds_skipped_total", rounds_skipped_total)
             self._set("thinwire_samples_total", samples_total)
             self._set("thinwire_samples_per_second", samples_per_second)
             self._set("thinwire_step_seconds", step_seconds)
@@ -60,6 +61,8 @@ class WorkerMetrics:
                 self._set("thinwire_wire_bytes_total", num_bytes, purpose)
             self._set("thinwire_world_size", world_size)
             self._set("thinwire_step", step)
+            if compression_ratio is not None:
+                self._set("thinwire_compression_ratio", compression_ratio)
             if loss is not None:
                 self._set("thinwire_loss", loss)
             if validation_loss is not None:

@@ -57,15 +57,21 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
     if step == 0:
         meter.seconds["startup"] = time.time() - run.created_at
         log.before_training(evaluate(training, meter))
+    due = False
     while step < spec.steps:
         step += 1
         phase, began = training.optimizer.phase.value, time.perf_counter()
         loss = train_step(training, step, meter)
         log.record(step, phase, loss, time.perf_counter() - began)
-        last = step == spec.steps
-        evaluating = last or step % spec.evaluation.every_steps == 0
-        saving = last or step % spec.checkpoint.every_steps == 0
+        saving = step == spec.steps or step % spec.checkpoint.every_steps == 0
+        if saving:
+            with meter.part("checkpoint"):
+                training.optimizer.prepare_to_save()
+        due = due or step == spec.steps or step % spec.evaluation.every_steps == 0
+        # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
+        evaluating = due and training.optimizer.at_sync
         validation_loss = evaluate(training, meter) if evaluating else None
+        due = due and not evaluating
         if evaluating or saving or step % REPORT_EVERY_STEPS == 0:
             log.flush(validation_loss)
         if step == training.optimizer.frozen_at:

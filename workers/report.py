@@ -49,11 +49,14 @@ def summarise(
     samples: its history in order of step, step 0 included; each counts its own world size, so a resized run is
     compared with what its ring would have sent. frozen_at: the last step of the warm-up, None without one.
     checkpoint_bytes, control_bytes: sent for these purposes, not in `sent`. seconds: "total" and any of PARTS.
+    Rounds are steps in which workers could exchange something; skipped ones sent nothing. The compressed phase is what
+    comes after frozen_at, its skipped rounds included: its ratio is that of the whole phase, not of one exchange.
     Raises ValueError for an empty history.
     """
     if not samples:
         raise ValueError("no samples to summarise; the history of the run is empty")
     steps = [sample for sample in samples if sample.step > 0]
+    rounds = [sample for sample in steps if sample.world_size > 1]
     compressed = [sample for sample in steps if sample.phase == "compressed"]
     sent_compressed = sum(sample.payload_bytes for sample in compressed)
     sent = sum(sample.payload_bytes for sample in steps)
@@ -86,6 +89,7 @@ def summarise(
             "checkpoints": checkpoint_bytes,
             "control": control_bytes,
         },
+        "rounds": {"total": len(rounds), "skipped": sum(sample.skipped_round for sample in rounds)},
         "compression_ratio": {
             "compressed_phase": _ratio(compressed_fp32, sent_compressed),
             "overall": _ratio(fp32, sent),

@@ -82,6 +82,8 @@ class ServiceReporter:
         self._heartbeat = Heartbeat(self._client, self._metrics.address)
         self._history = History(run_dir / FILE_NAME) if rank == 0 else None
         self._poster = Poster(self._client) if rank == 0 else None
+        self._rounds_skipped = 0
+        self._compression_ratio: float | None = None
 
     def resumed(self, step: int) -> None:
         """Drop the history after `step`."""
@@ -99,6 +101,8 @@ class ServiceReporter:
                 self._history.append(sample)
             if self._poster is not None:
                 self._poster.add_sample(sample)
+            self._rounds_skipped += sample.skipped_round
+            self._compression_ratio = sample.compression_ratio or self._compression_ratio
         last = samples[-1]
         self._metrics.update(
             step=last.step,
@@ -107,9 +111,10 @@ class ServiceReporter:
             loss=last.loss,
             step_seconds=last.step_seconds,
             samples_per_second=last.samples_per_second,
-            compression_ratio=last.compression_ratio,
+            compression_ratio=self._compression_ratio,
             samples_total=num_samples,
             wire_bytes_total=sent_bytes,
+            rounds_skipped_total=self._rounds_skipped,
             validation_loss=last.validation_loss,
         )
 

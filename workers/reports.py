@@ -60,9 +60,16 @@ class Sample(_Report):
     samples_per_second: float = 0.0
     payload_bytes: int = Field(0, ge=0, description="sent in this step")
     payload_bytes_total: int = Field(0, ge=0, description="sent in all training steps so far")
-    compression_ratio: float = Field(1.0, description="fp32 ring all-reduce bytes over payload_bytes, this step")
+    compression_ratio: float | None = Field(
+        None, description="fp32 ring all-reduce bytes over payload_bytes, this step; None: nothing was sent"
+    )
     world_size: int = Field(1, ge=1)
     time: float = Field(description="unix seconds")
+
+    @property
+    def skipped_round(self) -> bool:
+        """Had this worker peers, and sent them nothing in this step?"""
+        return self.step > 0 and self.world_size > 1 and self.payload_bytes == 0
 
     @field_validator("loss", "validation_loss", mode="before")
     @classmethod

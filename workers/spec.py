@@ -82,6 +82,21 @@ class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing):
     factor_threshold: float = Field(0.1, gt=0.0, lt=1.0, description="how much that ratio may change in a step")
 
 
+class ZeroOneAdamSpec(_AdamHyper):
+    """0/1 Adam (arXiv 2202.06009): local steps; at some the sum of updates is exchanged in one bit."""
+
+    name: Literal["zero_one_adam"]
+    var_freeze: Literal["auto"] | StepsOrFraction = Field(
+        "auto",
+        description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup",
+    )
+    var_update_scaler: int = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
+    local_step_scaler: int | None = Field(
+        None, ge=1, description="steps after which the gap between syncs doubles; null: it follows the learning rate"
+    )
+    local_step_clipper: int = Field(16, ge=1, description="longest gap between syncs, steps")
+
+
 class AdamSpec(_AdamHyper):
     """Dense Adam with decoupled decay (AdamW), the uncompressed baseline of 1-bit Adam."""
 
@@ -136,7 +151,9 @@ class Evaluation(_Frozen):
 
 Recipe = Annotated[GptRecipe, Field()]
 Data = Annotated[PythonStdlib | TextFile, Field(discriminator="source")]
-Optimizer = Annotated[OneBitAdamSpec | OneBitLambSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")]
+Optimizer = Annotated[
+    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")
+]
 
 
 class TrainSpec(_Frozen):
@@ -160,6 +177,16 @@ class TrainSpec(_Frozen):
         if isinstance(self.optimizer, _Freezing) and self.optimizer.warmup != "auto":
             return steps_of(self.optimizer.warmup, self.steps)
         return None
+
+    @property
+    def var_freeze_step(self) -> int | None:
+        """The last step at which 0/1 Adam may update its variance; None for any other optimizer."""
+        if not isinstance(self.optimizer, ZeroOneAdamSpec):
+            return None
+        asked = self.optimizer.var_freeze
+        if asked == "auto":
+            return min(self.lr_warmup_steps, max(1, self.steps - 1))
+        return steps_of(asked, self.steps)
 
     @property
     def lr_warmup_steps(self) -> int:
@@ -203,6 +230,11 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
     warmup = spec.warmup_steps
     if warmup is not None and warmup >= spec.steps:
         found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))
+    freeze = spec.var_freeze_step
+    if freeze is not None and freeze >= spec.steps > 1:
+        found.append(
+            ("optimizer.var_freeze", freeze, f"fewer than steps = {spec.steps}, or no step would ever be left out")
+        )
     if isinstance(spec.optimizer, _Freezing) and spec.steps < 2:
         found.append(
             ("steps", spec.steps, "at least 2 with optimizer.warmup = auto: one uncompressed step and one compressed")

@@ -55,7 +55,7 @@ class StepLog:
                 samples_per_second=self._training.spec.global_batch / seconds,
                 payload_bytes=sent,
                 payload_bytes_total=self._sent_bytes,
-                compression_ratio=self._dense_bytes / sent if sent else 1.0,
+                compression_ratio=self._dense_bytes / sent if sent else None,
                 world_size=self._training.group.size,
                 time=time.time(),
             )

@@ -130,6 +130,7 @@ def test_registered_worker_is_a_target_that_can_be_scraped(
         compression_ratio=31.7,
         samples_total=4,
         wire_bytes_total={"optimizer": 10},
+        rounds_skipped_total=3,
     )
     heartbeat = Heartbeat(client, metrics.address, interval_s=0.05)
     until(lambda: server.call("GET", "/v1/metrics/targets"))

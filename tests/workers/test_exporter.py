@@ -29,6 +29,7 @@ def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed") -> 
         compression_ratio=31.7,
         samples_total=8 * step,
         wire_bytes_total={"gradient": 1000 * step, "control": 10},
+        rounds_skipped_total=step // 2,
         validation_loss=2.75,
     )
 

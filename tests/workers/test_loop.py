@@ -139,3 +139,51 @@ def test_dense_adam_runs_on_the_same_loop(tmp_path):
     assert summary["frozen_at"] is None
     assert {s.phase for s in samples} == {"dense"}
     assert summary["compression_ratio"]["overall"] == pytest.approx(1.0, rel=0.01)
+
+
+ZERO_ONE = {
+    "steps": 40,
+    "optimizer": {"name": "zero_one_adam", "lr": 4e-3, "betas": [0.9, 0.99], "local_step_scaler": 6},
+    "lr_schedule": {"warmup": 6},
+    "evaluation": {"every_steps": 10, "windows": 9},
+    "checkpoint": {"every_steps": 16, "keep": 10},
+}
+"""Syncs at every step up to 12, at 14, 16 and 18, then 22, at 26, 34 and, by the end, 40."""
+
+
+def test_zero_one_adam_skips_rounds_and_is_evaluated_where_all_ranks_hold_the_same(tmp_path):
+    (summary, samples, events), *others = run_small(tmp_path, small_spec(**ZERO_ONE), 3)
+    assert summary["frozen_at"] == 6
+    assert ("phase_change", 6) in events
+    assert summary["replicas_bit_equal"] is True
+    assert summary["loss"]["validation_last"] < summary["loss"]["validation_first"] - 0.8
+    assert [s.phase for s in samples[1:]] == ["warmup"] * 6 + ["compressed"] * 34
+    sent = [s.step for s in samples if s.payload_bytes]
+    assert sent[:12] == list(range(1, 13))
+    assert summary["rounds"] == {"total": 40, "skipped": 40 - len(sent)}
+    assert all((s.compression_ratio is None) == (s.payload_bytes == 0) for s in samples)
+    evaluated = [s.step for s in samples if s.validation_loss is not None]
+    forced = [16, 32, 40]
+    first = [min(s for s in sorted({*sent, *forced}) if s >= due) for due in (10, 20, 30)]
+    assert evaluated == [0, *first, 40]
+    assert any(s.compression_ratio is None for s in samples if 20 <= s.step < evaluated[2]), "one was put off"
+    ratios = summary["compression_ratio"]
+    bytes_sent = summary["payload_bytes"]
+    assert ratios["overall"] == pytest.approx(bytes_sent["fp32"] / sum(s.payload_bytes for s in samples))
+    assert ratios["compressed_phase"] > 60
+    for _, theirs, _ in others:
+        assert [s.validation_loss for s in theirs] == [s.validation_loss for s in samples]
+    write_report(tmp_path, summary)
+
+
+def test_a_resumed_run_of_zero_one_adam_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
+    whole = run_small(tmp_path / "whole", small_spec(**ZERO_ONE), 3)
+    run_small(tmp_path / "cut", small_spec(**ZERO_ONE), 3)
+    for later in (32, 40):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{later:08}")
+    resumed = run_small(tmp_path / "cut", small_spec(**ZERO_ONE), 3)
+    assert resumed[0][2][0] == ("resumed", 16)
+    for sample, again in zip(whole[0][1][17:], resumed[0][1], strict=True):
+        assert (again.step, again.loss, again.validation_loss) == (sample.step, sample.loss, sample.validation_loss)
+        assert again.payload_bytes_total == sample.payload_bytes_total
+    assert resumed[0][0]["rounds"] == whole[0][0]["rounds"]

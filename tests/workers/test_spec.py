@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from thinwire.workers.spec import PythonStdlib, TextFile, TrainSpec, steps_of
 
 ONEBIT: dict[str, Any] = {"name": "onebit_adam"}
+ZERO_ONE = {"name": "zero_one_adam"}
 
 
 def spec(**changes: Any) -> TrainSpec:
@@ -97,6 +98,7 @@ def test_wrong_value_is_refused_with_its_path(changes: dict[str, Any], path: str
         ({"recipe": {"name": "gpt", "width": 100, "heads": 6}}, "recipe.width", 100),
         ({"optimizer": ONEBIT | {"warmup": 100}}, "optimizer.warmup", 100),
         ({"optimizer": ONEBIT | {"warmup": 0.999}}, "optimizer.warmup", 100),
+        ({"optimizer": ZERO_ONE | {"var_freeze": 100}}, "optimizer.var_freeze", 100),
         ({"steps": 1}, "steps", 1),
         ({"lr_schedule": {"warmup": 101}}, "lr_schedule.warmup", 101),
     ],
@@ -126,6 +128,14 @@ def test_amount_is_steps_or_their_fraction(amount: int | float, steps: int) -> N
 def test_amount_that_could_be_misread_is_refused(amount: object) -> None:
     """1.0 says "all steps"; read as an integer it would be one step."""
     assert problem(optimizer=ONEBIT | {"warmup": amount})["path"].startswith("optimizer.onebit_adam.warmup")
+
+
+def test_zero_one_adam_freezes_its_variance_where_the_learning_rate_has_risen_unless_told() -> None:
+    assert spec(optimizer=ZERO_ONE, lr_schedule={"warmup": 7}).var_freeze_step == 7
+    assert spec(optimizer=ZERO_ONE, lr_schedule={"warmup": 100}).var_freeze_step == 99
+    assert spec(optimizer=ZERO_ONE | {"var_freeze": 0.3}).var_freeze_step == 30
+    assert spec(optimizer=ZERO_ONE).warmup_steps is None
+    assert spec(optimizer=ONEBIT).var_freeze_step is None
 
 
 def test_dense_optimizer_has_no_compressed_phase() -> None:
