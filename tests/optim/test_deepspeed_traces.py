@@ -136,7 +136,7 @@ def intervals_from_the_update(trace: Trace):
         ("onebit_lamb", {"skip_unit_coefficients": False}, 21),
         ("onebit_lamb", {"exchange": one_scale_a_tensor_without_padding}, 21),
         ("onebit_lamb", {"exchange": padding_cleared}, 22),
-        ("onebit_lamb", {"weigh_ratio": False}, 21),
+        ("onebit_lamb", {"weigh_ratio": False}, 26),
         ("zero_one_adam", {"fresh": Fresh.NEVER}, 1),
         ("zero_one_adam", {"eps_outside": False}, 1),
         ("zero_one_adam", {"gradient_stage": 0}, 1),

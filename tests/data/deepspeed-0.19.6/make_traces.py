@@ -36,7 +36,7 @@ SETTINGS = {
         "coeff_beta": 0.9,
         "factor_max": 1.25,
         "factor_min": 0.8,
-        "factor_threshold": 0.1,
+        "factor_threshold": 0.02,
     },
     "zero_one_adam": {
         "var_freeze_step": 20,
