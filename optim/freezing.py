@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite
+from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.stability import VarianceStability, Verdict
 from thinwire.optim.variance_floor import floor_variance_
@@ -31,7 +34,7 @@ FreezingState = TypeVar("FreezingState", bound=HasVariance)
 
 
 class FreezingOptimizer(FlatOptimizer[FreezingState]):
-    """A FlatOptimizer whose variance is frozen, corrected and floored, at the end of its warm-up.
+    """A FlatOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
@@ -45,12 +48,14 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         warmup: int | Literal["auto"],
         total_steps: int | None,
         lr_warmup_steps: int | None,
+        settings: OneBitSettings,
         group: Group | None,
         block: int,
         max_grad_norm: float | None,
         non_finite: NonFinite,
     ) -> None:
         self.warmup = _checked_warmup(warmup, total_steps)
+        self.settings = settings
         self.stability: VarianceStability | None = None
         super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
         self.evidence["floored_elements"] = 0
@@ -65,9 +70,15 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
         """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
 
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors, with scales as the settings say. Collective."""
+        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block)
+
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
-        return onebit_adam_plan(step, None if self.warmup == "auto" else self.warmup, self.frozen_at)
+        warmup = None if self.warmup == "auto" else self.warmup
+        plan = onebit_adam_plan(step, warmup, self.frozen_at)
+        return plan if self.settings.bias_correction else replace(plan, bias_step=None)
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
@@ -76,9 +87,12 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
         v_N, layout = self.vectors.v_N, self.space.layout
-        for h in groups:
-            adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
-        floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        if self.settings.bias_correction:
+            for h in groups:
+                adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
+        floored_N = torch.zeros_like(v_N, dtype=torch.bool)
+        if self.settings.floor:
+            floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
         self.evidence["floored_elements"] = int(floored_N.sum())
         self.frozen_at = now
         self.on_freeze(floored_N, now)

@@ -22,6 +22,7 @@ from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
+from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OneBitSettings, Parity, chosen_settings
 from thinwire.optim.optimizer import NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.state import Replicated, Residual, Scratch
@@ -66,7 +67,9 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
     group: the ranks (None: torch.distributed's default group, or this process alone).
-    block: values that share a scale. max_grad_norm, non_finite: as in FlatOptimizer.
+    parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
+    `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
+    block: values that share a scale, in our settings. max_grad_norm, non_finite: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -82,8 +85,10 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         total_steps: int | None = None,
         lr_warmup_steps: int | None = None,
         group: Group | None = None,
-        block: int = DEFAULT_BLOCK,
+        parity: Parity | None = None,
         max_grad_norm: float | None = None,
+        settings: OneBitSettings | None = None,
+        block: int = DEFAULT_BLOCK,
         non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(
@@ -92,6 +97,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
+            settings=chosen_settings(parity, settings, DEEPSPEED_ADAM),
             group=group,
             block=block,
             max_grad_norm=max_grad_norm,

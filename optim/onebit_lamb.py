@@ -28,6 +28,7 @@ from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.lamb_math import LambHyper
+from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings, Parity, chosen_settings
 from thinwire.optim.optimizer import NonFinite, adam_defaults
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.segments import TensorSegments, tensor_segments
@@ -58,6 +59,7 @@ def step(
     s: OneBitLambState,
     groups: Sequence[tuple[AdamHyper, TensorSegments]],
     bounds: LambHyper,
+    settings: OneBitSettings,
     plan: StepPlan,
     reduce: Reducer,
 ) -> None:
@@ -76,13 +78,15 @@ def step(
             _refresh_variance_(s.fresh_v_N[h.span], s.z_N[h.span], s.m_N[h.span], h)
         s.m_N.copy_(s.z_N)
         for h, segments in groups:
-            _descend_compressed_(p_N, s, h, segments, bounds)
+            _descend_compressed_(p_N, s, h, segments, bounds, settings)
         return
     for h, segments in groups:
         adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
         adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
         coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_step)
-        s.coeff_T[segments.tensors].lerp_(coeff_t, 1 - bounds.coeff_beta)
+        average_t = s.coeff_T[segments.tensors]
+        moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
+        average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
 
 
 def _refresh_variance_(fresh_v_s: Tensor, m_s: Tensor, m_prev_s: Tensor, h: AdamHyper) -> None:
@@ -92,7 +96,12 @@ def _refresh_variance_(fresh_v_s: Tensor, m_s: Tensor, m_prev_s: Tensor, h: Adam
 
 
 def _descend_compressed_(
-    p_N: Tensor, s: OneBitLambState, h: AdamHyper, segments: TensorSegments, bounds: LambHyper
+    p_N: Tensor,
+    s: OneBitLambState,
+    h: AdamHyper,
+    segments: TensorSegments,
+    bounds: LambHyper,
+    settings: OneBitSettings,
 ) -> None:
     u_N = s.z_N
     ratio_s = s.v_N[h.span].sqrt().add_(h.eps).div_(s.fresh_v_N[h.span].sqrt().add_(h.eps))
@@ -101,11 +110,11 @@ def _descend_compressed_(
     factor_t = torch.where(factor_t > 0, factor_t, torch.ones_like(factor_t))  # 0: every element was floored
     u_N[h.span] = lamb_math.adam_direction(s.m_N[h.span], s.v_N[h.span], h, None)
     if h.weight_decay:
-        # The decay's part of the update does not depend on v, so it is not rescaled.
         direction_norm = segments.norms(u_N)
         u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
-        part = (direction_norm / segments.norms(u_N)).nan_to_num_(1.0).clamp_(max=1.0)
-        factor_t = factor_t * part + (1 - part)
+        if settings.weigh_ratio:  # the decay's part of the update does not depend on v, so it is not rescaled
+            part = (direction_norm / segments.norms(u_N)).nan_to_num_(1.0).clamp_(max=1.0)
+            factor_t = factor_t * part + (1 - part)
     factor_t.clamp_(bounds.factor_min, bounds.factor_max)
     before_t = s.factor_T[segments.tensors]
     threshold = bounds.factor_threshold
@@ -116,8 +125,8 @@ def _descend_compressed_(
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
-    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, block, max_grad_norm, non_finite:
-    as in OneBitAdam.
+    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm, settings,
+    block, non_finite: as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -141,8 +150,10 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         group: Group | None = None,
-        block: int = DEFAULT_BLOCK,
+        parity: Parity | None = None,
         max_grad_norm: float | None = None,
+        settings: OneBitSettings | None = None,
+        block: int = DEFAULT_BLOCK,
         non_finite: NonFinite = "raise",
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
@@ -152,6 +163,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
+            settings=chosen_settings(parity, settings, DEEPSPEED_LAMB),
             group=group,
             block=block,
             max_grad_norm=max_grad_norm,
@@ -178,13 +190,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
         pairs = list(zip(groups, self.segments, strict=True))
-        step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, plan, self.reduce)
+        step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, self.settings, plan, self.reduce)
 
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k."""
         s = self.vectors
         s.fresh_v_N.copy_(s.v_N).masked_fill_(floored_N, torch.inf)
-        s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
+        if self.settings.bias_correction:
+            s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
         sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
         moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
         if bool(moving_T.any()):

@@ -1,0 +1,56 @@
+"""Where descriptions of 1-bit Adam and 1-bit LAMB differ, each by its name. Reasons: docs/algorithms.md.
+
+OneBitAdam(params, parity="deepspeed")                                   DeepSpeed's
+OneBitAdam(params, settings=LITERAL)                                     the paper's
+OneBitAdam(params, settings=replace(OURS, bias_correction=False))        ours but for one thing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.optim.scales import Scales
+
+Parity = Literal["deepspeed"]
+"""Whose numbers are to be met, to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneBitSettings:
+    """A 1-bit Adam or 1-bit LAMB. dataclasses.replace makes another: replace(OURS, floor=False).
+
+    bias_correction: m and v (LAMB: c_avg too) are corrected in warm-up, the corrected v is kept.
+    floor: under the v that is kept; LAMB's r is a maximum over what it did not raise. scales: what shares one.
+    LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
+    of exactly 1 does not enter c_avg.
+    """
+
+    bias_correction: bool = True
+    floor: bool = True
+    scales: Scales = Scales.BLOCK
+    weigh_ratio: bool = True
+    skip_unit_coefficients: bool = False
+
+
+OURS = OneBitSettings()
+LITERAL = OneBitSettings(bias_correction=False, floor=False, scales=Scales.WHOLE, weigh_ratio=False)
+"""Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
+DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, scales=Scales.TENSOR, skip_unit_coefficients=True)
+"""DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
+DEEPSPEED_LAMB = OneBitSettings(bias_correction=False, floor=False, scales=Scales.FUSED, skip_unit_coefficients=True)
+"""DeepSpeed 0.19.6."""
+
+
+def chosen_settings(
+    parity: Parity | None, settings: OneBitSettings | None, deepspeed: OneBitSettings
+) -> OneBitSettings:
+    """What a constructor was asked for; `deepspeed` are that optimizer's. Raises: ValueError."""
+    if parity not in (None, "deepspeed"):
+        raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
+    if parity is not None and settings is not None:
+        raise ValueError(
+            f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
+            "parity stands for changes a part"
+        )
+    return settings or (OURS if parity is None else deepspeed)
