@@ -97,13 +97,14 @@ METHODS = {
     for method in (
         Method("adam", "Adam", {"name": "adam"}),
         Method("onebit_adam", "1-bit Adam", {"name": "onebit_adam"}, baseline="adam"),
+        Method("zero_one_adam", "0/1 Adam", {"name": "zero_one_adam"}, baseline="adam"),
         Method("lamb", "LAMB", {"name": "lamb"}),
         Method("onebit_lamb", "1-bit LAMB", {"name": "onebit_lamb"}, baseline="lamb"),
     )
 }
 
 RATES: dict[str, dict[str, float]] = {
-    "gpt": {"adam": 2e-3, "lamb": 1e-2},
+    "gpt": {"adam": 2e-3, "lamb": 2e-2},
 }
 """Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline."""
 
