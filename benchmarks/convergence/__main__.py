@@ -79,6 +79,7 @@ def main(
         raise typer.Exit(1)
     if pilot_rates:
         table.show_pilot(console, results)
+        console.print(f"{len(results)} of {len(cases)} cases. Table: {table.write_pilot_readme(folder, results)}")
         return
     table.show(console, results)
     written = table.write_readme(folder, results, pictures.draw(folder, results))

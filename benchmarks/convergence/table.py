@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.convergence.compare import Comparison, Traffic, comparisons, traffic
 from benchmarks.convergence.paired import MARGIN
 from benchmarks.convergence.results import Result
-from benchmarks.convergence.study import METHODS, ROOT, TASKS, Metric
+from benchmarks.convergence.study import METHODS, RATES, ROOT, TASKS, Metric
 
 RULE = (
     f"Same: the 95 % interval of the paired difference, compressed minus dense, ends at or below +{MARGIN:g} % of the "
@@ -28,6 +28,7 @@ TRAFFIC_NOTE = (
     "what ended the warm-up."
 )
 
+_PILOT_COLUMNS = ("task", "method", "lr", "loss", "accuracy", "taken")
 _LOSS_COLUMNS = ("pair", "seeds", "lr", "dense", "compressed", "difference", "95 % interval", "worse by", "better in")
 _TRAFFIC_COLUMNS = (
     "method",
@@ -86,6 +87,44 @@ def write_readme(out: Path, results: Sequence[Result], pictures: dict[str, str])
     path = out / "README.md"
     path.write_text(markdown(results, pictures, os.path.relpath(ROOT / "benchmarks" / "README.md", out)))
     return path
+
+
+def show_pilot(console: Console, results: Sequence[Result]) -> None:
+    """Print the final figure of each dense run of the pilot, by learning rate."""
+    console.print(_rich("Pilot: dense baselines, one seed", _PILOT_COLUMNS, [_pilot_row(result) for result in results]))
+
+
+def write_pilot_readme(out: Path, results: Sequence[Result]) -> Path:
+    """The same as a README beside the pilot's runs."""
+    lines = [
+        "# Pilot: the dense baselines over learning rates",
+        "",
+        "Written by `python -m benchmarks.convergence --pilot`; do not edit. One run each, from a seed that is not",
+        "compared. The compressed optimizers take the rate of their baseline and were not tuned.",
+        "",
+        *_pipes(_PILOT_COLUMNS, [_pilot_row(result) for result in results]),
+        "",
+        "## Made by",
+        "",
+        *_made_by(results),
+        "",
+    ]
+    path = out / "README.md"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def _pilot_row(result: Result) -> tuple[str, ...]:
+    name, rate = str(result.spec["optimizer"]["name"]), float(result.spec["optimizer"]["lr"])
+    lost = result.diverged is not None
+    return (
+        result.task,
+        METHODS[name].title,
+        f"{rate:g}",
+        "diverged" if lost else f"{result.final.loss:.4f}",
+        "-" if lost or result.final.accuracy is None else f"{result.final.accuracy:.4f}",
+        "yes" if RATES[result.task].get(name) == rate else "",
+    )
 
 
 def _heading(task: str) -> str:
@@ -162,18 +201,3 @@ def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def show_pilot(console: Console, results: Sequence[Result]) -> None:
-    """Print the final figure of each dense run of the pilot, by learning rate."""
-    rows = [
-        (
-            result.task,
-            str(result.spec["optimizer"]["name"]),
-            f"{result.spec['optimizer']['lr']:g}",
-            "diverged" if result.diverged is not None else f"{result.final.loss:.4f}",
-            "-" if result.diverged is not None or result.final.accuracy is None else f"{result.final.accuracy:.4f}",
-        )
-        for result in results
-    ]
-    console.print(_rich("Pilot: dense baselines, one seed", ("task", "method", "lr", "loss", "accuracy"), rows))
