@@ -4,6 +4,8 @@
     sync         z_i = u_i of after this step;   u = compressed_mean_i(z_i);   x <- K x_s - u / d;   u_i <- 0
     Round        K <- (1 - a) K;   S <- (1 - a) S + lr                                                   a = lr wd
 
+With Decay.IN_SUM, DeepSpeed's, u_i <- u_i + lr m_i + a d x_i instead, K = 1 and S <- S + lr.
+
 No communication, phases or objects here; optim/zero_one_adam.py has the algorithm and the reasons.
 """
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.state import Local, Replicated, Residual, Scratch
+from thinwire.optim.zero_one_settings import Decay
 
 
 @dataclass(slots=True)
@@ -44,12 +47,13 @@ class Round:
     kept: float = 1.0
     weight: float = 0.0
 
-    def after(self, h: AdamHyper) -> Round:
+    def after(self, h: AdamHyper, decay: Decay) -> Round:
         """One step more."""
-        return Round(self.kept * kept_by(h), self.weight * kept_by(h) + h.lr)
+        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
+        return Round(self.kept * keep, self.weight * keep + h.lr)
 
 
-def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
+def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], decay: Decay) -> None:
     """A step without communication, in place. p, s, g: modified. Does not wait for the device.
 
     A gradient that is not finite counts as zero, and is told to all at the next sync: to raise here would leave the
@@ -64,22 +68,35 @@ def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[A
         p, m, u = p_N[h.span], s.m_N[h.span], s.u_N[h.span]
         adam_math.momentum_(m, g_N[h.span], h.beta1)
         if h.weight_decay:
+            if decay is Decay.OF_SUM:
+                u.mul_(kept_by(h))
+            else:
+                u.addcmul_(s.divisor_N[h.span], p, value=h.lr * h.weight_decay)
             p.mul_(kept_by(h))
-            u.mul_(kept_by(h))
         p.addcdiv_(m, s.divisor_N[h.span], value=-h.lr)
         u.add_(m, alpha=h.lr)
 
 
-def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
-    """Z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn."""
+def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], decay: Decay) -> None:
+    """Z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn.
+
+    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
+    """
     for h in groups:
         z, u = s.z_N[h.span], s.u_N[h.span]
         if h.lr == 0:
             z.copy_(u)
             continue
         adam_math.momentum_into(z, s.m_N[h.span], g_N[h.span], h.beta1)
-        z.mul_(h.lr).add_(u, alpha=kept_by(h))
+        z.mul_(h.lr).add_(u, alpha=kept_by(h) if decay is Decay.OF_SUM else 1.0)
     s.z_N.masked_fill_(s.lost, torch.nan)
+
+
+def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
+    """Z <- z + lr wd d x: this step's decay as a part of the sum. z: modified."""
+    for h in groups:
+        if h.lr and h.weight_decay:
+            s.z_N[h.span].addcmul_(s.divisor_N[h.span], p_N[h.span], value=h.lr * h.weight_decay)
 
 
 def agree_(

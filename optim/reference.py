@@ -18,13 +18,13 @@ float64 is what the laws are tested in. Steps count from 1. Nothing that is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.reference_exchange import Exchange, Floor, TwoPhase, Vectors, laid_end_to_end, mean, split_like
 from thinwire.optim.reference_state import Hyper, Moments, copies, hypers, mean_gradient, zeros
+from thinwire.optim.zero_one_settings import Fresh
 
 __all__ = [
     "Fresh",
@@ -159,7 +159,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
     A layer is a tensor. One whose m is zero at T has k = 1 and no part in the mean; the formula would divide by zero.
     bias_correction, floor, exchange: as in 1-bit Adam; v_fresh starts at the v that is kept. With bias_correction c_avg
     is divided by 1 - b3^T at T. Ours too: ratio_without_floored: elements that the floor
-    raised have no part in the maximum of r, which is 0 where that leaves none.
+    raised have no part in the maximum of r, which is 1 where that leaves none.
     DeepSpeed's: weigh_ratio (not recalled from the paper; ours too): with decay, r <- r w + 1 - w before the clips,
     w = min(1, ||u_0|| / ||u||). skip_unit_coefficients: a c of exactly 1 does not enter c_avg.
     """
@@ -227,22 +227,14 @@ class ReferenceOneBitLamb(ReferenceLamb):
     def _ratio(self, at: int, h: Hyper, u0: Tensor, u: Tensor) -> float:
         ratios = (self.v[at].sqrt() + h.eps) / (self.v_fresh[at].sqrt() + h.eps)
         if self.ratio_without_floored:
-            ratios = torch.where(self.floored[at], 0.0, ratios)
-        r = float(ratios.max())
+            ratios = ratios[~self.floored[at]]
+        r = float(ratios.max()) if ratios.numel() else 1.0
         if self.weigh_ratio and h.weight_decay > 0:
             u_norm = float(torch.linalg.vector_norm(u))
             w = min(1.0, float(torch.linalg.vector_norm(u0)) / u_norm) if u_norm > 0 else 1.0
             r = r * w + 1 - w
         r = min(max(r, self.factor_min), self.factor_max)
         return min(max(r, self.r[at] * (1 - self.factor_threshold)), self.r[at] * (1 + self.factor_threshold))
-
-
-class Fresh(StrEnum):
-    """When 0/1 Adam updates v before using it: never as in the paper, at the first update only (ours), DeepSpeed's."""
-
-    NEVER = "never"
-    AT_FIRST = "at_first"
-    ALWAYS = "always"
 
 
 class ReferenceZeroOneAdam:

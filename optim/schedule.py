@@ -71,6 +71,20 @@ def is_variance_step(step: int, scaler: int) -> bool:
     return (offset - scaler * (gap - 1)) % gap == 0
 
 
+def is_aligned_variance_step(step: int, scaler: int) -> bool:
+    """Is `step` in T_v as DeepSpeed counts: step + 1 is a multiple of the gap, which doubles after `scaler` updates.
+
+    A closed form too: gap 2^k has its `scaler` updates at the multiples of 2^k that follow the last one of 2^(k-1).
+    """
+    counter, gap, last = step + 1, 1, 1
+    while counter > last:
+        last = last // gap * gap + scaler * gap
+        if counter <= last:
+            return counter % gap == 0
+        gap *= 2
+    return False
+
+
 def counted_interval(step: int, frozen_at: int, scaler: int, clipper: int) -> int:
     """Steps from one sync to the next at `step` > frozen_at: 1, doubled every `scaler` steps, at most `clipper`."""
     return int(min(clipper, 2 ** min((step - frozen_at - 1) // scaler, clipper.bit_length())))
@@ -91,27 +105,34 @@ def rate_interval(lr: float, peak_lr: float, clipper: int) -> int:
 def zero_one_adam_plan(
     step: int,
     *,
-    var_freeze_step: int,
+    freeze: bool,
     var_update_scaler: int,
     variance_updates: int,
     frozen_at: int | None,
     last_sync: int,
     interval: int,
+    gradient_stage: bool = False,
+    aligned: bool = False,
 ) -> StepPlan:
     """0/1 Adam: a sync at every step while the variance still moves, then every `interval` steps after the last one.
 
-    variance_updates: made so far; until one has given a scale every step tries. frozen_at decides, not var_freeze_step,
-    as in 1-bit Adam. Every step of T_v is a sync.  [Lu et al. 2022, Alg. 1]
+    freeze: is this the last step that moves the variance? variance_updates: made so far; until one has given a scale
+    every step tries. frozen_at decides, as in 1-bit Adam. Every step of T_v is a sync.  [Lu et al. 2022, Alg. 1]
+    gradient_stage: while the variance moves it is the gradient that is exchanged, at every step: in full where the
+    variance is updated, in one bit elsewhere. aligned: both schedules count as DeepSpeed does.
     """
     if frozen_at is not None:
-        sync = Wire.COMPRESSED if step - last_sync >= interval else Wire.LOCAL
+        due = (step + 1) % interval == 0 if aligned else step - last_sync >= interval
+        sync = Wire.COMPRESSED if due else Wire.LOCAL
         return StepPlan(Phase.COMPRESSED, Wire.LOCAL, sync, update_variance=False, bias_step=None)
-    update = variance_updates == 0 or is_variance_step(step, var_update_scaler)
+    is_update = is_aligned_variance_step if aligned else is_variance_step
+    update = variance_updates == 0 or is_update(step, var_update_scaler)
+    elsewhere = Wire.COMPRESSED if gradient_stage else Wire.LOCAL
     return StepPlan(
         Phase.WARMUP,
-        Wire.FULL if update else Wire.LOCAL,
-        Wire.COMPRESSED,
+        Wire.FULL if update else elsewhere,
+        Wire.LOCAL if gradient_stage else Wire.COMPRESSED,
         update_variance=update,
         bias_step=None,
-        freeze_variance=step >= var_freeze_step,
+        freeze_variance=freeze,
     )

@@ -19,24 +19,32 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import NonFiniteInput
+from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.local_steps import Round, ZeroOneAdamState, agree_, local_step, propose_
+from thinwire.optim.local_steps import Round, ZeroOneAdamState, add_decay_, agree_, kept_by, local_step, propose_
+from thinwire.optim.onebit_settings import Parity
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults
+from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.variance_floor import floor_variance_
+from thinwire.optim.stale_variance import root_, use_variance_
+from thinwire.optim.variance_freeze import FrozenBy, VarianceFreeze, rose
+from thinwire.optim.zero_one_settings import Decay, Fresh, ZeroOneSettings, chosen_settings
 
-SLOWEST_FALL = 0.95
-"""S of a sync is at least this part of the one before: error memory empties no faster. See docs/algorithms.md."""
+logger = logging.getLogger(__name__)
+
+DEEPSPEEDS_SCALER = 32678
+"""local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
 
 
 class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
@@ -65,29 +73,34 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        var_freeze_step: int,
+        var_freeze_step: int | None = None,
+        total_steps: int | None = None,
+        lr_warmup_steps: int | None = None,
         var_update_scaler: int = 16,
         local_step_scaler: int | None = None,
         local_step_clipper: int = 16,
         bias_correction: bool = True,
         group: Group | None = None,
-        block: int = DEFAULT_BLOCK,
+        parity: Parity | None = None,
         max_grad_norm: float | None = None,
+        settings: ZeroOneSettings | None = None,
+        block: int = DEFAULT_BLOCK,
         non_finite: NonFinite = "raise",
     ) -> None:
         for name, value in (
-            ("var_freeze_step", var_freeze_step),
             ("var_update_scaler", var_update_scaler),
             ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
             ("local_step_clipper", local_step_clipper),
         ):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
-        self.var_freeze_step = var_freeze_step
+        self.settings = chosen_settings(parity, settings, bias_correction)
+        if parity == "deepspeed":
+            local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
+        self.freeze = VarianceFreeze(betas[1], var_freeze_step, total_steps, lr_warmup_steps)
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
-        self.bias_correction = bias_correction
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
@@ -96,16 +109,25 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )
+        self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
         self.saved = {
+            "settings": self.settings.plain(),
             "peak_lr": 0.0,
+            "last_lrs": [],
+            "lr_rose_at": 0,
             "last_sync": 0,
             "num_syncs": 0,
+            "rounds_skipped": 0,
             "variance_updates": 0,
             "divisors": [0.0] * len(self.param_groups),
         }
         self.evidence["floored_elements"] = 0
         self._rounds = [Round()] * len(self.param_groups)
-        self._derive_divisor()
+        self._derive_divisor(self._groups())
+
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors, with scales as the settings say. Collective."""
+        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block)
 
     def make_state(self) -> ZeroOneAdamState:
         """Empty vectors and error memory."""
@@ -125,31 +147,38 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         """The plan of step `step`, counted from 1, under the learning rates of now."""
         return zero_one_adam_plan(
             step,
-            var_freeze_step=self.var_freeze_step,
+            freeze=self.freeze.reason(step, self._rose_at(step)) is not None,
             var_update_scaler=self.var_update_scaler,
             variance_updates=self.saved["variance_updates"],
             frozen_at=self.frozen_at,
             last_sync=self.saved["last_sync"],
             interval=self._interval(step),
+            gradient_stage=self.settings.gradient_stage,
+            aligned=self.settings.aligned,
         )
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm.
 
-        Raises: NonFiniteInput at a sync only, for the gradient of that step or of a local one since the last sync: that
-        one has counted as zero on its rank, and nothing else is lost: the next call is a sync again.
+        Raises: NonFiniteInput where something is exchanged, for the gradient of that step or of a local one since the
+        last sync: that one has counted as zero on its rank, and nothing else is lost: the next call is a sync again.
         """
-        rounds = [done.after(h) for done, h in zip(self._rounds, groups, strict=True)]
+        now = self.num_steps + 1
+        rounds = [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
         if plan.momentum is Wire.COMPRESSED:
             self._sync_step(plan, groups, rounds)
+        elif plan.gradient is not Wire.LOCAL:
+            self._gradient_step(plan, groups)
         else:
-            if self.num_steps == self.saved["last_sync"]:
+            if self.at_sync:
                 self.vectors.x_s_N.copy_(self.space.p_N)
-            local_step(self.space.p_N, self.space.g_N, self.vectors, groups)
+            local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self.settings.decay)
             self._rounds = rounds
-        self.saved["peak_lr"] = max(self.saved["peak_lr"], self._rate())
+            self.saved["rounds_skipped"] += 1
+        self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self._rates()
+        self.saved["peak_lr"] = max(self.saved["peak_lr"], *self._rates())
         if plan.freeze_variance and self.saved["variance_updates"]:
-            self._freeze()
+            self._freeze(groups, now)
 
     @property
     def at_sync(self) -> bool:
@@ -160,10 +189,10 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         """End the round with a sync in full precision: x and m become their means, bit-equal on every rank. Collective.
 
         In full, because S of a round cut short is small against the error memory, which would be blown up in u / S; the
-        error memory is not touched. Without local steps since the last sync nothing is sent.
+        error memory is not touched. Right after a sync nothing is sent; a loop that evaluates often waits for at_sync.
         Raises: PeerLost; NonFiniteInput for a gradient lost since the last sync. Then nothing else has changed.
         """
-        if self.num_steps == self.saved["last_sync"]:
+        if self.at_sync:
             return
         s = self.vectors
         u_N, m_N = s.u_N.masked_fill(s.lost, torch.nan), s.m_N.clone()
@@ -178,96 +207,173 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
+        """Continue from a state_dict of the same optimizer, settings and shapes, saved with any number of ranks. Local.
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
+        theirs, mine = state_dict.get("saved", {}).get("settings"), self.settings.plain()
+        if state_dict.get("optimizer") == type(self).__name__ and theirs != mine:
+            raise ValueError(f"state_dict has settings {theirs}, this optimizer has {mine}: construct it with the same")
         super().load_state_dict(state_dict)
         self.vectors.u_N.zero_()
         self.vectors.lost.zero_()
         self._rounds = [Round()] * len(self.param_groups)
-        self._derive_divisor()
+        self._derive_divisor(self._groups())
 
     def stats(self) -> dict[str, Any]:
-        """As for all optimizers, and the number of syncs so far: num_steps - num_syncs steps have sent nothing."""
-        return {**super().stats(), "num_syncs": self.saved["num_syncs"]}
+        """As for all optimizers; num_syncs: exchanges of the sum; rounds_skipped: steps that have sent nothing."""
+        return {**super().stats(), **{name: self.saved[name] for name in ("num_syncs", "rounds_skipped")}}
 
-    def _rate(self) -> float:
-        return max(float(group["lr"]) for group in self.param_groups)
+    def _groups(self) -> list[AdamHyper]:
+        return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def _rose_at(self, step: int) -> int:
+        """The last step, `step` with the rates of now included, at which a group's rate rose."""
+        return step if rose(self._rates(), self.saved["last_lrs"]) else int(self.saved["lr_rose_at"])
 
     def _interval(self, step: int) -> int:
         if self.frozen_at is None:
             return 1
         if self.local_step_scaler is not None:
             return counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
-        return rate_interval(self._rate(), self.saved["peak_lr"], self.local_step_clipper)
+        return rate_interval(max(self._rates()), self.saved["peak_lr"], self.local_step_clipper)
 
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
-        propose_(g_N, s, groups)
+        early = plan.update_variance and self._is_early()
+        if plan.gradient is Wire.FULL:
+            self._shorten_gradient()  # a rank's own, as in local steps: v is of the mean of what the momenta take in
+        propose_(g_N, s, groups, self.settings.decay)
         try:
             if plan.gradient is Wire.FULL:
                 self.mean_gradient_()
+            if early:
+                self._derive_divisor(groups, g_N)
+            if self.settings.decay is Decay.IN_SUM:
+                add_decay_(p_N, s, groups)
             if exchange:
-                self.reduce.compressed_(s.z_N, s.update_error)
-        except NonFiniteInput as error:
-            raise self._told(error, step) from error
-        no_scale_yet = self.saved["variance_updates"] == 0
-        if plan.update_variance and no_scale_yet:  # differs from Alg. 1: the first v is used at once, there is no other
+                self._exchange_(s.z_N)
+        except CommError as error:
+            if early:
+                self._derive_divisor(groups)
+            if isinstance(error, NonFiniteInput):
+                raise self._told(error, step) from error
+            raise
+        if early:
             self._update_variance(groups)
         if exchange:
-            start_N = p_N if self.num_steps == self.saved["last_sync"] else s.x_s_N
+            start_N = p_N if self.at_sync else s.x_s_N
             agree_(p_N, start_N, s.z_N, s, self.space.spans, [done.kept for done in rounds])
             for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
                 if done.weight:
                     # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
-                    divisor = max(done.weight, SLOWEST_FALL * self.saved["divisors"][at])
+                    divisor = max(done.weight, self.settings.slowest_fall * self.saved["divisors"][at])
                     torch.div(s.z_N[h.span], divisor, out=s.m_N[h.span])
                     self.saved["divisors"][at] = divisor
             self.saved["num_syncs"] += 1
+        elif plan.gradient is Wire.LOCAL:
+            self.saved["rounds_skipped"] += 1
         self.saved["last_sync"] = step
         self._rounds = [Round()] * len(self.param_groups)
-        if plan.update_variance and not no_scale_yet:
+        if plan.update_variance and not early:
             self._update_variance(groups)
 
+    def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """A step of DeepSpeed's first stage: Adam under a stale variance, on a gradient that all ranks agree on."""
+        s, p_N, g_N = self.vectors, self.space.p_N, self.space.g_N
+        deliver = plan.freeze_variance and self.settings.deliver_errors
+        residual_N = s.update_error.residual() if deliver else None
+        if deliver or plan.gradient is Wire.FULL:
+            self.mean_gradient_()
+        else:
+            self._shorten_gradient()
+            self.reduce.compressed_(g_N, s.update_error)
+        agreed_N = g_N if residual_N is None else residual_N.add_(g_N)
+        early = plan.update_variance and self._is_early()
+        if early:
+            self._update_variance(groups)
+        for h in groups:
+            adam_math.momentum_(s.m_N[h.span], agreed_N[h.span], h.beta1)
+            if h.weight_decay:
+                p_N[h.span].mul_(kept_by(h))
+            p_N[h.span].addcdiv_(s.m_N[h.span], s.divisor_N[h.span], value=-h.lr)
+        if plan.update_variance and not early:
+            self._update_variance(groups)
+        self.saved["last_sync"] = self.num_steps + 1
+
+    def _exchange_(self, z_N: Tensor) -> None:
+        """Z <- its mean through the codec. Raises: PeerLost, NonFiniteInput; z is undefined then."""
+        if self.settings.negated:
+            z_N.neg_()
+        self.reduce.compressed_(z_N, self.vectors.update_error)
+        if self.settings.negated:
+            z_N.neg_()
+
+    def _is_early(self) -> bool:
+        """Is an update of v used in its own step?"""
+        # differs from Alg. 1: the first v is used at once, before it there is none
+        first = self.settings.fresh is Fresh.AT_FIRST and not self.saved["variance_updates"]
+        return first or self.settings.fresh is Fresh.ALWAYS
+
     def _update_variance(self, groups: Sequence[AdamHyper]) -> None:
-        """V from the mean gradient in g. One that is zero everywhere gives no scale and does not count."""
+        """V from the mean gradient in g. Until there is a scale, one that is zero everywhere does not count."""
         v_N = self.vectors.v_N
         for h in groups:
             adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
-        if self.saved["variance_updates"] or bool(v_N.any()):
+        if self._counts(v_N):
             self.saved["variance_updates"] += 1
-            self._derive_divisor()
+        self._derive_divisor(groups)
 
-    def _freeze(self) -> None:
-        """Keep the variance, corrected and floored, for good. What steps are divided by stays the same."""
-        self.vectors.v_N.copy_(self._used_variance(self.vectors.z_N))
-        self.frozen_at = self.num_steps + 1
+    def _counts(self, v_N: Tensor) -> bool:
+        return self.settings.fresh is not Fresh.AT_FIRST or self.saved["variance_updates"] > 0 or bool(v_N.any())
 
-    def _used_variance(self, out_N: Tensor) -> Tensor:
-        """V as it is used: corrected and floored. In `out`."""
-        out_N.copy_(self.vectors.v_N)
-        if self.frozen_at is not None:
-            return out_N
-        if self.bias_correction:
-            for group, span in zip(self.param_groups, self.space.spans, strict=True):
-                adam_math.unbias_variance_(out_N[span], group["betas"][1], self.saved["variance_updates"])
+    def _freeze(self, groups: Sequence[AdamHyper], now: int) -> None:
+        """Keep the variance as it is used, for good. What steps are divided by stays the same."""
+        self._use_variance(self.vectors.v_N, groups, self.saved["variance_updates"])
+        reason = self.freeze.reason(now, self.saved["lr_rose_at"])
+        self.frozen_at = now
+        if self.settings.gradient_stage:
+            self.vectors.update_error = self.reduce.new_slot()  # of gradients; from here on it is of sums
+        if reason in (None, FrozenBy.GIVEN):
+            return
+        self.evidence["warmup_ended_by"] = str(reason)
+        level = logging.WARNING if reason is FrozenBy.CAP else logging.INFO
+        logger.log(
+            level,
+            "warmup_ended step=%d by=%s lr_rose_at=%d variance_updates=%d",
+            now,
+            reason,
+            self.saved["lr_rose_at"],
+            self.saved["variance_updates"],
+        )
+
+    def _use_variance(self, v_N: Tensor, groups: Sequence[AdamHyper], updates: int) -> None:
         layout = self.space.layout
-        floored_N = floor_variance_(out_N, layout.live, layout.blocks(self.block))
-        self.evidence["floored_elements"] = int(floored_N.sum())
-        return out_N
+        blocks = layout.blocks(self.block)
+        self.evidence["floored_elements"] = use_variance_(v_N, groups, updates, self.settings, layout.live, blocks)
 
-    def _derive_divisor(self) -> None:
-        """D <- sqrt(v) + eps, of the v that is used; infinite before there is any, so that nothing moves."""
-        divisor_N = self.vectors.divisor_N
-        if self.saved["variance_updates"] == 0:
+    def _derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
+        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`.
+
+        Before there is a v that gives a scale it is infinite, so that nothing moves; where v is never used early, of 0.
+        """
+        divisor_N, updates = self.vectors.divisor_N, self.saved["variance_updates"]
+        divisor_N.copy_(self.vectors.v_N)
+        if coming_N is not None:
+            for h in groups:
+                adam_math.variance_(divisor_N[h.span], coming_N[h.span], h.beta2)
+            updates += self._counts(divisor_N)
+        if updates == 0 and self.settings.fresh is Fresh.AT_FIRST:
             divisor_N.fill_(torch.inf)
             return
-        self._used_variance(divisor_N).sqrt_()
-        for group, span in zip(self.param_groups, self.space.spans, strict=True):
-            divisor_N[span].add_(group["eps"])
+        if updates and self.frozen_at is None:
+            self._use_variance(divisor_N, groups, updates)
+        root_(divisor_N, groups, self.settings)
 
     def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""

@@ -7,7 +7,7 @@ from tests.optim.zero_one_problem import FREEZE, HYPER, MODELS, SIZES, backward,
 from thinwire.comm import run_threads
 from thinwire.optim.reference import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.optim.reference_exchange import TwoPhase, block_units, exact_mean, floor_of
-from thinwire.optim.zero_one_adam import SLOWEST_FALL
+from thinwire.optim.zero_one_settings import OURS
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -58,7 +58,7 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
         fresh=Fresh.AT_FIRST,
         bias_correction=True,
         freeze_at=FREEZE,
-        slowest_fall=SLOWEST_FALL,
+        slowest_fall=OURS.slowest_fall,
         skip_idle=True,
         floor=floor_of(block_units(optimizer.space.layout, 1)),
     )

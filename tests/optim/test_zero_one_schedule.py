@@ -54,7 +54,7 @@ def planned(steps, var_freeze_step, interval_at):
     for step in range(1, steps + 1):
         plan = zero_one_adam_plan(
             step,
-            var_freeze_step=var_freeze_step,
+            freeze=step >= var_freeze_step,
             var_update_scaler=16,
             variance_updates=step - 1,
             frozen_at=var_freeze_step if step > var_freeze_step else None,

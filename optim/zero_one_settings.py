@@ -1,0 +1,95 @@
+"""Where descriptions of 0/1 Adam differ, each by its name. Reasons: docs/algorithms.md.
+
+ZeroOneAdam(params, parity="deepspeed", var_freeze_step=...)             DeepSpeed's
+ZeroOneAdam(params, settings=LITERAL)                                    the paper's
+ZeroOneAdam(params, settings=replace(OURS, floor=False))                 ours but for one thing
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+from thinwire.optim.onebit_settings import Parity
+from thinwire.optim.scales import Scales
+
+
+class Fresh(StrEnum):
+    """When 0/1 Adam updates v before using it: never as in the paper, at the first update only (ours), DeepSpeed's."""
+
+    NEVER = "never"
+    AT_FIRST = "at_first"
+    ALWAYS = "always"
+
+
+class Decay(StrEnum):
+    """What weight decay shrinks beside x_i: u_i, S and x_s alike; or nothing, lr wd d x being a part of u_i."""
+
+    OF_SUM = "of_sum"
+    IN_SUM = "in_sum"
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroOneSettings:
+    """A 0/1 Adam. dataclasses.replace makes another: replace(OURS, floor=False).
+
+    fresh: when v is updated before its use. NEVER divides by the eps alone until the first update.
+    bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
+    floor: under the v of every step. slowest_fall: S of a sync is at least this part of the divisor before.
+    decay: where weight decay goes; IN_SUM brings it into m too.
+    gradient_stage: until the freeze there are no local steps; the gradient is exchanged, in full where v is updated,
+    in one bit elsewhere, and m and x are Adam's. deliver_errors: its error memory goes into the gradient of its last
+    step; else it is dropped.
+    aligned: steps of T_v and T_u are those whose number + 1 is a multiple of the interval, not an interval after the
+    last. negated: what is exchanged is -u; of a sum that is 0 both send the sign +.
+    scales: what shares one; the block length is an argument of the optimizer.
+    """
+
+    fresh: Fresh = Fresh.AT_FIRST
+    bias_correction: bool = True
+    eps_outside: bool = True
+    floor: bool = True
+    slowest_fall: float = 0.95
+    decay: Decay = Decay.OF_SUM
+    gradient_stage: bool = False
+    deliver_errors: bool = True
+    aligned: bool = False
+    negated: bool = False
+    scales: Scales = Scales.BLOCK
+
+    def plain(self) -> dict[str, str | float | bool]:
+        """As a checkpoint holds it."""
+        return {name: str(value) if isinstance(value, StrEnum) else value for name, value in asdict(self).items()}
+
+
+OURS = ZeroOneSettings()
+LITERAL = ZeroOneSettings(
+    fresh=Fresh.NEVER, bias_correction=False, eps_outside=False, floor=False, slowest_fall=0.0, scales=Scales.WHOLE
+)
+"""Lu et al. 2022, Alg. 1. Weight decay, which it does not have, is ours."""
+DEEPSPEED = ZeroOneSettings(
+    fresh=Fresh.ALWAYS,
+    bias_correction=False,
+    floor=False,
+    slowest_fall=0.0,
+    decay=Decay.IN_SUM,
+    gradient_stage=True,
+    deliver_errors=False,
+    aligned=True,
+    negated=True,
+    scales=Scales.TENSOR,
+)
+"""DeepSpeed 0.19.6, but for its world size of 1, where it leaves gradients out."""
+
+
+def chosen_settings(parity: Parity | None, settings: ZeroOneSettings | None, bias_correction: bool) -> ZeroOneSettings:
+    """What a constructor was asked for. bias_correction: False turns it off in any settings. Raises: ValueError."""
+    if parity not in (None, "deepspeed"):
+        raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
+    if parity is not None and settings is not None:
+        raise ValueError(
+            f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
+            "parity stands for changes a part"
+        )
+    chosen = settings or (OURS if parity is None else DEEPSPEED)
+    return replace(chosen, bias_correction=chosen.bias_correction and bias_correction)
