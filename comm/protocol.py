@@ -15,6 +15,7 @@ from thinwire.comm.layout import VectorLayout
 
 if TYPE_CHECKING:
     from thinwire.comm.error_feedback import ErrorFeedback
+    from thinwire.comm.fidelity import Fidelity
 
 
 @dataclass(slots=True)
@@ -107,6 +108,9 @@ class Reducer(Protocol):
 
         Raises PeerLost, NonFiniteInput; then x is undefined and the slot is as before the call.
         """
+
+    def fidelity(self, slot: ErrorFeedback) -> Fidelity | None:
+        """How well the last exchange carried what it was given; None where it was not one of `slot`. Collective."""
 
     def new_slot(self) -> ErrorFeedback:
         """Error memory for one exchanged vector, empty."""

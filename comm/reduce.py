@@ -7,11 +7,14 @@ on in place, the errors are formed at the commit, and undoing a failed call is t
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 from torch import Tensor
 
 from thinwire.comm.error_feedback import ErrorFeedback
 from thinwire.comm.errors import NonFiniteInput, WireMismatch
+from thinwire.comm.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.layout import Partition, VectorLayout, round_up
 from thinwire.comm.protocol import Codec, Group, RowCodec
 
@@ -44,6 +47,7 @@ class CompressedAllReduce:
         own = self._bounds[group.rank]
         self._server_c = torch.empty(own[1] - own[0], dtype=like.dtype, device=like.device)
         self._decoded_c = torch.empty_like(self._server_c)
+        self._last_slot: ErrorFeedback | None = None
 
     def new_slot(self) -> ErrorFeedback:
         """Error memory for one exchanged vector, empty."""
@@ -74,6 +78,7 @@ class CompressedAllReduce:
         failure. out is bit-identical on every rank. Raises: PeerLost; NonFiniteInput, alike on every rank.
         Source: Tang et al. 2021, Alg. 1, l. 7-11.
         """
+        self._last_slot = None
         # (1)
         x_N.add_(slot.worker_N)
         self._sent_nB[:, 0] = self._encode_rows(x_N, self._sent_nB)
@@ -97,6 +102,42 @@ class CompressedAllReduce:
         served.decode(self._served_B[HEADER_BYTES:], slot.server_c)
         slot.server_c.neg_().add_(self._server_c)
         self._decode_all(self._received_nB, x_N)
+        self._last_slot = slot
+
+    def fidelity(self, slot: ErrorFeedback) -> Fidelity | None:
+        """How well the last exchange carried what it was given; None where it was not one of `slot`.
+
+        Collective: one mean of a few thousand numbers. Waits for the device, and decodes all rows once.
+        Modifies nothing but scratch. Raises: PeerLost.
+        """
+        if self._last_slot is not slot:
+            return None
+        own_start, own_stop = self._bounds[self._group.rank]
+        self._rows[self._group.rank].decode(self._served_B[HEADER_BYTES:], self._decoded_c)
+        worker_sums, server_sums = self._worker_alignment(slot), alignment(self._server_c, self._decoded_c)
+        at_k = sampled_elements(self._layout, self._device)
+        own_k = (at_k >= own_start) & (at_k < own_stop)
+        residual_k = slot.worker_N[at_k]
+        residual_k[own_k] += self.size * slot.server_c[at_k[own_k] - own_start]
+        given = self._decoded_c[at_k[own_k] - own_start].square().sum().view(1)
+        told = torch.cat([worker_sums, server_sums, given, residual_k])
+        self._group.mean_(told)
+        length = float(torch.linalg.vector_norm(told[7:]))
+        *sums, given_mean = told[:7].tolist()
+        return Fidelity(
+            density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
+        )
+
+    def _worker_alignment(self, slot: ErrorFeedback) -> Tensor:
+        """Of what this rank sent, its error added; zero where the error memory has been moved since."""
+        sums = torch.zeros(3, dtype=self._dtype, device=self._device)
+        if not bool(slot.worker_N.any()):
+            return sums
+        for row, (start, stop), wire in zip(self._rows, self._bounds, self._sent_nB, strict=True):
+            sent_c = torch.empty(stop - start, dtype=self._dtype, device=self._device)
+            row.decode(wire[HEADER_BYTES:], sent_c)
+            sums += alignment(sent_c + slot.worker_N[start:stop], sent_c)
+        return sums
 
     def _encode_rows(self, x_N: Tensor, wire_nB: Tensor) -> Tensor:
         """A row for each rank's chunk. Returns a 0-dim bool: all that was written is finite."""
