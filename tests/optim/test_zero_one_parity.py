@@ -1,105 +1,195 @@
-"""0/1 Adam with parity="deepspeed" takes DeepSpeed's steps: those of the reference, and those recorded of DeepSpeed."""
+"""0/1 Adam equals the reference in our, the paper's and DeepSpeed's settings, and in each one switched alone.
+
+With parity="deepspeed" it also takes the steps that DeepSpeed 0.19.6 was recorded to take.
+"""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.optim.deepspeed_traces import load_trace
-from tests.optim.small_problem import SIZES, gradients, start
-from thinwire.comm import run_threads
+from tests.optim.parity import (
+    BLOCK,
+    drive,
+    exchange_of,
+    floor_in_flat_order,
+    in_groups,
+    ordered_hypers,
+    ordered_start,
+    silent_gradients,
+)
+from tests.optim.small_problem import SIZES
 from thinwire.optim import ZeroOneAdam
-from thinwire.optim.reference import Fresh, Hyper, ReferenceZeroOneAdam
-from thinwire.optim.reference_deepspeed import DeepSpeedExchange, zero_one_schedule
-from thinwire.optim.zero_one_settings import DEEPSPEED
+from thinwire.optim.reference import ReferenceZeroOneAdam
+from thinwire.optim.reference_deepspeed import zero_one_schedule
+from thinwire.optim.reference_exchange import mean
+from thinwire.optim.scales import Scales
+from thinwire.optim.schedule import is_variance_step
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS, Decay, Fresh
 
-SCHEDULE = {"var_freeze_step": 20, "var_update_scaler": 4, "local_step_scaler": 8, "local_step_clipper": 4}
-
-
-def states(optimizer, params):
-    """x, m and v, in the order of params."""
-    at = {id(tensor.param): slice(tensor.start, tensor.stop) for tensor in optimizer.space.tensors}
-    vectors = (optimizer.space.p_N, optimizer.vectors.m_N, optimizer.vectors.v_N)
-    return [[vector[at[id(p)]].reshape(p.shape).clone() for p in params] for vector in vectors]
+FREEZE, STEPS = 13, 40  # no variance step in either way of counting
+SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 3, "local_step_scaler": 6, "local_step_clipper": 4}
 
 
-def run_ours(group, first, grads, lrs, groups_of=lambda params: [{"params": params}], **settings):
-    """States after every step, [step][x, m, v][tensor]."""
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in first]
-    optimizer = ZeroOneAdam(groups_of(params), group=group, **settings)
-    seen = []
-    for step in range(1, len(lrs) + 1):
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = lrs[step]
-        for param, gradient in zip(params, grads(step)[group.rank], strict=True):
-            param.grad = gradient.clone()
-        optimizer.step()
-        seen.append(states(optimizer, params))
-    return seen
+def rate(step):
+    return 1e-2 * min(step, 5) / 5 * (1 - step / 80)
+
+
+def syncs(settings):
+    """The steps with an exchange of the sum, told from the rule and not by its code."""
+    if settings.aligned:
+        found = zero_one_schedule(STEPS, **SCHEDULE).sync
+    else:
+        found, last = set(), FREEZE
+        for step in range(FREEZE + 1, STEPS + 1):
+            if step - last >= min(4, 2 ** ((step - FREEZE - 1) // 6)):
+                found.add(step)
+                last = step
+    return found if settings.gradient_stage else {*found, *range(1, FREEZE + 1)}
+
+
+def variance_steps(settings):
+    if settings.aligned:
+        return zero_one_schedule(STEPS, **SCHEDULE).variance
+    return {step for step in range(1, FREEZE + 1) if is_variance_step(step, 3)}
+
+
+def switched(exchange, settings, step_now):
+    """The exchange of the reference with two choices more: that -u is sent, that errors of gradients are delivered."""
+    left = 0.0  # R, by its law: what went in and has not come out
+
+    def exchanged(zs, slot):
+        nonlocal left
+        if slot == "update":
+            return -exchange([-z for z in zs], slot) if settings.negated else exchange(zs, slot)
+        out = mean(zs) + left if settings.deliver_errors and step_now() == FREEZE else exchange(zs, slot)
+        left = left + mean(zs) - out
+        return out
+
+    return exchanged
+
+
+def reference_of(settings, size, space, parameters):
+    reference = ReferenceZeroOneAdam(
+        ordered_start(),
+        size,
+        ordered_hypers(),
+        sync_step=syncs(settings).__contains__,
+        variance_step=variance_steps(settings).__contains__,
+        exchange=switched(exchange_of(settings.scales, size, space, parameters), settings, lambda: reference.t),
+        eps_outside=settings.eps_outside,
+        fresh=settings.fresh,
+        bias_correction=settings.bias_correction,
+        freeze_at=FREEZE,
+        floor=floor_in_flat_order(space, parameters) if settings.floor else None,
+        slowest_fall=settings.slowest_fall,
+        skip_idle=True,
+        decay_in_sum=settings.decay is Decay.IN_SUM,
+        gradient_stage=FREEZE if settings.gradient_stage else 0,
+    )
+    return reference
+
+
+def deviation(got, expected):
+    """The largest difference, in units of the value where that is above 1."""
+    return max(float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, expected, strict=True))
+
+
+def worst_deviation(size, described, silent, **given):
+    """From the reference: of x, m and v, at every step, on every rank."""
+    of = silent_gradients(silent)
+    made = {}
+
+    def make(parameters, group):
+        optimizer = ZeroOneAdam(in_groups(parameters), group=group, block=BLOCK, **SCHEDULE, **given)
+        if group.rank == 0:
+            made["space"], made["parameters"] = optimizer.space, parameters
+        return optimizer
+
+    paths, _ = drive(size, ordered_start(), make, lambda step: of(step, size), STEPS, rate)
+    reference = reference_of(described, size, made["space"], made["parameters"])
+    worst = 0.0
+    for step in range(1, STEPS + 1):
+        for hyper in reference.hyper:
+            hyper.lr = rate(step)
+        reference.step(of(step, size))
+        for rank, path in enumerate(paths):
+            due = reference.x[rank], reference.m[rank], reference.v
+            worst = max(worst, *(deviation(*pair) for pair in zip(path[step], due, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_our_settings_equal_the_reference_at_every_step(size):
+    """With elements that have no gradient until after the freeze."""
+    assert worst_deviation(size, OURS, silent=True) < 1e-12
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_papers_settings_equal_the_reference_at_every_step(size):
+    assert worst_deviation(size, LITERAL, silent=False, settings=LITERAL) < 1e-12
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_deepspeeds_settings_equal_the_reference_at_every_step(size):
+    """On one rank too, where DeepSpeed itself leaves gradients out; and with elements of v = 0, which explode."""
+    assert worst_deviation(size, DEEPSPEED, silent=True, parity="deepspeed") < 1e-12
+
+
+SWITCHED = {
+    "ours, v updated before use": replace(OURS, fresh=Fresh.ALWAYS),
+    "ours, v never updated before use": replace(OURS, fresh=Fresh.NEVER),
+    "ours, uncorrected": replace(OURS, bias_correction=False),
+    "ours, eps inside the root": replace(OURS, eps_outside=False),
+    "ours, no floor": replace(OURS, floor=False),
+    "ours, divisors unbounded": replace(OURS, slowest_fall=0.0),
+    "ours, decay in the sum": replace(OURS, decay=Decay.IN_SUM),
+    "ours, gradients first": replace(OURS, gradient_stage=True),
+    "ours, gradients first, their errors dropped": replace(OURS, gradient_stage=True, deliver_errors=False),
+    "ours, aligned": replace(OURS, aligned=True),
+    "ours, negated": replace(OURS, negated=True),
+    "ours, one scale": replace(OURS, scales=Scales.WHOLE),
+    "deepspeed, paper's v": replace(DEEPSPEED, fresh=Fresh.NEVER),
+    "deepspeed, corrected": replace(DEEPSPEED, bias_correction=True),
+    "deepspeed, eps inside the root": replace(DEEPSPEED, eps_outside=False),
+    "deepspeed, floor": replace(DEEPSPEED, floor=True),
+    "deepspeed, divisors bounded": replace(DEEPSPEED, slowest_fall=0.95),
+    "deepspeed, decay of the sum": replace(DEEPSPEED, decay=Decay.OF_SUM),
+    "deepspeed, no gradient stage": replace(DEEPSPEED, gradient_stage=False),
+    "deepspeed, errors delivered": replace(DEEPSPEED, deliver_errors=True),
+    "deepspeed, not aligned": replace(DEEPSPEED, aligned=False),
+    "deepspeed, not negated": replace(DEEPSPEED, negated=False),
+    "deepspeed, scale a group": replace(DEEPSPEED, scales=Scales.GROUP),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_each_difference_can_be_switched_alone(name):
+    settings = SWITCHED[name]
+    assert worst_deviation(3, settings, silent=settings.floor, settings=settings) < 1e-12
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parity_takes_the_steps_that_deepspeed_was_recorded_to_take(size):
     trace = load_trace("zero_one_adam", size)
-    results = run_threads(
+    paths, _ = drive(
         size,
-        lambda group: run_ours(
-            group,
-            trace.start,
-            trace.gradients.__getitem__,
-            trace.lrs,
-            trace.param_groups,
-            parity="deepspeed",
-            **trace.settings,
+        trace.start,
+        lambda parameters, group: ZeroOneAdam(
+            trace.param_groups(parameters), group=group, parity="deepspeed", **trace.settings
         ),
+        trace.gradients.__getitem__,
+        trace.steps,
+        trace.lrs.__getitem__,
     )
     for step in trace.recorded:
-        for rank, seen in enumerate(results):
+        for rank, path in enumerate(paths):
             theirs = trace.x[step][rank], trace.m[step][rank], trace.v[step][rank]
-            for got, expected in zip(seen[step - 1], theirs, strict=True):
-                for a, b in zip(got, expected, strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            assert max(deviation(*pair) for pair in zip(path[step], theirs, strict=True)) < 1e-9
 
 
-def mirrored(exchange):
-    """DeepSpeed sends -u: of a sum that is 0 its sign is +."""
-    return lambda zs, slot: -exchange([-z for z in zs], slot) if slot == "update" else exchange(zs, slot)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_parity_equals_the_reference_with_deepspeeds_settings_at_every_step(size):
-    """With a row that never has a gradient, and on one rank too, where DeepSpeed itself leaves gradients out."""
-    steps = 48
-    lrs = {step: 1e-2 * min(step, 6) / 6 * (1 - step / 100) for step in range(1, steps + 1)}
-
-    def grads(step):
-        made = gradients(step, size)
-        for tensors in made:
-            tensors[0][3].zero_()
-        return made
-
-    hyper = {"betas": (0.9, 0.99), "weight_decay": 0.05}
-    results = run_threads(
-        size, lambda group: run_ours(group, start(), grads, lrs, parity="deepspeed", **hyper, **SCHEDULE)
-    )
-    schedule = zero_one_schedule(steps, **SCHEDULE)
-    reference = ReferenceZeroOneAdam(
-        start(),
-        size,
-        Hyper(**hyper),
-        sync_step=schedule.sync.__contains__,
-        variance_step=schedule.variance.__contains__,
-        exchange=mirrored(DeepSpeedExchange([t.numel() for t in start()], size)),
-        eps_outside=True,
-        fresh=Fresh.ALWAYS,
-        decay_in_sum=True,
-        gradient_stage=schedule.gradient_stage,
-    )
-    for step in range(1, steps + 1):
-        for own in reference.hyper:
-            own.lr = lrs[step]
-        reference.step(grads(step))
-        for rank, seen in enumerate(results):
-            for got, expected in zip(seen[step - 1], (reference.x[rank], reference.m[rank], reference.v), strict=True):
-                for a, b in zip(got, expected, strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def test_parity_and_settings_exclude_each_other():
+    with pytest.raises(ValueError, match="give one of them"):
+        ZeroOneAdam([], parity="deepspeed", settings=OURS)
+    with pytest.raises(ValueError, match="parity = 'apex'"):
+        ZeroOneAdam([], parity="apex")
