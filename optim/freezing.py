@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.error_feedback import ErrorFeedback
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
@@ -18,19 +19,25 @@ from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite
 from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan, onebit_adam_plan
-from thinwire.optim.stability import VarianceStability, Verdict
+from thinwire.optim.stability import VarianceStability, Verdict, memory_steps
 from thinwire.optim.variance_floor import floor_variance_
 
 logger = logging.getLogger(__name__)
 
 
-class HasVariance(Protocol):
-    """A state with the variance that is going to be frozen."""
+LARGE_CHANGE = 2
+"""Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
+
+class HasMoments(Protocol):
+    """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
+
+    m_N: Tensor
     v_N: Tensor
+    momentum_error: ErrorFeedback
 
 
-FreezingState = TypeVar("FreezingState", bound=HasVariance)
+FreezingState = TypeVar("FreezingState", bound=HasMoments)
 
 
 class FreezingOptimizer(FlatOptimizer[FreezingState]):
@@ -38,6 +45,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
+    After a large change of the global batch (set_global_batch) the warm-up begins again.
     """
 
     def __init__(
@@ -60,8 +68,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
         self.evidence["floored_elements"] = 0
         if warmup == "auto":
-            beta2 = max(group["betas"][1] for group in self.param_groups)
-            self.stability = VarianceStability(beta2, total_steps, lr_warmup_steps)
+            self.stability = VarianceStability(self._beta2, total_steps, lr_warmup_steps)
 
     @abstractmethod
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -70,15 +77,27 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
         """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
 
+    def as_momentum_(self, residual_N: Tensor) -> None:
+        """Residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
+
+    @property
+    def warmup_from(self) -> int:
+        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
+        return int(self.saved.get("warmup_from", 0))
+
+    @property
+    def corrects_bias(self) -> bool:
+        """Whether this warm-up corrects m and v: where it begins again they are no longer biased towards zero."""
+        return self.settings.bias_correction and not self.warmup_from
+
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
         return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
-        warmup = None if self.warmup == "auto" else self.warmup
-        plan = onebit_adam_plan(step, warmup, self.frozen_at)
-        return plan if self.settings.bias_correction else replace(plan, bias_step=None)
+        plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at)
+        return plan if self.corrects_bias else replace(plan, bias_step=None)
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
@@ -87,7 +106,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
         v_N, layout = self.vectors.v_N, self.space.layout
-        if self.settings.bias_correction:
+        if self.corrects_bias:
             for h in groups:
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
         floored_N = torch.zeros_like(v_N, dtype=torch.bool)
@@ -96,6 +115,37 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         self.evidence["floored_elements"] = int(floored_N.sum())
         self.frozen_at = now
         self.on_freeze(floored_N, now)
+
+    @torch.no_grad()
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+
+        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
+        again: m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected, and is frozen
+        anew, by the automatic rule from there on or after min(warmup, 1 / (1 - beta2)) steps. The first call, and those
+        in warm-up, only note the size. Returns whether it began again. Collective where it does.
+        Raises: ValueError; PeerLost, and then nothing has changed.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
+        before = self.saved.get("global_batch", size)
+        if self.frozen_at is None or max(size, before) < LARGE_CHANGE * min(size, before):
+            if self.frozen_at is None or "global_batch" not in self.saved:
+                self.saved["global_batch"] = size
+            return False
+        s = self.vectors
+        residual_N = s.momentum_error.residual()
+        s.momentum_error.restore(torch.zeros_like(residual_N))
+        self.as_momentum_(residual_N)
+        s.m_N.add_(residual_N)
+        now, self.frozen_at = self.num_steps, None
+        self.saved.update(global_batch=size, warmup_from=now)
+        self.evidence.setdefault("rearmed", []).append([now, before, size])
+        self.evidence.pop("warmup_ended_by", None)
+        if self.stability is not None:
+            self.stability = self.stability.restarted(now)
+        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
+        return True
 
     def prepare_to_save(self) -> None:
         """Put the evidence of the automatic rule among the saved values."""
@@ -113,11 +163,24 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         ratios = [] if self.stability is None else [list(pair) for pair in self.stability.evidence]
         return {**super().stats(), **({"variance_ratios": ratios} if ratios else {})}
 
+    def _warmup_end(self) -> int | None:
+        """The last step of the warm-up; None where the automatic rule finds it."""
+        if self.warmup == "auto":
+            return None
+        if not self.warmup_from:
+            return self.warmup
+        return self.warmup_from + min(self.warmup, memory_steps(self._beta2))
+
+    @property
+    def _beta2(self) -> float:
+        return max(float(group["betas"][1]) for group in self.param_groups)
+
     def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
         """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""
         if self.stability is None or not plan.update_variance:
             return False
-        norm = sum(self.vectors.v_N[h.span].sum() / (1 - h.beta2**now) for h in groups)
+        v_N = self.vectors.v_N
+        norm = sum(v_N[h.span].sum() / (1.0 if self.warmup_from else 1 - h.beta2**now) for h in groups)
         verdict = self.stability.observe(now, float(norm), [h.lr for h in groups])
         if verdict is None:
             return False

@@ -193,15 +193,22 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, self.settings, plan, self.reduce)
 
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
-        """Keep the coefficients, corrected for their start at 0, and find k."""
+        """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
         s = self.vectors
-        s.fresh_v_N.copy_(s.v_N).masked_fill_(floored_N, torch.inf)
-        if self.settings.bias_correction:
+        s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
+        s.factor_T.fill_(1)
+        if self.corrects_bias:
             s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
         sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
         moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
+        s.scaling_T.fill_(1)
         if bool(moving_T.any()):
-            s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, torch.ones_like(sizes_T)))
+            s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, 1.0))
+
+    def as_momentum_(self, residual_N: Tensor) -> None:
+        """Momenta are exchanged times k."""
+        for segments in self.segments:
+            residual_N[segments.span].div_(segments.expand(self.vectors.scaling_T[segments.tensors]))
 
     def stats(self) -> dict[str, Any]:
         """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""

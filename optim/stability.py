@@ -12,7 +12,7 @@ docs/algorithms.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 STABLE_RATIO = 0.96
@@ -52,12 +52,23 @@ class VarianceStability:
     """(step, r) of the tests so far, thinned."""
     stride: int = 1
     """Every so many tests one is kept as evidence."""
+    start: int = 0
+    """The step after which this warm-up began: all is counted from there, and what is left of the run is its length."""
 
     @property
     def window(self) -> int:
         """W, in steps."""
-        longest = max(1, round(1 / (1 - self.beta2)))
-        return longest if self.total_steps is None else min(max(self.total_steps // 20, 10), longest)
+        longest, left = memory_steps(self.beta2), self.steps_left
+        return longest if left is None else min(max(left // 20, 10), longest)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps from the start of this warm-up to the end of the run, where that is known."""
+        return None if self.total_steps is None else max(self.total_steps - self.start, 0)
+
+    def restarted(self, start: int) -> VarianceStability:
+        """The rule for a warm-up that begins anew after step `start`: without norms, with the evidence so far."""
+        return replace(self, start=start, norms=[], passes=0)
 
     @property
     def lr_warmup_end(self) -> int:
@@ -75,17 +86,18 @@ class VarianceStability:
         self.norms.append(norm)
         del self.norms[: -(self.window + 1)]
         ratio = self._ratio()
-        if ratio is not None and step >= self.lr_warmup_end + self.window:
+        if ratio is not None and step >= max(self.lr_warmup_end, self.start) + self.window:
             self.passes = self.passes + 1 if ratio >= STABLE_RATIO else 0
             self._keep(step, ratio)
         else:
             self.passes = 0
-        if self.total_steps is not None and step >= max(1, round(LATEST_FRACTION * self.total_steps)):
+        left = self.steps_left
+        if left is not None and step >= self.start + max(1, round(LATEST_FRACTION * left)):
             return Verdict.RULE if self._may_freeze(step) else Verdict.CAP
         return Verdict.RULE if self._may_freeze(step) else None
 
     def _may_freeze(self, step: int) -> bool:
-        earliest = round(EARLIEST_FRACTION * self.total_steps) if self.total_steps is not None else 0
+        earliest = 0 if self.steps_left is None else self.start + round(EARLIEST_FRACTION * self.steps_left)
         return self.passes >= PASSES and step >= max(self.lr_warmup_end, earliest)
 
     def _ratio(self) -> float | None:
@@ -100,3 +112,8 @@ class VarianceStability:
         if len(self.evidence) > SHOWN:
             self.stride *= 2
             self.evidence = [(s, r) for s, r in self.evidence if s % self.stride == 0]
+
+
+def memory_steps(beta2: float) -> int:
+    """Steps that a variance remembers: 1 / (1 - beta2), at least 1."""
+    return max(1, round(1 / (1 - beta2)))
