@@ -11,11 +11,14 @@ so few steps that a test of it would have to wait for most of the run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from thinwire.optim.stability import LATEST_FRACTION, VarianceStability
+
+logger = logging.getLogger(__name__)
 
 FEWEST_STEPS = 10
 """Before them the variance is of a handful of gradients; only var_freeze_step asks for that."""
@@ -72,6 +75,22 @@ class VarianceFreeze:
         if step >= lr_rose_at + self.window:
             return FrozenBy.RULE
         return FrozenBy.CAP if latest is not None and step >= latest else None
+
+    def told(self, step: int, lr_rose_at: int, variance_updates: int) -> FrozenBy | None:
+        """Say in the log why the variance is frozen after `step`, and return it; None where the step was given."""
+        reason = self.reason(step, lr_rose_at)
+        if reason in (None, FrozenBy.GIVEN):
+            return None
+        logger.log(
+            logging.WARNING if reason is FrozenBy.CAP else logging.INFO,
+            "warmup_ended step=%d by=%s lr_rose_at=%d window=%d variance_updates=%d",
+            step,
+            reason,
+            lr_rose_at,
+            self.window,
+            variance_updates,
+        )
+        return reason
 
 
 def rose(rates: Sequence[float], before: Sequence[float]) -> bool:

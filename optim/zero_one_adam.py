@@ -19,7 +19,6 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,11 +36,9 @@ from thinwire.optim.onebit_settings import Parity
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults
 from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.stale_variance import root_, use_variance_
-from thinwire.optim.variance_freeze import FrozenBy, VarianceFreeze, rose
-from thinwire.optim.zero_one_settings import Decay, Fresh, ZeroOneSettings, chosen_settings
-
-logger = logging.getLogger(__name__)
+from thinwire.optim.stale_variance import StaleVariance
+from thinwire.optim.variance_freeze import VarianceFreeze, rose
+from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings, chosen_settings
 
 DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
@@ -110,6 +107,8 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             non_finite=non_finite,
         )
         self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
+        layout = self.space.layout
+        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(block))
         self.saved = {
             "settings": self.settings.plain(),
             "peak_lr": 0.0,
@@ -245,7 +244,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         """A step that ends a round. All communication comes before the first lasting change."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
-        early = plan.update_variance and self._is_early()
+        early = plan.update_variance and self.variance.is_early(self.saved["variance_updates"])
         if plan.gradient is Wire.FULL:
             self._shorten_gradient()  # a rank's own, as in local steps: v is of the mean of what the momenta take in
         propose_(g_N, s, groups, self.settings.decay)
@@ -294,7 +293,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             self._shorten_gradient()
             self.reduce.compressed_(g_N, s.update_error)
         agreed_N = g_N if residual_N is None else residual_N.add_(g_N)
-        early = plan.update_variance and self._is_early()
+        early = plan.update_variance and self.variance.is_early(self.saved["variance_updates"])
         if early:
             self._update_variance(groups)
         for h in groups:
@@ -314,66 +313,32 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         if self.settings.negated:
             z_N.neg_()
 
-    def _is_early(self) -> bool:
-        """Is an update of v used in its own step?"""
-        # differs from Alg. 1: the first v is used at once, before it there is none
-        first = self.settings.fresh is Fresh.AT_FIRST and not self.saved["variance_updates"]
-        return first or self.settings.fresh is Fresh.ALWAYS
-
     def _update_variance(self, groups: Sequence[AdamHyper]) -> None:
-        """V from the mean gradient in g. Until there is a scale, one that is zero everywhere does not count."""
+        """V from the mean gradient in g."""
         v_N = self.vectors.v_N
         for h in groups:
             adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
-        if self._counts(v_N):
-            self.saved["variance_updates"] += 1
+        self.saved["variance_updates"] += self.variance.counts(v_N, self.saved["variance_updates"])
         self._derive_divisor(groups)
-
-    def _counts(self, v_N: Tensor) -> bool:
-        return self.settings.fresh is not Fresh.AT_FIRST or self.saved["variance_updates"] > 0 or bool(v_N.any())
 
     def _freeze(self, groups: Sequence[AdamHyper], now: int) -> None:
         """Keep the variance as it is used, for good. What steps are divided by stays the same."""
-        self._use_variance(self.vectors.v_N, groups, self.saved["variance_updates"])
-        reason = self.freeze.reason(now, self.saved["lr_rose_at"])
+        updates, rose_at = self.saved["variance_updates"], self.saved["lr_rose_at"]
+        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, groups, updates)
         self.frozen_at = now
         if self.settings.gradient_stage:
             self.vectors.update_error = self.reduce.new_slot()  # of gradients; from here on it is of sums
-        if reason in (None, FrozenBy.GIVEN):
-            return
-        self.evidence["warmup_ended_by"] = str(reason)
-        level = logging.WARNING if reason is FrozenBy.CAP else logging.INFO
-        logger.log(
-            level,
-            "warmup_ended step=%d by=%s lr_rose_at=%d variance_updates=%d",
-            now,
-            reason,
-            self.saved["lr_rose_at"],
-            self.saved["variance_updates"],
-        )
-
-    def _use_variance(self, v_N: Tensor, groups: Sequence[AdamHyper], updates: int) -> None:
-        layout = self.space.layout
-        blocks = layout.blocks(self.block)
-        self.evidence["floored_elements"] = use_variance_(v_N, groups, updates, self.settings, layout.live, blocks)
+        if reason := self.freeze.told(now, rose_at, updates):
+            self.evidence["warmup_ended_by"] = str(reason)
 
     def _derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
-        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`.
-
-        Before there is a v that gives a scale it is infinite, so that nothing moves; where v is never used early, of 0.
-        """
-        divisor_N, updates = self.vectors.divisor_N, self.saved["variance_updates"]
-        divisor_N.copy_(self.vectors.v_N)
-        if coming_N is not None:
-            for h in groups:
-                adam_math.variance_(divisor_N[h.span], coming_N[h.span], h.beta2)
-            updates += self._counts(divisor_N)
-        if updates == 0 and self.settings.fresh is Fresh.AT_FIRST:
-            divisor_N.fill_(torch.inf)
-            return
-        if updates and self.frozen_at is None:
-            self._use_variance(divisor_N, groups, updates)
-        root_(divisor_N, groups, self.settings)
+        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
+        s, updates = self.vectors, self.saved["variance_updates"]
+        if self.frozen_at is None:
+            raised = self.variance.divisor_(s.divisor_N, s.v_N, groups, updates, coming_N)
+            self.evidence["floored_elements"] = raised
+        else:
+            self.variance.root_(s.divisor_N.copy_(s.v_N), groups)
 
     def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""
