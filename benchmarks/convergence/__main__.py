@@ -50,6 +50,9 @@ def main(
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = STEPS,
     jobs: Annotated[int, typer.Option(min=1, help="Cases at a time; each uses one core.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: in benchmarks/]")] = None,
+    rate_factor: Annotated[
+        float, typer.Option(min=0.01, max=100.0, help="Times every learning rate, of both sides; give --out as well.")
+    ] = 1.0,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps, {QUICK_SEEDS} seeds, into runs/convergence-quick.")
     ] = False,
@@ -66,7 +69,7 @@ def main(
         steps, seeds, out = QUICK_STEPS, QUICK_SEEDS, out or QUICK_RESULTS
     folder = (out or RESULTS).resolve() / ("pilot" if pilot_rates else "")
     try:
-        cases = pilot(_names(tasks), steps) if pilot_rates else study(_names(tasks), _names(methods), seeds, steps)
+        cases = pilot(_names(tasks), steps) if pilot_rates else _study(tasks, methods, seeds, steps, rate_factor)
         done = finished(folder, cases, ignoring_others=fresh)
         if not table_only:
             done |= _run([case for case in cases if case.name not in done], len(done), jobs, folder)
@@ -144,6 +147,10 @@ def _told(event: pool.Finished, num_done: int, total: int, left: str) -> str:
         accuracy = "" if result.final.accuracy is None else f", accuracy {result.final.accuracy:.4f}"
         figure = f"loss {result.final.loss:.4f}{accuracy}"
     return f"{num_done}/{total} {event.case.name}: {figure}, {result.cpu_s:.0f} core-seconds; {left}".rstrip("; ")
+
+
+def _study(tasks: str | None, methods: str | None, seeds: int, steps: int, rate_factor: float) -> list[Case]:
+    return study(_names(tasks), _names(methods), seeds, steps, rate_factor)
 
 
 def _names(given: str | None) -> list[str] | None:

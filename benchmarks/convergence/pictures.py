@@ -76,6 +76,7 @@ def _figure(task: str, shown: Sequence[Curve]) -> Figure:
     """Without pyplot, which keeps every figure of the process."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -89,7 +90,9 @@ def _figure(task: str, shown: Sequence[Curve]) -> Figure:
     left.set_xlabel("step")
     right.set_xlabel("MB sent by each worker (log)")
     right.set_xscale("log")
+    right.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    right.xaxis.set_minor_formatter(NullFormatter())
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

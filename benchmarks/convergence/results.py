@@ -46,7 +46,7 @@ class Result(BaseModel):
     training_losses: list[tuple[int, float]]
     """(last step, mean over that step and the nine before it)."""
     validation: list[Point]
-    """Between the syncs of 0/1 Adam each rank evaluates its own parameters; at the end all hold the same."""
+    """Of the parameters that a checkpoint would hold: between the syncs of 0/1 Adam, the mean over ranks."""
     steps_by_phase: dict[str, int]
     bytes_by_phase: dict[str, int]
     final_sync_bytes: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -135,7 +136,26 @@ def _bring_together(training: Training) -> int:
 
 
 def _validate(training: Training, meter: Meter, step: int) -> Point:
-    return Point(step=step, loss=evaluate(training, meter), sent_bytes=meter.sent_bytes["optimizer"])
+    with _together(training):
+        return Point(step=step, loss=evaluate(training, meter), sent_bytes=meter.sent_bytes["optimizer"])
+
+
+@contextmanager
+def _together(training: Training) -> Iterator[None]:
+    """All ranks hold the mean of their parameters inside, and their own again afterwards; the run does not notice.
+
+    Between the syncs of 0/1 Adam ranks differ. The mean is what a checkpoint of that step would hold.
+    """
+    optimizer = training.optimizer
+    if optimizer.at_sync:
+        yield
+        return
+    own_N = optimizer.space.p_N.clone()
+    training.group.mean_(optimizer.space.p_N)
+    try:
+        yield
+    finally:
+        optimizer.space.p_N.copy_(own_N)
 
 
 def _thinned(losses_by_rank: list[list[float]]) -> list[tuple[int, float]]:

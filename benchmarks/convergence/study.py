@@ -115,16 +115,22 @@ PILOT_RATES: dict[str, tuple[float, ...]] = {
 
 
 def study(
-    tasks: Iterable[str] | None = None, methods: Iterable[str] | None = None, seeds: int = SEEDS, steps: int = STEPS
+    tasks: Iterable[str] | None = None,
+    methods: Iterable[str] | None = None,
+    seeds: int = SEEDS,
+    steps: int = STEPS,
+    rate_factor: float = 1.0,
 ) -> list[Case]:
     """The cases, seed after seed, so that an interrupted run has whole pairs. None: all tasks, all methods.
+
+    rate_factor: times the rate of every pair, to see how much hangs on it.
 
     Raises: ValueError for a task or a method that does not exist, or for a choice that no task has.
     """
     chosen_tasks = _chosen("task", tasks, TASKS)
     chosen_methods = _chosen("method", methods, METHODS)
     cases = [
-        case(task, method, seed, steps, RATES[task][_baseline(method)])
+        case(task, method, seed, steps, rate_factor * RATES[task][_baseline(method)])
         for seed in range(seeds)
         for task in chosen_tasks
         for method in chosen_methods

@@ -19,8 +19,8 @@ from benchmarks.convergence.study import METHODS, RATES, ROOT, TASKS, Metric
 RULE = (
     f"Same: the 95 % interval of the paired difference, compressed minus dense, ends at or below +{MARGIN:g} % of the "
     f"dense loss (accuracy: {MARGIN:g} point lower), and its half-width is at most {MARGIN:g} % (1 point). Worse: not "
-    "the same, and the whole interval is on the worse side of zero. Undecided: neither. Intervals are not corrected "
-    "for the number of pairs."
+    "the same, and the whole interval is on the worse side of zero. Undecided: neither. A negative "
+    "figure is a better one. Intervals are not corrected for the number of pairs."
 )
 TRAFFIC_NOTE = (
     "Payload sent by one of four workers in training steps. Ratios are to a ring all-reduce of the gradient in fp32. A "
@@ -29,7 +29,17 @@ TRAFFIC_NOTE = (
 )
 
 _PILOT_COLUMNS = ("task", "method", "lr", "loss", "accuracy", "taken")
-_LOSS_COLUMNS = ("pair", "seeds", "lr", "dense", "compressed", "difference", "95 % interval", "worse by", "better in")
+_LOSS_COLUMNS = (
+    "pair",
+    "seeds",
+    "lr",
+    "dense",
+    "compressed",
+    "difference",
+    "95 % interval",
+    "compressed worse by",
+    "better in",
+)
 _TRAFFIC_COLUMNS = (
     "method",
     "seeds",
@@ -162,7 +172,7 @@ def _traffic_row(row: Traffic) -> tuple[str, ...]:
     frozen = "-"
     if row.frozen_at is not None:
         low, high = row.frozen_at
-        causes = ", ".join(f"{cause} {count}" for cause, count in row.ended_by.items()) or "given"
+        causes = ", ".join(f"{cause} {count}" for cause, count in row.ended_by.items()) or "by count"
         frozen = f"{low if low == high else f'{low} to {high}'} ({causes})"
     return (
         METHODS[row.method].title if row.method in METHODS else row.method,

@@ -25,11 +25,11 @@ def _threads_as_they_were():
     torch.set_num_threads(before)
 
 
-def small(method, **optimizer) -> Case:
+def small(method, every_steps=2, **optimizer) -> Case:
     whole = case("gpt", method, 0, STEPS, 1e-2)
     spec = whole.spec.model_dump()
     spec["recipe"] |= {"layers": 1, "width": 16, "heads": 2, "context": 16}
-    spec["evaluation"] |= {"every_steps": 2, "windows": 9}
+    spec["evaluation"] |= {"every_steps": every_steps, "windows": 9}
     spec["global_batch"] = 7  # shares differ
     spec["optimizer"] |= optimizer
     return Case("gpt", method, 0, TrainSpec.model_validate(spec))
@@ -64,6 +64,16 @@ def test_a_case_is_repeatable_bit_for_bit():
     one, again = (run_case(small("onebit_adam", warmup=2), NOWHERE, lambda step: None) for _ in range(2))
     assert one.training_losses == again.training_losses
     assert one.validation == again.validation
+
+
+def test_evaluating_between_the_syncs_of_zero_one_adam_does_not_change_the_run():
+    cases = (small("zero_one_adam", every_steps) for every_steps in (1, STEPS))
+    one, other = (run_case(each, NOWHERE, lambda step: None) for each in cases)
+    assert one.rounds_skipped > 0
+    assert one.final == other.final
+    assert one.training_losses == other.training_losses
+    assert one.replicas_bit_equal
+    assert one.final_sync_bytes > 0
 
 
 def test_values_that_are_not_finite_are_a_result():
