@@ -1,0 +1,240 @@
+"""The laws of the optimizers for models, groups and numbers of ranks that nobody chose."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.optim.literal import CLASSES, COMPRESSED, bits, literal, make, parameters_of, sync_steps
+from thinwire.comm import run_threads
+from thinwire.optim.state import replicated, slots
+
+SIZES = (1, 2, 3, 4, 8)
+STEPS_AFTER = 8
+"""Steps after the freeze: with intervals of 1 and 2, 0/1 Adam ends between two syncs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors in groups, and gradients for them; `silent` tensors have none before the freeze."""
+
+    seed: int
+    shapes: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
+    choices: tuple[tuple[float, float], ...]
+    silent: frozenset[int]
+    size: int
+    dtype: torch.dtype
+    warmup: int
+    block: int
+
+    @property
+    def steps(self):
+        return self.warmup + STEPS_AFTER
+
+    def parameters(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=self.dtype)) for s in self.shapes]
+
+    def gradients(self, step, rank):
+        """A part that all ranks have in common, and a rank's own; None where there is none."""
+        common = torch.Generator().manual_seed(self.seed + 1)
+        own = torch.Generator().manual_seed(self.seed + 1000 * step + rank + 2)
+        found = []
+        for at, shape in enumerate(self.shapes):
+            g = 0.3 * torch.randn(shape, generator=common, dtype=self.dtype)
+            g = g + torch.randn(shape, generator=own, dtype=self.dtype)
+            found.append(None if at in self.silent and step <= self.warmup + 2 else g)
+        return found
+
+    def groups(self, parameters):
+        return [
+            {
+                "params": [p for p, owner in zip(parameters, self.owners, strict=True) if owner == at],
+                "lr": lr,
+                "weight_decay": decay,
+                "betas": (0.9 - 0.1 * at, 0.99),
+                "eps": 1e-8,
+            }
+            for at, (lr, decay) in enumerate(self.choices)
+        ]
+
+    def make(self, name, group=None):
+        parameters = self.parameters()
+        return make(name, self.groups(parameters), group, warmup=self.warmup, block=self.block), parameters
+
+    def step(self, optimizer, parameters, rank):
+        for parameter, g in zip(parameters, self.gradients(optimizer.num_steps + 1, rank), strict=True):
+            parameter.grad = g
+        optimizer.step()
+
+
+def shapes():
+    of_dims = [st.just(())]
+    of_dims += [st.lists(st.integers(1, most), min_size=d, max_size=d) for d, most in ((1, 40), (2, 40), (3, 9))]
+    return st.one_of(of_dims).map(tuple)
+
+
+@st.composite
+def problems(draw, dtypes=(torch.float32, torch.float64)):
+    chosen = draw(st.lists(shapes(), min_size=1, max_size=6))
+    num_groups = draw(st.integers(1, min(3, len(chosen))))
+    order = draw(st.permutations(range(len(chosen))))
+    owners = [0] * len(chosen)
+    for place, at in enumerate(order):  # no group is empty
+        owners[at] = place if place < num_groups else draw(st.integers(0, num_groups - 1))
+    choice = st.tuples(st.sampled_from([1e-2, 3e-3]), st.sampled_from([0.0, 0.1]))
+    return Problem(
+        seed=draw(st.integers(0, 2**31)),
+        shapes=tuple(chosen),
+        owners=tuple(owners),
+        choices=tuple(draw(st.lists(choice, min_size=num_groups, max_size=num_groups))),
+        silent=draw(st.frozensets(st.integers(1, 5), max_size=2)),
+        size=draw(st.sampled_from(SIZES)),
+        dtype=draw(st.sampled_from(dtypes)),
+        warmup=draw(st.integers(1, 6)),
+        block=draw(st.sampled_from([8, 64, 4096])),
+    )
+
+
+def examples(count):
+    ignored = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=ignored)
+
+
+def agreed(optimizer):
+    """What all ranks must hold alike."""
+    return bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@examples(12)
+@given(problems())
+def test_replicas_are_bit_equal_after_every_step_and_after_every_sync(name, problem):
+    def work(group):
+        optimizer, parameters = problem.make(name, group)
+        seen = []
+        for _ in range(problem.steps):
+            problem.step(optimizer, parameters, group.rank)
+            seen.append((optimizer.at_sync, agreed(optimizer) if optimizer.at_sync else None))
+        return seen
+
+    results = run_threads(problem.size, work)
+    syncs = sync_steps(problem.warmup, problem.steps) if name == "zero_one_adam" else range(1, problem.steps + 1)
+    for step in range(1, problem.steps + 1):
+        is_sync, first = results[0][step - 1]
+        assert is_sync == (step in syncs)
+        for other_sync, other in (seen[step - 1] for seen in results[1:]):
+            assert other_sync == is_sync
+            assert not is_sync or torch.equal(other, first)
+
+
+@examples(30)
+@given(problems())
+def test_the_momentum_of_onebit_adam_loses_nothing_that_its_residual_does_not_hold(problem):
+    """m_t = beta1 m_(t-1) + (1 - beta1) mean_i g_i + R_(t-1) - R_t, in both phases, R being 0 in the first."""
+
+    def work(group):
+        optimizer, parameters = problem.make("onebit_adam", group)
+        s, space, worst = optimizer.vectors, optimizer.space, 0.0
+        for _ in range(problem.steps):
+            m, before = s.m_N.clone(), s.momentum_error.residual()
+            problem.step(optimizer, parameters, group.rank)
+            g = space.g_N.clone()
+            group.mean_(g)
+            due = before - s.momentum_error.residual()
+            for h, span in zip(optimizer.param_groups, space.spans, strict=True):
+                beta1 = h["betas"][0]
+                due[span] += beta1 * m[span] + (1 - beta1) * g[span]
+            worst = max(worst, float((s.m_N - due).abs().max()))
+        return worst
+
+    # Sums of a few values of size 1; errors grow to a few times that. 64 roundings are the room.
+    assert max(run_threads(problem.size, work)) <= 64 * torch.finfo(problem.dtype).eps
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@examples(10)
+@given(problem=problems(dtypes=(torch.float64,)))
+def test_every_optimizer_follows_the_literal_one_in_float64(name, problem):
+    if name == "sgd":  # the literal one has one rate and one decay
+        problem = replace(problem, choices=problem.choices[:1], owners=(0,) * len(problem.owners))
+
+    def work(group):
+        optimizer, parameters = problem.make(name, group)
+        start = optimizer.space.views(optimizer.space.p_N.clone())
+        seen, path = [], []
+        for step in range(1, problem.steps + 1):
+            problem.step(optimizer, parameters, group.rank)
+            by_id = dict(zip(map(id, parameters), problem.gradients(step, group.rank), strict=True))
+            tensors = [(t.param, by_id[id(t.param)]) for t in optimizer.space.tensors]
+            seen.append([torch.zeros_like(p.detach()) if g is None else g for p, g in tensors])
+            path.append(optimizer.space.views(optimizer.space.p_N.clone()))
+        return optimizer, start, seen, path
+
+    results = run_threads(problem.size, work)
+    optimizer, start, _, _ = results[0]
+    reference = literal(
+        name, optimizer, start, size=problem.size, warmup=problem.warmup, block=problem.block, steps=problem.steps
+    )
+    for step in range(problem.steps):
+        reference.step([seen[step] for _, _, seen, _ in results])
+        for rank, (_, _, _, path) in enumerate(results):
+            for got, due in zip(path[step], parameters_of(name, reference, rank), strict=True):
+                torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@examples(12)
+@given(problems(), st.sampled_from(SIZES), st.integers(1, 12))
+def test_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name, problem, other_size, saved_at):
+    def save(group):
+        optimizer, parameters = problem.make(name, group)
+        for _ in range(saved_at):
+            problem.step(optimizer, parameters, group.rank)
+        left = [slot.residual() for slot in slots(optimizer.vectors).values()]
+        return optimizer.state_dict(), optimizer.space.p_N.clone(), left
+
+    saved, p, left = run_threads(problem.size, save)[0]
+
+    def load(group):
+        optimizer, parameters = problem.make(name, group)
+        optimizer.load_state_dict(saved)
+        optimizer.space.p_N.copy_(p)
+        found = [slot.residual() for slot in slots(optimizer.vectors).values()]
+        before = agreed(optimizer)
+        problem.step(optimizer, parameters, group.rank)
+        return found, before, optimizer.num_steps
+
+    for found, before, num_steps in run_threads(other_size, load):
+        assert all(torch.equal(a, b) for a, b in zip(found, saved["residuals"].values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, left, strict=True))
+        assert torch.equal(before, bits(p, *saved["vectors"].values()))
+        assert num_steps == saved_at + 1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@examples(8)
+@given(problems())
+def test_nothing_is_ever_written_where_no_parameter_is(name, problem):
+    def work(group):
+        optimizer, parameters = problem.make(name, group)
+        space = optimizer.space
+        dead = space.layout.dead(0, space.layout.numel)
+        for _ in range(problem.steps):
+            problem.step(optimizer, parameters, group.rank)
+            flat = [
+                space.p_N,
+                space.g_N,
+                *(v for v in replicated(optimizer.vectors).values() if v.shape == space.p_N.shape),
+            ]
+            for slot in slots(optimizer.vectors).values():
+                flat += [slot.worker_N, slot.residual()]
+            if name == "zero_one_adam":
+                flat.append(optimizer.vectors.u_N)
+            assert not any(vector[dead].any() for vector in flat)
+        return len(dead)
+
+    assert len(set(run_threads(problem.size, work))) == 1
