@@ -4,11 +4,13 @@
 
 Inside a group the matrices come first and the vectors (biases, norms: fewer than two dimensions) last, so that small
 tensors of one kind are neighbours and share scales; a matrix is a segment of its own.
+
+The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot be a view of
+them: it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,38 +18,40 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
+from thinwire.optim.parameters import LOW_PRECISION, compute_dtype, labels, refuse_unfit_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """One parameter and its place: elements [start, stop) of the flat vectors."""
+    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it."""
 
     param: Tensor
     start: int
     stop: int
+    label: str
 
 
 class FlatSpace:
     """Flat parameters p_N and gradients g_N of parameter groups. Dead elements are zero and stay so.
 
-    Modifies the parameters: `param.data` and `param.grad` become views of the flat vectors.
-    Raises: ValueError, naming the parameter, before anything is modified.
+    Modifies the parameters: `param.data` and `param.grad` become views of the flat vectors, but for those in low
+    precision. Raises: ValueError, naming the parameter, before anything is modified.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        groups = [list(group["params"]) for group in param_groups]
-        first = _validated(groups)
+        dtype = compute_dtype(param_groups)
         self.tensors: list[FlatTensor] = []
         self.spans: list[slice] = []
         segments: list[tuple[int, int]] = []
         at = 0
-        for params in groups:
+        for group, group_labels in zip(param_groups, labels(param_groups), strict=True):
             group_start = at
             vectors_start = None
-            for param in sorted(params, key=lambda p: p.dim() < 2):  # stable: matrices, then vectors
+            named = zip(group["params"], group_labels, strict=True)
+            for param, label in sorted(named, key=lambda pair: pair[0].dim() < 2):  # stable: matrices, then vectors
                 if param.dim() < 2 and vectors_start is None:
                     vectors_start = at
-                self.tensors.append(FlatTensor(param, at, at + param.numel()))
+                self.tensors.append(FlatTensor(param, at, at + param.numel(), label))
                 stop = round_up(at + param.numel(), BYTE)
                 if param.dim() >= 2:
                     segments.append((at, stop))
@@ -57,63 +61,121 @@ class FlatSpace:
             self.spans.append(slice(group_start, at))
         live = tuple((tensor.start, tensor.stop) for tensor in self.tensors)
         self.layout = VectorLayout(at, live, tuple(segments))
-        self.p_N = torch.zeros(at, dtype=first.dtype, device=first.device)
+        self.p_N = torch.zeros(at, dtype=dtype, device=self.tensors[0].param.device)
         self.g_N = torch.zeros_like(self.p_N)
-        with torch.no_grad():
-            for tensor in self.tensors:
-                view = self._view(self.p_N, tensor)
-                view.copy_(tensor.param)
-                tensor.param.data = view
+        self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
+        self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
+        self._dtypes = [tensor.param.dtype for tensor in self.tensors]
+        self._written: dict[int, tuple[int, int]] = {}
         self.gather_gradients()
+        self.take_changes()
 
-    def gather_gradients(self) -> None:
-        """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero."""
-        for tensor in self.tensors:
-            view = self._view(self.g_N, tensor)
-            grad = tensor.param.grad
-            if grad is None:
-                view.zero_()
-            elif grad.is_sparse:
+    def views(self, vector_N: Tensor) -> list[Tensor]:
+        """The part of a flat vector that belongs to each of `tensors`, in the parameter's shape."""
+        return [vector_N[tensor.start : tensor.stop].view(tensor.param.shape) for tensor in self.tensors]
+
+    @property
+    def has_master(self) -> bool:
+        """Are there parameters in low precision?"""
+        return bool(self._low)
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """P <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
+
+        Of a low-precision parameter only elements that are no longer the rounded master are taken, so that weights
+        which are swapped out and back leave the master as it was. What is written through `param.data` cannot be seen.
+        Does not wait for the device. Raises: ValueError for another dtype, shape or device; then nothing is taken.
+        """
+        for tensor, dtype, view in zip(self.tensors, self._dtypes, self._parameters, strict=True):
+            param = tensor.param
+            if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
                 raise ValueError(
-                    f"sparse gradient of a parameter of {tuple(tensor.param.shape)}: use a layer with sparse=False"
+                    f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
+                    f"{param.dtype} {tuple(param.shape)} on {param.device}; move and convert the model first, then "
+                    "make the optimizer"
                 )
-            elif grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
-            tensor.param.grad = view
+        low = set(self._low)
+        for index, (tensor, view) in enumerate(zip(self.tensors, self._parameters, strict=True)):
+            param = tensor.param
+            if index not in low:
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param)
+                    param.data = view
+            elif self._written.get(index) != _identity(param):
+                same = view.to(param.dtype) == param
+                view.copy_(torch.where(same, view, param.to(view.dtype)))
+                self._written[index] = _identity(param)
 
-    def zero_gradients(self) -> None:
-        """g_N <- 0, and every gradient is a view of it again."""
+    def doubt_parameters(self) -> None:
+        """Let take_changes look at every low-precision parameter, also at those written through `param.data`."""
+        self._written.clear()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Low-precision parameters <- their masters, rounded. Does not wait for the device."""
+        if self._low:
+            params = [self.tensors[i].param for i in self._low]
+            torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
+            self._written = {i: _identity(param) for i, param in zip(self._low, params, strict=True)}
+
+    def master(self) -> Tensor:
+        """The masters of low-precision parameters, one after another. A copy."""
+        return torch.cat([self._parameters[i].reshape(-1) for i in self._low])
+
+    @torch.no_grad()
+    def load_master(self, master: Tensor) -> None:
+        """Masters, and the parameters that are their rounded copies, <- what master() gave."""
+        masters = [self._parameters[i] for i in self._low]
+        for view, part in zip(masters, torch.split(master, [view.numel() for view in masters]), strict=True):
+            view.copy_(part.view(view.shape))
+        self.write_back()
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
+
+        Raises: ValueError, naming the parameter; then nothing is modified.
+        """
+        grads = [tensor.param.grad for tensor in self.tensors]
+        for tensor, grad in zip(self.tensors, grads, strict=True):
+            if grad is not None:
+                refuse_unfit_gradient(grad, tensor.param, tensor.label)
+        missing, into, foreign = [], [], []
+        for grad, view in zip(grads, self._gradients, strict=True):
+            if grad is None:
+                missing.append(view)
+            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+                into.append(view)
+                foreign.append(grad)
+        if missing:
+            torch._foreach_zero_(missing)
+        if foreign:
+            torch._foreach_copy_(into, foreign)
+        self._show_gradients()
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
         self.g_N.zero_()
-        for tensor in self.tensors:
-            tensor.param.grad = self._view(self.g_N, tensor)
+        for i in self._low:
+            param = self.tensors[i].param
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+        self._show_gradients()
 
     def shapes(self) -> list[list[int]]:
         """Shapes of the parameters in flat order: what a saved vector must have been made with."""
         return [list(tensor.param.shape) for tensor in self.tensors]
 
-    @staticmethod
-    def _view(vector_N: Tensor, tensor: FlatTensor) -> Tensor:
-        return vector_N[tensor.start : tensor.stop].view(tensor.param.shape)
+    def _show_gradients(self) -> None:
+        """Backward adds into the flat gradient, where the parameter has its dtype."""
+        for tensor, view in zip(self.tensors, self._gradients, strict=True):
+            if tensor.param.dtype == view.dtype:
+                tensor.param.grad = view
 
 
-def _validated(groups: Iterable[list[Tensor]]) -> Tensor:
-    """The first parameter, when all can live in one flat vector. Raises: ValueError."""
-    first: Tensor | None = None
-    for group_index, params in enumerate(groups):
-        for index, param in enumerate(params):
-            name = f"parameter {index} of group {group_index}, shape {tuple(param.shape)}"
-            if not param.requires_grad:
-                raise ValueError(f"{name}: requires_grad is False; pass only parameters that are trained")
-            if param.numel() == 0:
-                raise ValueError(f"{name}: has no elements; leave it out")
-            if param.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{name}: dtype {param.dtype}; supported are torch.float32 and torch.float64")
-            first = param if first is None else first
-            if param.dtype != first.dtype or param.device != first.device:
-                raise ValueError(
-                    f"{name}: {param.dtype} on {param.device}, but the first parameter is {first.dtype} on "
-                    f"{first.device}; all must agree"
-                )
-    if first is None:
-        raise ValueError("no parameters: pass model.parameters()")
-    return first
+def _identity(param: Tensor) -> tuple[int, int]:
+    """Changes when the parameter's memory is replaced, or written by anything but `.data`."""
+    return param.data_ptr(), param._version

@@ -18,6 +18,7 @@ from thinwire.comm import default_reducer
 from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import saving
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.flat import FlatSpace
 from thinwire.optim.schedule import Phase, StepPlan, Wire
@@ -75,7 +76,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.space = FlatSpace(self.param_groups)
         self.reduce = self.make_reducer(group, block)
         self.reduce.broadcast_(self.space.p_N)
+        self.space.write_back()
         self.vectors = self.make_state()
+        self._begun = copy.deepcopy(self.saved)
 
     @abstractmethod
     def make_state(self) -> State:
@@ -135,6 +138,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.space.take_changes()
         self.space.gather_gradients()
         plan = self.plan(self.num_steps + 1)
         if plan.gradient is Wire.LOCAL:
@@ -149,11 +153,23 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
             return loss
         self.num_steps += 1
+        self.space.write_back()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them."""
-        self.space.zero_gradients()
+        """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
+
+        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim.
+        """
+        self.space.zero_gradients(set_to_none)
+
+    def refresh_master(self) -> None:
+        """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
+
+        Other ways to change them (model.load_state_dict, param.copy_) are seen by the next step without it. Local.
+        """
+        self.space.doubt_parameters()
+        self.space.take_changes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while constructing: the flat vectors are laid out once."""
@@ -181,10 +197,14 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
 
+        Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
+
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Raises: PeerLost; then nothing has changed.
         """
+        self.space.take_changes()
         self.prepare_to_save()
+        self.space.write_back()
         residuals = {name: slot.residual() for name, slot in slots(self.vectors).items()}
         for name, slot in slots(self.vectors).items():
             slot.restore(residuals[name])
@@ -200,6 +220,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "param_groups": hyper,
             "vectors": {name: vector.clone() for name, vector in replicated(self.vectors).items()},
             "residuals": residuals,
+            **({"master": self.space.master()} if self.space.has_master else {}),
         }
 
     @torch.no_grad()
@@ -209,23 +230,25 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         Raises: ValueError saying what differs; then nothing has changed.
         """
         expected = {"format": FORMAT, "optimizer": type(self).__name__, "shapes": self.space.shapes()}
-        for key, value in expected.items():
-            if state_dict.get(key) != value:
-                raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
-        for key, mine in (
-            ("param_groups", range(len(self.param_groups))),
-            ("vectors", replicated(self.vectors)),
-            ("residuals", slots(self.vectors)),
-        ):
-            theirs = state_dict[key] if key != "param_groups" else range(len(state_dict[key]))
-            if set(theirs) != set(mine):
-                raise ValueError(f"state_dict has {key} {sorted(theirs)}, this optimizer needs {sorted(mine)}")
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-        for name, vector in replicated(self.vectors).items():
+        state_dict = saving.refuse_other(state_dict, expected)
+        saving.refuse_other_counts(state_dict)
+        saving.refuse_other_values("saved", state_dict["saved"], self._begun)
+        saving.refuse_other_values("evidence", state_dict["evidence"], {})
+        groups = saving.refuse_other_groups(state_dict["param_groups"], self.param_groups)
+        for group in groups:
+            self.check_group(group)
+        vectors, errors = replicated(self.vectors), slots(self.vectors)
+        saving.refuse_other_vectors("vectors", state_dict["vectors"], vectors)
+        saving.refuse_other_vectors("residuals", state_dict["residuals"], dict.fromkeys(errors, self.space.p_N))
+        saving.refuse_other_master(state_dict, self.space)
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        for name, vector in vectors.items():
             vector.copy_(state_dict["vectors"][name])
-        for name, slot in slots(self.vectors).items():
+        for name, slot in errors.items():
             slot.restore(state_dict["residuals"][name].to(self.space.p_N))
+        if self.space.has_master:
+            self.space.load_master(state_dict["master"])
         self.num_steps = state_dict["num_steps"]
         self.frozen_at = state_dict["frozen_at"]
         self.saved = copy.deepcopy(state_dict["saved"])

@@ -49,17 +49,23 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
 
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
-    then. The end of the learning rate's warm-up is a good choice.
+    then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
+    the rates that come; total_steps of the run sharpens it (optim.variance_freeze).
     var_update_scaler: updates of the variance until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
-    fallen to 1/2^k of its peak. A number: it doubles every so many steps after var_freeze_step instead.
+    fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
     local_step_clipper: the longest interval, steps.
     bias_correction: of the variance, by the number of its updates.
     group: the ranks (None: torch.distributed's default group, or this process alone).
-    block: values that share a scale. max_grad_norm, non_finite: as in FlatOptimizer.
+    parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
+    its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
+    max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
+    shortened; the mean of all is as short. (In DeepSpeed's first stage: as in FlatOptimizer.)
+    block: values that share a scale, in our settings. non_finite: as in FlatOptimizer.
 
-    Between syncs ranks hold different parameters: evaluate or save weights after state_dict() or prepare_to_save().
-    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
+    which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
+    Raises: ValueError; PeerLost, WireMismatch.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.saved = {
             "settings": self.settings.plain(),
             "peak_lr": 0.0,
-            "last_lrs": [],
+            "last_lrs": [0.0] * len(self.param_groups),
             "lr_rose_at": 0,
             "last_sync": 0,
             "num_syncs": 0,
@@ -204,15 +210,17 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
         self._rounds = [Round()] * len(self.param_groups)
+        self.space.write_back()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer, settings and shapes, saved with any number of ranks. Local.
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        theirs, mine = state_dict.get("saved", {}).get("settings"), self.settings.plain()
-        if state_dict.get("optimizer") == type(self).__name__ and theirs != mine:
-            raise ValueError(f"state_dict has settings {theirs}, this optimizer has {mine}: construct it with the same")
+        if isinstance(state_dict, dict) and state_dict.get("optimizer") == type(self).__name__:
+            theirs, mine = dict(state_dict.get("saved", {})).get("settings"), self.settings.plain()
+            if theirs != mine:
+                raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
         super().load_state_dict(state_dict)
         self.vectors.u_N.zero_()
         self.vectors.lost.zero_()

@@ -1,0 +1,82 @@
+"""Which parameters and gradients can live in flat vectors, and how messages name those that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters that get a master in float32."""
+SUPPORTED = (torch.float32, torch.float64, *LOW_PRECISION)
+
+
+def labels(param_groups: list[dict[str, Any]]) -> list[list[str]]:
+    """What messages call each parameter of each group: its place, its name where it was given with one, its shape."""
+    found = []
+    for group_index, group in enumerate(param_groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        found.append(
+            [
+                f"parameter {index} of group {group_index}{'' if name is None else f' {name!r}'}, {tuple(param.shape)}"
+                for index, (param, name) in enumerate(zip(group["params"], names, strict=True))
+            ]
+        )
+    return found
+
+
+def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
+    """float64 where the parameters are, else float32.
+
+    Raises: ValueError, naming the first parameter that cannot live in one flat vector with those before it.
+    """
+    seen: dict[Tensor, str] = {}
+    memory: dict[int, str] = {}
+    for group, group_labels in zip(param_groups, labels(param_groups), strict=True):
+        if not group["params"]:
+            raise ValueError(f"parameter group {param_groups.index(group)} is empty: leave it out")
+        for param, label in zip(group["params"], group_labels, strict=True):
+            _refuse_unfit(param, label)
+            if param in seen:
+                raise ValueError(f"{label}: is also {seen[param]}; pass a shared parameter once")
+            if param.data_ptr() in memory:
+                raise ValueError(
+                    f"{label}: has the same memory as {memory[param.data_ptr()]}, which a flat vector would separate; "
+                    "share one torch.nn.Parameter instead, and pass it once"
+                )
+            seen[param], memory[param.data_ptr()] = label, label
+            first, first_label = next(iter(seen.items()))
+            if param.device != first.device:
+                raise ValueError(
+                    f"{label}: is on {param.device}, but {first_label} is on {first.device}; move it there"
+                )
+            if (param.dtype == torch.float64) != (first.dtype == torch.float64):
+                raise ValueError(
+                    f"{label}: is {param.dtype}, but {first_label} is {first.dtype}; float64 mixes with no other dtype"
+                )
+    if not seen:
+        raise ValueError("no parameters: pass model.parameters()")
+    return torch.float64 if next(iter(seen)).dtype == torch.float64 else torch.float32
+
+
+def refuse_unfit_gradient(grad: Tensor, param: Tensor, label: str) -> None:
+    """Raises: ValueError for a gradient that cannot be copied to where the parameter's is. Looks at no value."""
+    if grad.layout != torch.strided:
+        raise ValueError(f"{label}: its gradient is {grad.layout}; only dense ones work: use a layer with sparse=False")
+    if grad.shape != param.shape or grad.device != param.device or not grad.dtype.is_floating_point:
+        raise ValueError(
+            f"{label}: its gradient is {grad.dtype} {tuple(grad.shape)} on {grad.device}, the parameter is "
+            f"{param.dtype} {tuple(param.shape)} on {param.device}; set p.grad to None and let backward make it"
+        )
+
+
+def _refuse_unfit(param: Tensor, label: str) -> None:
+    if not param.requires_grad:
+        raise ValueError(f"{label}: requires_grad is False; pass only parameters that are trained")
+    if param.dtype not in SUPPORTED:
+        raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}")
+    if param.layout != torch.strided or param.is_meta:
+        raise ValueError(f"{label}: is {param.layout} on {param.device}; it must be dense, and hold values")
+    if param.numel() == 0:
+        raise ValueError(f"{label}: has no elements; leave it out")
