@@ -69,6 +69,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
+    bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. max_grad_norm, non_finite: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
@@ -87,6 +88,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         group: Group | None = None,
         parity: Parity | None = None,
         max_grad_norm: float | None = None,
+        bias_correction: bool = True,
         settings: OneBitSettings | None = None,
         block: int = DEFAULT_BLOCK,
         non_finite: NonFinite = "raise",
@@ -97,7 +99,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, DEEPSPEED_ADAM),
+            settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_ADAM),
             group=group,
             block=block,
             max_grad_norm=max_grad_norm,

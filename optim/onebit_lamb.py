@@ -125,8 +125,8 @@ def _descend_compressed_(
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
-    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm, settings,
-    block, non_finite: as in OneBitAdam.
+    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
+    bias_correction, settings, block, non_finite: as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -152,6 +152,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         group: Group | None = None,
         parity: Parity | None = None,
         max_grad_norm: float | None = None,
+        bias_correction: bool = True,
         settings: OneBitSettings | None = None,
         block: int = DEFAULT_BLOCK,
         non_finite: NonFinite = "raise",
@@ -163,7 +164,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, DEEPSPEED_LAMB),
+            settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_LAMB),
             group=group,
             block=block,
             max_grad_norm=max_grad_norm,

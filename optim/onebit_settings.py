@@ -7,7 +7,7 @@ OneBitAdam(params, settings=replace(OURS, bias_correction=False))        ours bu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.optim.scales import Scales
@@ -43,9 +43,12 @@ DEEPSPEED_LAMB = OneBitSettings(bias_correction=False, floor=False, scales=Scale
 
 
 def chosen_settings(
-    parity: Parity | None, settings: OneBitSettings | None, deepspeed: OneBitSettings
+    parity: Parity | None, settings: OneBitSettings | None, bias_correction: bool, deepspeed: OneBitSettings
 ) -> OneBitSettings:
-    """What a constructor was asked for; `deepspeed` are that optimizer's. Raises: ValueError."""
+    """What a constructor was asked for; `deepspeed`: that optimizer's. Raises: ValueError.
+
+    bias_correction: False turns it off in any settings.
+    """
     if parity not in (None, "deepspeed"):
         raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
     if parity is not None and settings is not None:
@@ -53,4 +56,5 @@ def chosen_settings(
             f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
             "parity stands for changes a part"
         )
-    return settings or (OURS if parity is None else deepspeed)
+    chosen = settings or (OURS if parity is None else deepspeed)
+    return replace(chosen, bias_correction=chosen.bias_correction and bias_correction)

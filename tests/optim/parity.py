@@ -104,7 +104,7 @@ def exchange_of(scales, size, space, parameters):
     total, split = sum(lengths), sum(lengths[: len(GROUPS[0])])
     if scales is Scales.BLOCK:
         ours = TwoPhase(block_units(space.layout, size, BLOCK)) if size > 1 else exact_mean
-        return in_flat_order(ours, space, parameters)
+        return FlatOrder(ours, space, parameters)
     if scales is Scales.WHOLE:
         bounds = [Partition(-(-total // 8) * 8, size).bounds(rank) for rank in range(size)]
         chunks = [(min(a, total), min(b, total)) for a, b in bounds]
@@ -113,15 +113,16 @@ def exchange_of(scales, size, space, parameters):
     return DeepSpeedExchange(vectors, size, keep_padding=scales is Scales.FUSED)
 
 
-def in_flat_order(exchange, space, parameters):
-    to_flat = flat_order(space, parameters)
+class FlatOrder:
+    """An exchange of vectors in another order: that of the flat vector."""
 
-    def exchanged(zs, slot):
+    def __init__(self, inner, space, parameters):
+        self.inner, self.to_flat = inner, flat_order(space, parameters)
+
+    def __call__(self, zs, slot):
         out = torch.empty_like(zs[0])
-        out[to_flat] = exchange([z[to_flat] for z in zs], slot)
+        out[self.to_flat] = self.inner([z[self.to_flat] for z in zs], slot)
         return out
-
-    return exchanged
 
 
 def floor_in_flat_order(space, parameters):

@@ -102,3 +102,10 @@ def test_a_warmup_of_twenty_is_twenty_uncompressed_updates():
 def test_a_parity_that_means_nothing_is_refused(wrong):
     with pytest.raises(ValueError, match="parity = "):
         OneBitAdam(as_parameters([torch.ones(3)]), warmup=1, **wrong)
+
+
+@pytest.mark.parametrize("more", [{}, {"parity": "deepspeed"}, {"settings": LITERAL}])
+def test_bias_correction_can_be_turned_off_in_any_settings(more):
+    optimizer = OneBitAdam(as_parameters([torch.ones(3)]), warmup=1, bias_correction=False, **more)
+    assert not optimizer.settings.bias_correction
+    assert OneBitAdam(as_parameters([torch.ones(3)]), warmup=1).settings == OURS

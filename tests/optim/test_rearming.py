@@ -146,9 +146,10 @@ def test_in_warmup_the_size_is_only_noted():
     assert run_threads(1, work) == [[False, False, False, True]]
 
 
-def test_the_new_size_is_in_the_state_and_goes_with_it_to_another_number_of_ranks():
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_size_is_in_the_state_and_goes_with_it_to_another_number_of_ranks(setting):
     def save(group):
-        optimizer, parameters = made("lamb", group)
+        optimizer, parameters = made("lamb", group, **SETTINGS[setting])
         optimizer.set_global_batch(32)
         go_on(optimizer, parameters, group, 10)
         return optimizer.state_dict(), [p.detach().clone() for p in parameters]
@@ -156,7 +157,7 @@ def test_the_new_size_is_in_the_state_and_goes_with_it_to_another_number_of_rank
     state, tensors = run_threads(2, save)[0]
 
     def load(group):
-        optimizer, parameters = made("lamb", group, tensors)
+        optimizer, parameters = made("lamb", group, tensors, **SETTINGS[setting])
         optimizer.load_state_dict(state)
         assert optimizer.set_global_batch(64)
         go_on(optimizer, parameters, group, 12)
