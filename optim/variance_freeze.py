@@ -94,5 +94,5 @@ class VarianceFreeze:
 
 
 def rose(rates: Sequence[float], before: Sequence[float]) -> bool:
-    """Has a group's rate risen? Before the first step rates are 0."""
-    return any(now > old for now, old in zip(rates, before or [0.0] * len(rates), strict=True))
+    """Has a group's rate risen? Before the first step all were 0."""
+    return any(now > old for now, old in zip(rates, before, strict=True))
