@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from thinwire.workers.metric_names import METRICS, PHASES, MetricKind
+from thinwire.workers.reports import Health
 
 if TYPE_CHECKING:
     from prometheus_client import Metric as MetricFamily
@@ -45,6 +46,7 @@ class WorkerMetrics:
         wire_bytes_total: Mapping[str, int],
         rounds_skipped_total: int,
         validation_loss: float | None = None,
+        health: Health | None = None,
     ) -> None:
         """Take the values after a step. None leaves the last value standing.
 
@@ -67,6 +69,23 @@ class WorkerMetrics:
                 self._set("thinwire_loss", loss)
             if validation_loss is not None:
                 self._set("thinwire_validation_loss", validation_loss)
+            if health is not None:
+                self._set_health(health)
+
+    def _set_health(self, health: Health) -> None:
+        for name, value, *labels in (
+            ("thinwire_error_to_momentum_ratio", health.error_to_momentum),
+            ("thinwire_sign_density_ratio", health.sign_density_worker, "worker"),
+            ("thinwire_sign_density_ratio", health.sign_density_server, "server"),
+            ("thinwire_max_step_ratio", health.max_step),
+            ("thinwire_variance_ratio", health.variance_ratio),
+            ("thinwire_floored_elements", health.floored_elements),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_min, "min"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_median, "median"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_max, "max"),
+        ):
+            if value is not None:
+                self._set(name, value, *labels)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._values[name][labels] = value

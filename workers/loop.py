@@ -11,12 +11,14 @@ import torch
 from pydantic import JsonValue
 
 from thinwire.comm.protocol import Group
+from thinwire.optim.health import health
 from thinwire.workers import history, report
 from thinwire.workers.build import Training, build
 from thinwire.workers.checkpoint import CheckpointFolder
 from thinwire.workers.meter import Meter
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.reporter import Reporter
+from thinwire.workers.reports import Health
 from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.step_log import StepLog
@@ -71,9 +73,10 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
         validation_loss = evaluate(training, meter) if evaluating else None
+        found = _health(training, meter) if evaluating else None
         due = due and not evaluating
         if evaluating or saving or step % REPORT_EVERY_STEPS == 0:
-            log.flush(validation_loss)
+            log.flush(validation_loss, found)
         if step == training.optimizer.frozen_at:
             reporter.event("phase_change", step, **training.optimizer.stats())
             if group.rank == 0:
@@ -83,6 +86,12 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
     with meter.part("control"):
         equal = replicas_bit_equal(training.optimizer, group)
     return _summary(training, meter, run, equal) if group.rank == 0 else {}
+
+
+def _health(training: Training, meter: Meter) -> Health:
+    """How the optimizer is doing. Collective. Raises: PeerLost."""
+    with meter.part("control"):
+        return Health.model_validate(health(training.optimizer))
 
 
 def _resume(training: Training, checkpoints: CheckpointFolder, meter: Meter) -> int:

@@ -63,5 +63,43 @@ METRICS: dict[str, Metric] = {
         Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
         Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),
+        Metric(
+            "thinwire_error_to_momentum_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "2-norm of what compression has left out so far over that of what one exchange gives",
+        ),
+        Metric(
+            "thinwire_sign_density_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Cosine between what was last compressed and its signs: 1 if all sizes are equal, 0.8 for Gaussian values",
+            ("side",),
+        ),
+        Metric(
+            "thinwire_max_step_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Largest step of an element over the learning rate, before trust coefficients",
+        ),
+        Metric(
+            "thinwire_variance_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Change of the variance over the window of the automatic warm-up, which ends after 5 values above 0.96",
+        ),
+        Metric(
+            "thinwire_floored_elements",
+            MetricKind.GAUGE,
+            "elements",
+            "Elements whose variance the floor raised when it was frozen",
+        ),
+        Metric(
+            "thinwire_lamb_coefficient_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Average trust coefficient of LAMB, over the tensors of the model",
+            ("statistic",),
+        ),
     )
 }

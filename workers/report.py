@@ -99,8 +99,17 @@ def summarise(
             **parts,
             "other": round(max(0.0, seconds["total"] - measured), 3),
         },
+        "health": _health(samples),
         "attempts": attempts,
     }
+
+
+def _health(samples: Sequence[Sample]) -> dict[str, JsonValue]:
+    """Of each number of reports.Health that was ever known: the first, the last and the largest."""
+    told = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
+    names = dict.fromkeys(name for health in told for name in health)
+    values = {name: [health[name] for health in told if name in health] for name in names}
+    return {name: {"first": found[0], "last": found[-1], "max": max(found)} for name, found in values.items()}
 
 
 def write_report(run_dir: Path, summary: Mapping[str, JsonValue]) -> None:

@@ -116,6 +116,7 @@ class ServiceReporter:
             wire_bytes_total=sent_bytes,
             rounds_skipped_total=self._rounds_skipped,
             validation_loss=last.validation_loss,
+            health=last.health,
         )
 
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:

@@ -36,6 +36,10 @@ class _Report(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class WorkerRegistration(_Report):
     """Where one worker's metrics can be scraped."""
 
@@ -43,6 +47,29 @@ class WorkerRegistration(_Report):
     attempt: int = Field(ge=1, description="which submission of the job this worker belongs to")
     pid: int = Field(ge=1)
     node: str = Field(max_length=255)
+
+
+class Health(_Report):
+    """How the optimizer is doing, as optim.health finds it at an evaluation; None where it has nothing to say.
+
+    docs/operations.md says what is normal. A number that is not finite is kept as None: JSON has no such number.
+    """
+
+    error_to_momentum: float | None = Field(None, description="||R|| / ||what an exchange gives||; watch its trend")
+    sign_density_worker: float | None = Field(None, description="||a||_1 / (sqrt(count) ||a||_2) of what was sent")
+    sign_density_server: float | None = Field(None, description="the same of what was sent back")
+    max_step: float | None = Field(None, description="max |m / (sqrt(v) + eps)|: the largest step, in units of lr")
+    variance_ratio: float | None = Field(None, description="of the automatic end of warm-up, which asks for 0.96")
+    floored_elements: int | None = Field(None, description="elements whose variance the floor raised")
+    rounds_skipped: int | None = Field(None, description="steps so far that exchanged nothing")
+    lamb_coeff_min: float | None = Field(None, description="trust coefficients of LAMB, over tensors")
+    lamb_coeff_median: float | None = None
+    lamb_coeff_max: float | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _finite_or_none(cls, value: object) -> object:
+        return _finite_or_none(value)
 
 
 class Sample(_Report):
@@ -65,6 +92,7 @@ class Sample(_Report):
     )
     world_size: int = Field(1, ge=1)
     time: float = Field(description="unix seconds")
+    health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
 
     @property
     def skipped_round(self) -> bool:
@@ -74,7 +102,7 @@ class Sample(_Report):
     @field_validator("loss", "validation_loss", mode="before")
     @classmethod
     def _finite_or_none(cls, loss: object) -> object:
-        return None if isinstance(loss, float) and not math.isfinite(loss) else loss
+        return _finite_or_none(loss)
 
 
 class Event(_Report):

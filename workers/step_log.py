@@ -12,7 +12,7 @@ from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
 from thinwire.workers.meter import Meter
 from thinwire.workers.reporter import Reporter
-from thinwire.workers.reports import Sample
+from thinwire.workers.reports import Health, Sample
 
 
 class NonFiniteLoss(Exception):
@@ -61,8 +61,8 @@ class StepLog:
             )
         )
 
-    def flush(self, validation_loss: float | None) -> None:
-        """Average the losses over ranks in one collective and report the steps; the last carries the validation loss.
+    def flush(self, validation_loss: float | None, health: Health | None) -> None:
+        """Average the losses over ranks in one collective and report the steps; the last carries what was evaluated.
 
         Raises: NonFiniteLoss, alike on every rank, and nothing is reported; PeerLost.
         """
@@ -76,6 +76,7 @@ class StepLog:
         if validation_loss is not None:
             _refuse_non_finite("validation", validation_loss, samples[-1].step)
             samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
+        samples[-1] = samples[-1].model_copy(update={"health": health})
         self._losses.clear()
         self._samples.clear()
         self._report(samples)

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import prometheus_client
@@ -7,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.workers.metric_names import METRICS, PHASES
+from thinwire.workers.reports import Health
 from thinwire.workers.telemetry import WorkerMetrics
 
 
@@ -18,20 +20,35 @@ def metrics() -> Iterator[WorkerMetrics]:
     metrics.close()
 
 
-def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed") -> None:
-    metrics.update(
-        step=step,
-        phase=phase,
-        world_size=4,
-        loss=2.5,
-        step_seconds=0.25,
-        samples_per_second=128.0,
-        compression_ratio=31.7,
-        samples_total=8 * step,
-        wire_bytes_total={"gradient": 1000 * step, "control": 10},
-        rounds_skipped_total=step // 2,
-        validation_loss=2.75,
-    )
+HEALTH = Health(
+    error_to_momentum=1.5,
+    sign_density_worker=0.7,
+    sign_density_server=0.4,
+    max_step=3.0,
+    variance_ratio=0.97,
+    floored_elements=12,
+    lamb_coeff_min=0.1,
+    lamb_coeff_median=0.5,
+    lamb_coeff_max=9.0,
+)
+
+
+def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **changes: Any) -> None:
+    known: dict[str, Any] = {
+        "step": step,
+        "phase": phase,
+        "world_size": 4,
+        "loss": 2.5,
+        "step_seconds": 0.25,
+        "samples_per_second": 128.0,
+        "compression_ratio": 31.7,
+        "samples_total": 8 * step,
+        "wire_bytes_total": {"gradient": 1000 * step, "control": 10},
+        "rounds_skipped_total": 2,
+        "validation_loss": 2.75,
+        "health": HEALTH,
+    }
+    metrics.update(**{**known, **changes})
 
 
 def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -134,3 +151,19 @@ def test_scrapes_during_updates_are_whole(metrics: WorkerMetrics) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_numbers_of_health_that_are_not_known_keep_their_last_value(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    update(metrics, health=Health(max_step=5.0))
+    values = scrape(metrics)
+    assert values["thinwire_max_step_ratio"] == {(): 5.0}
+    assert values["thinwire_error_to_momentum_ratio"] == {(): 1.5}
+
+
+def test_a_step_that_sent_nothing_leaves_the_ratio_of_the_last_exchange(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    update(metrics, compression_ratio=None, rounds_skipped_total=4)
+    values = scrape(metrics)
+    assert values["thinwire_compression_ratio"] == {(): 31.7}
+    assert values["thinwire_rounds_skipped_total"] == {(): 4.0}

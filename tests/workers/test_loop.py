@@ -187,3 +187,17 @@ def test_a_resumed_run_of_zero_one_adam_repeats_the_run_that_went_on_bit_for_bit
         assert (again.step, again.loss, again.validation_loss) == (sample.step, sample.loss, sample.validation_loss)
         assert again.payload_bytes_total == sample.payload_bytes_total
     assert resumed[0][0]["rounds"] == whole[0][0]["rounds"]
+
+
+def test_health_is_taken_with_each_validation_loss_and_summed_up(tmp_path):
+    spec = small_spec(steps=40, optimizer={"name": "onebit_lamb", "lr": 1e-2, "warmup": 6})
+    (summary, samples, _), *others = run_small(tmp_path, spec, 3)
+    assert [s.step for s in samples if s.health] == [12, 24, 36, 40]
+    for _, theirs, _ in others:
+        assert [s.health for s in theirs] == [s.health for s in samples]
+    last = samples[-1].health
+    assert last.error_to_momentum > 0
+    assert 0 < last.lamb_coeff_min <= last.lamb_coeff_median <= last.lamb_coeff_max <= 10
+    told = [s.health.error_to_momentum for s in samples if s.health]
+    assert summary["health"]["error_to_momentum"] == {"first": told[0], "last": told[-1], "max": max(told)}
+    assert "variance_ratio" not in summary["health"]

@@ -69,7 +69,7 @@ def test_summary_has_the_promised_fields_and_no_other() -> None:
     summary = summary_of(run())
     assert set(summary) == {
         *("state", "steps", "frozen_at", "world_size", "parameters", "replicas_bit_equal", "loss"),
-        *("payload_bytes", "rounds", "compression_ratio", "seconds", "attempts"),
+        *("payload_bytes", "rounds", "compression_ratio", "seconds", "health", "attempts"),
     }
     assert set(summary["loss"]) == {"train_first", "train_last", "validation_first", "validation_last"}
     assert set(summary["payload_bytes"]) == {
