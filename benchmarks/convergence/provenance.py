@@ -13,7 +13,7 @@ import torch
 import thinwire
 from benchmarks.convergence.study import ROOT
 
-CODE = ("comm", "optim", "workers", "benchmarks", "tests/data", ":!benchmarks/results", ":!*.md")
+CODE = ("comm", "optim", "workers", "benchmarks", "tests/data/tinyshakespeare.txt", ":!benchmarks/results", ":!*.md")
 """What a figure depends on: local changes elsewhere do not mark a commit as changed."""
 
 
