@@ -53,6 +53,13 @@ class CompressionRatios(_Part):
     overall: float | None
 
 
+class Rounds(_Part):
+    """Steps in which workers could exchange something, and how many of them sent nothing."""
+
+    total: int = 0
+    skipped: int = 0
+
+
 class Seconds(_Part):
     """Wall time by part; a part that is new to this version is shown too."""
 
@@ -73,6 +80,8 @@ class Summary(_Part):
     loss: Losses
     payload_bytes: PayloadBytes
     compression_ratio: CompressionRatios
+    rounds: Rounds = Rounds()
+    """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
     seconds: Seconds
 
 
@@ -100,6 +109,9 @@ def _what(summary: Summary) -> Text:
         text.append("nothing was compressed, ")
     elif not summary.payload_bytes.sent:
         text.append(f"variance frozen after step {summary.frozen_at}, nothing was sent, ")
+    elif summary.rounds.skipped:
+        skipped = f"{summary.rounds.skipped} of {summary.rounds.total} rounds skipped"
+        text.append(f"variance frozen after step {summary.frozen_at}, {skipped}, ")
     else:
         text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
     if summary.replicas_bit_equal:

@@ -223,6 +223,14 @@ def test_the_summary_of_one_worker_says_that_nothing_was_sent() -> None:
     assert "momentum compressed" not in out.getvalue()
 
 
+def test_the_summary_of_a_run_that_skipped_rounds_says_how_many() -> None:
+    out = io.StringIO()
+    summary = read_summary({**SUMMARY, "rounds": {"total": 100, "skipped": 37}})
+    Console(file=out, width=120).print(summary_table(summary))
+    assert "variance frozen after step 20, 37 of 100 rounds skipped" in " ".join(out.getvalue().split())
+    assert "momentum compressed" not in out.getvalue()
+
+
 def test_serve_runs_until_asked_to_end(
     thinwire: Callable[..., Run], home: Path, spawned: list[subprocess.Popen[bytes]]
 ) -> None:

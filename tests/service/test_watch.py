@@ -106,6 +106,15 @@ def test_every_figure_is_shown(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_that_sent_nothing_is_shown_as_one(terminal: bool) -> None:
+    answer = job(step=30)
+    assert answer.progress is not None
+    silent = answer.progress.model_copy(update={"payload_bytes": 0, "compression_ratio": None})
+    _, text = watched([answer.model_copy(update={"progress": silent}), END], terminal=terminal)
+    assert "compression nothing sent" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
 def test_a_control_plane_that_goes_away_is_waited_for(terminal: bool) -> None:
     gone = [Unreachable("nobody answers")] * 50
     ended, text = watched([*gone[:3], job(step=5), *gone, job(step=50), END], terminal=terminal)
