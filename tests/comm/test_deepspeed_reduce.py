@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.comm.test_reduce import FailingGroup
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
@@ -229,3 +231,40 @@ def test_every_live_element_and_all_padding_have_one_place(size, name):
     arrangement.gather_(back, placed)
     alive = order_of([LAYOUT.live])
     assert torch.equal(back[alive], x[alive])
+
+
+@st.composite
+def cut_vectors(draw):
+    """A layout of runs with dead elements in between, and its runs dealt out to vectors in any order."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    starts = [sum(-(-length // 8) * 8 for length in lengths[:at]) for at in range(len(lengths) + 1)]
+    runs = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    owners = draw(st.lists(st.integers(0, 2), min_size=len(runs), max_size=len(runs)))
+    order = draw(st.permutations(range(len(runs))))
+    vectors = [[runs[at] for at in order if owners[at] == owner] for owner in range(3)]
+    layout = VectorLayout(starts[-1], tuple(runs), ((0, starts[-1]),))
+    return layout, [vector for vector in vectors if vector]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(cut=cut_vectors(), size=st.sampled_from([2, 3, 5, 6]), keep_padding=st.booleans(), seed=st.integers(0, 99))
+def test_any_vectors_on_any_number_of_ranks_are_exchanged_as_the_literal_one_does(cut, size, keep_padding, seed):
+    layout, vectors = cut
+    order = order_of(vectors)
+    generator = torch.Generator().manual_seed(seed)
+    rounds = []
+    for _ in range(4):
+        full = [torch.zeros(layout.numel, dtype=torch.float64) for _ in range(size)]
+        for x in full:
+            x[order] = torch.randn(len(order), generator=generator, dtype=torch.float64)
+        rounds.append(full)
+    lengths = [sum(b - a for a, b in runs) for runs in vectors]
+    literal = DeepSpeedExchange(lengths, size, keep_padding=keep_padding)
+    like = rounds[0][0]
+    results = run(size, rounds, lambda g: deepspeed_reducer(g, layout, vectors, like, keep_padding=keep_padding))
+    for at, ranks in enumerate(rounds):
+        expected = literal([x[order] for x in ranks], "z")
+        torch.testing.assert_close(results[-1][0][at][order], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            results[0][1][at][order], literal.errors["z"].residual()[literal.live], rtol=0, atol=1e-12
+        )
