@@ -1,6 +1,5 @@
 """The automatic end of warm-up: fires when the variance is stable, not before, and says why."""
 
-import copy
 import math
 
 import pytest
@@ -108,21 +107,6 @@ def test_auto_is_the_default_ranks_agree_and_the_reason_is_shown():
     for other in results[1:]:
         assert other[0] == frozen_at
         assert torch.equal(other[2], p)
-
-
-def test_a_resumed_run_freezes_at_the_same_step():
-    net = model()
-    optimizer = OneBitAdam(net.parameters(), lr=1e-4, betas=(0.9, 0.95))
-    train(net, optimizer, 0, 1, 15)
-    weights, saved = copy.deepcopy(net.state_dict()), optimizer.state_dict()
-    train(net, optimizer, 0, 16, 120)
-    other = model()
-    resumed = OneBitAdam(other.parameters(), lr=1e-4, betas=(0.9, 0.95))
-    other.load_state_dict(weights)
-    resumed.load_state_dict(saved)
-    train(other, resumed, 0, 16, 120)
-    assert resumed.frozen_at == optimizer.frozen_at
-    assert torch.equal(resumed.space.p_N, optimizer.space.p_N)
 
 
 def test_the_cap_is_said_to_be_the_cap(caplog):
