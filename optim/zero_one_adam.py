@@ -31,9 +31,10 @@ from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.local_steps import Round, ZeroOneAdamState, add_decay_, agree_, kept_by, local_step, propose_
 from thinwire.optim.onebit_settings import Parity
-from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults
+from thinwire.optim.optimizer import FlatOptimizer, NonFinite
 from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.stale_variance import StaleVariance
@@ -112,9 +113,12 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
         self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
         layout = self.space.layout
-        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(block))
+        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
         self.saved = {
             "settings": self.settings.plain(),
             "peak_lr": 0.0,
@@ -258,7 +262,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         propose_(g_N, s, groups, self.settings.decay)
         try:
             if plan.gradient is Wire.FULL:
-                self.mean_gradient_()
+                self.reduce.full_(g_N)  # not mean_gradient_: it would shorten once more
             if early:
                 self._derive_divisor(groups, g_N)
             if self.settings.decay is Decay.IN_SUM:

@@ -1,6 +1,7 @@
 """0/1 Adam: gradients that are not finite, peers that are lost, schedules that are refused."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -65,11 +66,14 @@ def test_a_nan_gradient_in_a_local_step_counts_as_zero_and_every_rank_learns_of_
 
 @pytest.mark.parametrize(("at", "saving"), [(2, False), (3, False), (9, False), (22, False), (22, True)])
 def test_a_peer_lost_at_a_sync_or_a_save_leaves_the_survivors_as_they_were(at, saving):
+    arrived = threading.Barrier(3)  # who leaves at once would be missed in the step before
+
     def work(group):
         model, optimizer = make(group, torch.float32)
         train(model, optimizer, at - 1, group.rank)
         before = snapshot(optimizer)
         backward(model, optimizer, at, group.rank)
+        arrived.wait(60)
         if group.rank == 2:
             group.leave()
             return True
