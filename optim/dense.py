@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.hyperparameters import adam_defaults, refuse_out_of_range
 from thinwire.optim.lamb_math import LambHyper
-from thinwire.optim.optimizer import FlatOptimizer, NonFinite, adam_defaults, refuse_out_of_range
+from thinwire.optim.optimizer import FlatOptimizer, NonFinite
 from thinwire.optim.schedule import StepPlan, dense_plan
 from thinwire.optim.segments import tensor_segments
 from thinwire.optim.state import Replicated, Scratch
@@ -137,6 +138,8 @@ class SGD(FlatOptimizer[SgdState]):
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
+
+    shown: ClassVar[Mapping[str, str]] = {"m_N": "momentum_buffer"}
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -65,10 +65,14 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         self.warmup = _checked_warmup(warmup, total_steps)
         self.settings = settings
         self.stability: VarianceStability | None = None
+        self._run_steps = (total_steps, lr_warmup_steps)
         super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
         self.evidence["floored_elements"] = 0
-        if warmup == "auto":
-            self.stability = VarianceStability(self._beta2, total_steps, lr_warmup_steps)
+        if self.warmup == "auto":
+            self.stability = VarianceStability(self._beta2, *self._run_steps)
 
     @abstractmethod
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -151,6 +155,12 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         """Put the evidence of the automatic rule among the saved values."""
         if self.stability is not None:
             self.saved["stability"] = asdict(self.stability)
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse evidence that the automatic rule cannot go on from. Raises: ValueError."""
+        evidence, known = saved.get("stability", {"beta2": 0.0}), {field.name for field in fields(VarianceStability)}
+        if not isinstance(evidence, dict) or "beta2" not in evidence or not set(evidence) <= known:
+            raise ValueError(f"state_dict has saved['stability'] = {evidence!r}, the rule needs {sorted(known)}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FlatOptimizer.load_state_dict; the automatic rule goes on from its saved evidence."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.optimizer import refuse_out_of_range
+from thinwire.optim.hyperparameters import refuse_out_of_range
 from thinwire.optim.segments import TensorSegments
 
 

@@ -27,9 +27,10 @@ from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
+from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.lamb_math import LambHyper
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings, Parity, chosen_settings
-from thinwire.optim.optimizer import NonFinite, adam_defaults
+from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.segments import TensorSegments, tensor_segments
 from thinwire.optim.state import Replicated, Residual, Scratch

@@ -8,21 +8,26 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import default_reducer
-from thinwire.comm.errors import NonFiniteInput
+from thinwire.comm.default import default_reducer, given_or_default
+from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import saving
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.agreement import describe, refuse_other_models
 from thinwire.optim.flat import FlatSpace
+from thinwire.optim.hyperparameters import check_adam_group, refuse_out_of_range
+from thinwire.optim.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.parameters import compute_dtype
 from thinwire.optim.schedule import Phase, StepPlan, Wire
 from thinwire.optim.state import replicated, slots
+from thinwire.optim.views import show_state
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,8 @@ FORMAT = 2
 class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
+    params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
+    bfloat16 and float16, which get a master in float32 (optim.flat).
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
     in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
@@ -47,6 +54,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()).
     """
+
+    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
+    """What torch.optim calls the vectors that `state` shows, by field."""
+
+    _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/loss_scaling.py
 
     def __init__(
         self,
@@ -63,26 +75,22 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if non_finite not in ("raise", "skip"):
             raise ValueError(f'non_finite = {non_finite!r}: must be "raise" or "skip"')
         super().__init__(params, defaults)
-        for param_group in self.param_groups:
-            self.check_group(param_group)
         self.block = block
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.steps_skipped = 0
+        self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
-        self.saved: dict[str, Any] = {}
-        self.evidence: dict[str, Any] = {}
-        self.space = FlatSpace(self.param_groups)
-        self.reduce = self.make_reducer(group, block)
-        self.reduce.broadcast_(self.space.p_N)
-        self.space.write_back()
-        self.vectors = self.make_state()
-        self._begun = copy.deepcopy(self.saved)
+        self._group = given_or_default(group)
+        self._lay_out()
 
     @abstractmethod
     def make_state(self) -> State:
         """The algorithm's vectors, a dataclass whose fields declare their Kind."""
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with in `saved` and `evidence`; space, reduce and vectors are new."""
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
@@ -104,6 +112,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
         check_adam_group(group)
 
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
+
     def hyper(self, group: dict[str, Any], span: slice) -> Any:
         """The hyperparameters of a group as they are now, with the slice that it owns; what `update` is given."""
         beta1, beta2 = group["betas"]
@@ -116,6 +127,16 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
         self.reduce.full_(self.space.g_N)
         self._shorten_gradient()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, those that were left out not counted; state[p]["step"] is the same number as a tensor."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        self._step.fill_(value)
 
     @property
     def phase(self) -> Phase:
@@ -131,29 +152,18 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
 
-        Raises: PeerLost, and NonFiniteInput unless such steps are skipped; alike on every rank. Parameters, state and
-        the step count are then exactly as before the call; gradients are not.
+        Raises: PeerLost, and NonFiniteInput unless such steps are skipped, as they are under a torch.amp.GradScaler;
+        alike on every rank. Parameters, state and step count are then exactly as before the call; gradients are not.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.space.take_changes()
-        self.space.gather_gradients()
-        plan = self.plan(self.num_steps + 1)
-        if plan.gradient is Wire.LOCAL:
-            self._shorten_gradient()
-        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
         try:
-            self.update(plan, groups)
-        except NonFiniteInput as error:
-            if self.non_finite == "raise":
-                raise
-            self.steps_skipped += 1
-            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
-            return loss
-        self.num_steps += 1
-        self.space.write_back()
+            self._step_once()
+        except BaseException:
+            forget_scaler(self)
+            raise
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -172,10 +182,33 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.space.take_changes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while constructing: the flat vectors are laid out once."""
-        if hasattr(self, "space"):
-            raise ValueError("parameter groups cannot be added after construction; pass all groups to the constructor")
+        """Add a group before the first step: vectors and exchange are laid out anew. Collective, as the constructor.
+
+        Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
+        """
+        if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
+            super().add_param_group(param_group)
+            return
+        if self.num_steps:
+            raise ValueError(
+                f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
+                "for the groups there are. Add it before the first step, or give all groups to the constructor"
+            )
+        before = dict(self.__dict__)
         super().add_param_group(param_group)
+        try:
+            self._lay_out()
+        except (ValueError, CommError):
+            self.__dict__.update(before)
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copy and pickle: the copy would step the same parameters. Raises: TypeError."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it holds the model's own parameters and a group of "
+            "ranks. Keep state_dict(), and load it into an optimizer made for the other model"
+        )
 
     def stats(self) -> dict[str, Any]:
         """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group."""
@@ -188,11 +221,51 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             **self.evidence,
         }
 
+    def _lay_out(self) -> None:
+        """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
+        for param_group in self.param_groups:
+            self.check_group(param_group)
+        compute_dtype(self.param_groups)
+        header = f"{type(self).__name__} with blocks of {self.block}"
+        refuse_other_models(
+            self._group, [header, *describe(self.param_groups)], self.param_groups[0]["params"][0].device
+        )
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
+        self.space = FlatSpace(self.param_groups)
+        self.reduce = self.make_reducer(self._group, self.block)
+        self.reduce.broadcast_(self.space.p_N)
+        self.space.write_back()
+        self.vectors = self.make_state()
+        self.begin()
+        self._begun = copy.deepcopy(self.saved)
+        show_state(self.state, self.space, self.vectors, self.shown, self._step)
+
+    def _step_once(self) -> None:
+        self.space.take_changes()
+        self.space.gather_gradients()
+        unscale_(self.space.g_N, self)
+        plan = self.plan(self.num_steps + 1)
+        if plan.gradient is Wire.LOCAL:
+            self._shorten_gradient()
+        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+        try:
+            self.update(plan, groups)
+        except NonFiniteInput as error:
+            if self.non_finite == "raise" and not is_scaled(self):
+                raise
+            self.steps_skipped += 1
+            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            return
+        self.num_steps += 1
+        self.space.write_back()
+
     def _shorten_gradient(self) -> None:
         """As torch.nn.utils.clip_grad_norm_ does it, without waiting for the device."""
         if self.max_grad_norm is not None:
             norm = torch.linalg.vector_norm(self.space.g_N)
-            self.space.g_N.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+            factor = (self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0)
+            self.space.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which stay zero for good
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
@@ -229,18 +302,19 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        expected = {"format": FORMAT, "optimizer": type(self).__name__, "shapes": self.space.shapes()}
-        state_dict = saving.refuse_other(state_dict, expected)
-        saving.refuse_other_counts(state_dict)
-        saving.refuse_other_values("saved", state_dict["saved"], self._begun)
-        saving.refuse_other_values("evidence", state_dict["evidence"], {})
-        groups = saving.refuse_other_groups(state_dict["param_groups"], self.param_groups)
+        vectors, errors = replicated(self.vectors), slots(self.vectors)
+        groups = saving.refuse_unfit(
+            state_dict,
+            {"format": FORMAT, "optimizer": type(self).__name__, "shapes": self.space.shapes()},
+            space=self.space,
+            groups=self.param_groups,
+            vectors=vectors,
+            residuals=dict.fromkeys(errors, self.space.p_N),
+            saved=self._begun,
+        )
+        self.check_saved(state_dict["saved"])
         for group in groups:
             self.check_group(group)
-        vectors, errors = replicated(self.vectors), slots(self.vectors)
-        saving.refuse_other_vectors("vectors", state_dict["vectors"], vectors)
-        saving.refuse_other_vectors("residuals", state_dict["residuals"], dict.fromkeys(errors, self.space.p_N))
-        saving.refuse_other_master(state_dict, self.space)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         for name, vector in vectors.items():
@@ -253,27 +327,3 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.frozen_at = state_dict["frozen_at"]
         self.saved = copy.deepcopy(state_dict["saved"])
         self.evidence = copy.deepcopy(state_dict["evidence"])
-
-
-def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
-    """The per-group hyperparameters of the Adam family, under torch.optim's names."""
-    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-
-
-def check_adam_group(group: dict[str, Any]) -> None:
-    """Refuse hyperparameters of the Adam family out of range. Raises: ValueError."""
-    beta1, beta2 = group["betas"]
-    refuse_out_of_range(
-        ("lr", group["lr"], "at least 0", group["lr"] >= 0),
-        ("betas[0]", beta1, "in [0, 1)", 0 <= beta1 < 1),
-        ("betas[1]", beta2, "in (0, 1)", 0 < beta2 < 1),
-        ("eps", group["eps"], "above 0", group["eps"] > 0),
-        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
-    )
-
-
-def refuse_out_of_range(*checks: tuple[str, float, str, bool]) -> None:
-    """checks: (name, value, what is allowed, whether it holds). Raises: ValueError for the first that does not."""
-    for name, value, allowed, holds in checks:
-        if not holds:
-            raise ValueError(f"{name} = {value}: must be {allowed}")

@@ -13,8 +13,21 @@ KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors"
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
 
 
-def refuse_other(state_dict: object, expected: Mapping[str, object]) -> dict[str, Any]:
-    """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
+def refuse_unfit(
+    state_dict: object,
+    expected: Mapping[str, object],
+    *,
+    space: FlatSpace,
+    groups: list[dict[str, Any]],
+    vectors: Mapping[str, Tensor],
+    residuals: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """The parameter groups as loading would make them: new dicts, whose hyperparameters are still to be checked.
+
+    expected: what the state_dict says of itself. The rest: what the optimizer has, in names and shapes. Modifies
+    nothing. Raises: ValueError naming what differs, and both sides.
+    """
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
     for key, value in expected.items():
@@ -23,10 +36,16 @@ def refuse_other(state_dict: object, expected: Mapping[str, object]) -> dict[str
     missing = [key for key in KEYS if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict lacks {missing}: it is not whole; load another checkpoint")
-    return state_dict
+    _refuse_other_counts(state_dict)
+    _refuse_other_values("saved", state_dict["saved"], saved)
+    _refuse_other_values("evidence", state_dict["evidence"], {})
+    _refuse_other_vectors("vectors", state_dict["vectors"], vectors)
+    _refuse_other_vectors("residuals", state_dict["residuals"], residuals)
+    _refuse_other_master(state_dict, space)
+    return _merged_groups(state_dict["param_groups"], groups)
 
 
-def refuse_other_counts(state_dict: dict[str, Any]) -> None:
+def _refuse_other_counts(state_dict: dict[str, Any]) -> None:
     """num_steps and frozen_at are what they say. Raises: ValueError."""
     num_steps, frozen_at = state_dict["num_steps"], state_dict["frozen_at"]
     if type(num_steps) is not int or num_steps < 0:
@@ -35,14 +54,14 @@ def refuse_other_counts(state_dict: dict[str, Any]) -> None:
         raise ValueError(f"state_dict has frozen_at = {frozen_at!r}: must be None or a step, from 1 to {num_steps}")
 
 
-def refuse_other_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of `mine` as they would be with the loaded hyperparameters: new dicts. Raises: ValueError."""
     if not isinstance(theirs, list | tuple) or len(theirs) != len(mine):
         found = len(theirs) if isinstance(theirs, list | tuple) else theirs
         raise ValueError(f"state_dict has param_groups = {found}, this optimizer needs a list of {len(mine)}")
     merged = []
     for index, (saved, group) in enumerate(zip(theirs, mine, strict=True)):
-        refuse_other_values(f"param_groups[{index}]", saved, {key: group[key] for key in group if key in saved})
+        _refuse_other_values(f"param_groups[{index}]", saved, {key: group[key] for key in group if key in saved})
         missing = [key for key in group if key not in (*saved, "params", "param_names", "initial_lr")]
         if missing:
             raise ValueError(f"state_dict has param_groups[{index}] without {missing}: it is of another optimizer")
@@ -51,7 +70,7 @@ def refuse_other_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict
     return merged
 
 
-def refuse_other_vectors(what: str, theirs: object, mine: Mapping[str, Tensor]) -> None:
+def _refuse_other_vectors(what: str, theirs: object, mine: Mapping[str, Tensor]) -> None:
     """The same names, each with a floating tensor of the same shape, in any precision. Raises: ValueError."""
     if not isinstance(theirs, dict) or set(theirs) != set(mine):
         names = sorted(map(str, theirs)) if isinstance(theirs, dict) else theirs
@@ -65,7 +84,7 @@ def refuse_other_vectors(what: str, theirs: object, mine: Mapping[str, Tensor]) 
             )
 
 
-def refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> None:
+def _refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> None:
     """At least the same keys, with numbers for numbers and lists of the same length for lists. Raises: ValueError."""
     if not isinstance(theirs, dict):
         raise ValueError(f"state_dict has {what} = {theirs!r}: must be a dict")
@@ -83,7 +102,7 @@ def refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> N
             raise ValueError(f"state_dict has {what}[{key!r}] = {other!r}, this optimizer needs one like {value!r}")
 
 
-def refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
+def _refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
     """A master on both sides or on neither, of the same size. Raises: ValueError."""
     if not space.has_master:
         if "master" in state_dict:
@@ -99,4 +118,4 @@ def refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
             f"state_dict has no master, and this optimizer has {mine.numel()} bfloat16 or float16 elements that need "
             "it: it was saved with float32 parameters; train in float32, with torch.autocast, or begin a new run"
         )
-    refuse_other_vectors("master", {"low": master}, {"low": mine})
+    _refuse_other_vectors("master", {"low": master}, {"low": mine})

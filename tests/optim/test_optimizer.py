@@ -164,12 +164,6 @@ def test_a_sparse_gradient_is_refused():
         optimizer.step()
 
 
-def test_no_group_can_be_added_later():
-    optimizer = Adam(model().parameters())
-    with pytest.raises(ValueError, match="constructor"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-
-
 def test_the_floor_takes_the_larger_of_tensor_and_block_and_the_model_for_noise():
     v = torch.zeros(32, dtype=torch.float64)
     v[0:8] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1e-9, 1])  # a tensor with untouched elements

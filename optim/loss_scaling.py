@@ -1,0 +1,35 @@
+"""torch.amp.GradScaler beside a collective step: no rank may skip a step alone, for its peers would wait for it.
+
+To an optimizer with `_step_supports_amp_scaling` the scaler leaves the decision: it sets two attributes, calls step()
+and removes them. grad_scale: what the gradient is to be divided by; None where scaler.unscale_() has done it.
+found_inf: above 0 where this rank's gradient is not finite. A rank divides its own gradient, so scales may differ; one
+that is not finite travels as NaN, all ranks learn of it in the exchange, and all leave the step out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Is a GradScaler calling step() now?"""
+    return hasattr(optimizer, "found_inf")
+
+
+def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """G <- the gradient as it is without a scaler, not finite where the scaler has found so. Does not wait.
+
+    found_inf counts even where clipping by hand has made the gradient finite again. Element 0 is always live.
+    """
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is not None:
+        g_N.mul_(scale.to(g_N.device, non_blocking=True).double().reciprocal().to(g_N.dtype))
+    if found_inf is not None:
+        g_N[:1].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
+
+
+def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Remove what a scaler has left when step() raised: it would have removed it after the call, and adds to it."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
