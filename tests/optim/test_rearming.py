@@ -211,6 +211,33 @@ def test_it_is_logged_and_told_with_its_reason(caplog):
     assert "warmup_rearmed step=11 global_batch=128 was=32" in caplog.text
 
 
+@pytest.mark.parametrize("total_steps", [None, 60])
+def test_a_run_loaded_in_the_second_warmup_ends_it_where_the_run_that_went_on_does(total_steps):
+    def work(group):
+        optimizer, parameters = made("adam", group, warmup="auto", total_steps=total_steps)
+        optimizer.set_global_batch(32)
+        while optimizer.frozen_at is None:
+            go_on(optimizer, parameters, group, 1)
+        go_on(optimizer, parameters, group, 3)
+        optimizer.set_global_batch(64)
+        go_on(optimizer, parameters, group, 4)
+        state = copy.deepcopy(optimizer.state_dict())
+        other, others = made(
+            "adam", group, [p.detach().clone() for p in parameters], warmup="auto", total_steps=total_steps
+        )
+        other.load_state_dict(state)
+        assert other.stability == optimizer.stability
+        go_on(optimizer, parameters, group, 25)
+        go_on(other, others, group, 25)
+        assert torch.equal(other.space.p_N, optimizer.space.p_N)
+        assert other.frozen_at is not None
+        return other.frozen_at, optimizer.frozen_at, optimizer.saved["warmup_from"]
+
+    for loaded, went_on, began in run_threads(2, work):
+        assert loaded == went_on
+        assert began < loaded
+
+
 @pytest.mark.parametrize("size", [0, -4, 2.5, True, "32"])
 def test_a_size_that_is_no_number_of_samples_is_refused(size):
     optimizer, _ = made("adam")
