@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from tests.optim.zero_one_problem import SIZES, bits, make, synced, train
+from tests.optim.zero_one_problem import HYPER, SIZES, bits, make, synced, train
 from thinwire.comm import run_threads
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -95,3 +96,50 @@ def test_the_learning_rate_drives_the_syncs_of_a_run():
         train(model, optimizer, 1, rank=0)
         at += [step] if synced(optimizer) else []
     assert at == [*range(1, 10), 11, 13, 15, 17, 21, 25, 29]
+
+
+def test_at_sync_tells_where_ranks_hold_the_same_and_saving_there_sends_nothing():
+    """Elsewhere saving costs two exchanges in full, of x and of m, and then the ranks agree too."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32)
+        assert optimizer.at_sync
+        seen = []
+        for _ in range(24):
+            train(model, optimizer, 1, group.rank)
+            seen.append((optimizer.at_sync, bits(optimizer.space.p_N)))
+            if optimizer.at_sync:
+                sent = group.stats.collectives
+                optimizer.prepare_to_save()
+                assert group.stats.collectives == sent
+        sent, by_kind = group.stats.collectives, copy.copy(group.stats.bytes_by_kind)
+        assert not optimizer.at_sync
+        optimizer.prepare_to_save()
+        assert optimizer.at_sync
+        assert group.stats.collectives == sent + 2
+        assert [kind for kind, num in group.stats.bytes_by_kind.items() if num > by_kind[kind]] == ["mean"]
+        return seen, bits(optimizer.space.p_N, optimizer.vectors.m_N)
+
+    results = run_threads(2, work)
+    for (at_sync, p), (other_at_sync, other_p) in zip(results[0][0], results[1][0], strict=True):
+        assert at_sync == other_at_sync == torch.equal(p, other_p)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("settings", [OURS, LITERAL, DEEPSPEED], ids=["ours", "paper", "deepspeed"])
+def test_rounds_skipped_are_the_steps_that_sent_nothing_idle_syncs_among_them(settings):
+    def work(group):
+        model, optimizer = make(group, torch.float32, settings=settings)
+        silent = 0
+        for step in range(1, 41):
+            optimizer.param_groups[0]["lr"] = 0.0 if 9 <= step <= 12 else HYPER["lr"]
+            sent = group.stats.sent_bytes
+            train(model, optimizer, 1, group.rank)
+            silent += group.stats.sent_bytes == sent
+        stats = optimizer.stats()
+        resumed = make(group, torch.float32, settings=settings)[1]
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.stats()["rounds_skipped"] == stats["rounds_skipped"]
+        return stats["rounds_skipped"] - silent, silent > 20
+
+    assert run_threads(2, work) == [(0, True)] * 2
