@@ -7,19 +7,23 @@ from torch import Tensor
 
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.group import SoloGroup, TorchGroup
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.comm.reduce import CompressedAllReduce
 
 
-def default_reducer(group: Group | None, layout: VectorLayout, like: Tensor, block: int = DEFAULT_BLOCK) -> Reducer:
+def default_reducer(
+    group: Group | None, layout: VectorLayout, like: Tensor, block: int = DEFAULT_BLOCK, scale: Scale = "l2"
+) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
+    block: values that share a scale; scale: the norm that it keeps.
     A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
     group may have left. Collective. Raises: WireMismatch, PeerLost.
     """
     group = given_or_default(group)
-    codec = SignCodec(block) if group.size > 1 else DenseCodec()
+    codec = SignCodec(block, scale) if group.size > 1 else DenseCodec()
     return CompressedAllReduce(group, layout, codec, like)
 
 

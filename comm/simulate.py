@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.reference import block_rms
+from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
 from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, Partition, VectorLayout
 
 
@@ -36,7 +36,7 @@ class SimulatedErrors:
 
 
 def compressed_mean(
-    xs: list[Tensor], errors: SimulatedErrors, layout: VectorLayout, block: int = DEFAULT_BLOCK
+    xs: list[Tensor], errors: SimulatedErrors, layout: VectorLayout, block: int = DEFAULT_BLOCK, scale: Scale = "l2"
 ) -> Tensor:
     """out with out + R' = mean_i x_i + R. xs are not modified; errors are."""
     partition = Partition(layout.numel, len(xs))
@@ -44,16 +44,16 @@ def compressed_mean(
     total = torch.zeros_like(xs[0])
     for x, worker in zip(xs, errors.workers, strict=True):
         a = x + worker
-        q = _compress(a, layout, spans)
+        q = _compress(a, layout, spans, scale)
         worker.copy_(a - q)
         total += q
     b = total / len(xs) + errors.server_N
-    out = _compress(b, layout, spans)
+    out = _compress(b, layout, spans, scale)
     errors.server_N.copy_(b - out)
     return out
 
 
-def _compress(a: Tensor, layout: VectorLayout, spans: list[tuple[int, int]]) -> Tensor:
+def _compress(a: Tensor, layout: VectorLayout, spans: list[tuple[int, int]], kept: Scale) -> Tensor:
     """C(a), block by block: scale x sign, 0 where dead."""
     dead = layout.dead(0, layout.numel)
     live = torch.ones_like(a)
@@ -61,7 +61,7 @@ def _compress(a: Tensor, layout: VectorLayout, spans: list[tuple[int, int]]) -> 
     out = torch.empty_like(a)
     for start, stop in spans:
         num_bytes = torch.tensor([(stop - start) // BYTE])
-        scale = block_rms(a[start:stop], num_bytes, live[start:stop].sum().view(1))
+        scale = BLOCK_SCALES[kept](a[start:stop], num_bytes, live[start:stop].sum().view(1))
         out[start:stop] = torch.where(a[start:stop] >= 0, scale, -scale)
     out[dead] = 0
     return out

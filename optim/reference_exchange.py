@@ -3,6 +3,7 @@
     worker i   a_i = z_i + d_i;             q_i = C(a_i);   d_i <- a_i - q_i
     servers    b   = (1/n) sum_i q_i + E;   out = C(b);     E   <- b - out
     C(a) = ||a||_2 / sqrt(number of values) * sgn(a),  sgn(0) = +1,  unit by unit: values that share a scale
+           scale="l1": the mean of |a| instead of the root of the mean of a^2
 
 There are no ranks here: a worker is an entry of a list, and the n servers, each with its chunk of E, are one vector.
 What differs between the paper, our wire and DeepSpeed is only which values share a scale: two lists of spans.
@@ -17,6 +18,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, Partition, Span, VectorLayout
 
 Vectors = list[Tensor]
@@ -52,21 +54,25 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
     return total / len(tensors)
 
 
-def compress(a: Tensor, units: Sequence[Span]) -> Tensor:
-    """C(a), unit by unit; the scale keeps the 2-norm. Source: Tang et al. 2021, and the scale of DeepSpeed's nccl.py.
+def compress(a: Tensor, units: Sequence[Span], scale: Scale = "l2") -> Tensor:
+    """C(a), unit by unit; the scale keeps the 2-norm, or the 1-norm.
 
-    units: cover a, without gaps. a is not modified.
+    units: cover a, without gaps. a is not modified. Source: Tang et al. 2021, and the scale of DeepSpeed's nccl.py.
     """
     out = torch.empty_like(a)
     for start, stop in units:
         piece = a[start:stop]
-        scale = torch.linalg.vector_norm(piece) / sqrt(stop - start)
-        out[start:stop] = torch.where(piece >= 0, scale, -scale)
+        size = piece.abs().mean() if scale == "l1" else torch.linalg.vector_norm(piece) / sqrt(stop - start)
+        out[start:stop] = torch.where(piece >= 0, size, -size)
     return out
 
 
 def compressed_mean(
-    zs: list[Tensor], errors: Errors, worker_units: Sequence[Span], server_units: Sequence[Span] | None = None
+    zs: list[Tensor],
+    errors: Errors,
+    worker_units: Sequence[Span],
+    server_units: Sequence[Span] | None = None,
+    scale: Scale = "l2",
 ) -> Tensor:
     """out with out + R' = mean_i z_i + R. The two-phase exchange of n vectors of equal length.
 
@@ -76,11 +82,11 @@ def compressed_mean(
     sent = []
     for z, d in zip(zs, errors.workers, strict=True):
         a = z + d
-        q = compress(a, worker_units)
+        q = compress(a, worker_units, scale)
         d.copy_(a - q)
         sent.append(q)
     b = mean(sent) + errors.server
-    out = compress(b, worker_units if server_units is None else server_units)
+    out = compress(b, worker_units if server_units is None else server_units, scale)
     errors.server.copy_(b - out)
     return out
 
@@ -91,16 +97,22 @@ class TwoPhase:
     worker_units, server_units: as in compressed_mean; worker_units None: one scale for the whole vector, the paper's.
     """
 
-    def __init__(self, worker_units: Sequence[Span] | None = None, server_units: Sequence[Span] | None = None) -> None:
+    def __init__(
+        self,
+        worker_units: Sequence[Span] | None = None,
+        server_units: Sequence[Span] | None = None,
+        scale: Scale = "l2",
+    ) -> None:
         self.worker_units = worker_units
         self.server_units = server_units
+        self.scale: Scale = scale
         self.errors: dict[str, Errors] = {}
 
     def __call__(self, zs: list[Tensor], slot: str) -> Tensor:
         """The compressed mean of zs; modifies the slot's errors."""
         errors = self.errors.setdefault(slot, Errors.zeros(zs))
         whole = [(0, zs[0].numel())]
-        return compressed_mean(zs, errors, self.worker_units or whole, self.server_units)
+        return compressed_mean(zs, errors, self.worker_units or whole, self.server_units, self.scale)
 
     def residual(self, slot: str) -> Tensor | None:
         """R of a slot; None before its first use, when it is zero."""

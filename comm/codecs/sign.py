@@ -1,6 +1,9 @@
-"""scale x sign: one bit a value and one scale a block.  C(a) = s(a) sgn(a), s(a) = ||a||_2 / sqrt(live).
+"""scale x sign: one bit a value and one scale a block.  C(a) = s(a) sgn(a).
 
-The L2 scale keeps the norm of a; it is the one of all three papers (Tang et al. 2021; Li et al. 2021; Lu et al. 2022).
+    l2    s(a) = ||a||_2 / sqrt(live)    keeps the 2-norm: all three papers (Tang et al. 2021; Li et al. 2021; Lu et al.
+                                         2022). May leave out more than it was given, up to 2 ||a||^2
+    l1    s(a) = ||a||_1 / live          leaves out least, always less than it was given, and gives a shorter vector
+
 A row is [scales of the chunk's blocks | signs], in the dtype of the computation.
 """
 
@@ -14,34 +17,41 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import reference
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, VectorLayout
 from thinwire.comm.protocol import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
 class SignCodec:
-    """Makes sign row codecs whose scales are shared by `block` values."""
+    """Makes sign row codecs whose scales are shared by `block` values and keep the norm that `scale` names."""
 
     block: int = DEFAULT_BLOCK
+    scale: Scale = "l2"
     name: ClassVar[str] = "sign"
 
     def __post_init__(self) -> None:
         if self.block < BYTE or self.block % BYTE:
             raise ValueError(f"block = {self.block}: must be a positive multiple of {BYTE}")
+        if self.scale not in reference.BLOCK_SCALES:
+            raise ValueError(f"scale = {self.scale!r}: must be one of {', '.join(reference.BLOCK_SCALES)}")
 
     def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> RowCodec:
         """The codec of one chunk; see `SignRow`."""
-        return SignRow(layout, start, stop, self.block, like)
+        return SignRow(layout, start, stop, self.block, like, self.scale)
 
     def fingerprint(self) -> int:
-        """32 bits of name and block size."""
-        return zlib.crc32(f"sign:{self.block}".encode())
+        """32 bits of name, block size and scale."""
+        return zlib.crc32(f"sign:{self.block}:{self.scale}".encode())
 
 
 class SignRow:
     """Codec of the elements [start, stop) of vectors with one layout."""
 
-    def __init__(self, layout: VectorLayout, start: int, stop: int, block: int, like: Tensor) -> None:
+    def __init__(
+        self, layout: VectorLayout, start: int, stop: int, block: int, like: Tensor, scale: Scale = "l2"
+    ) -> None:
+        self._block_scales = reference.BLOCK_SCALES[scale]
         blocks = layout.blocks(block, start, stop)
         dead = layout.dead(start, stop)
         self.num_bytes = (stop - start) // BYTE
@@ -57,7 +67,7 @@ class SignRow:
         """Write scales and signs of x. Returns whether all scales, and so all values, are finite."""
         if not self.num_bytes:
             return torch.ones((), dtype=torch.bool, device=x_c.device)
-        scales = reference.block_rms(x_c, self.bytes_per_block, self.live_per_block)
+        scales = self._block_scales(x_c, self.bytes_per_block, self.live_per_block)
         row_B[: self.scale_bytes].view(x_c.dtype).copy_(scales)
         reference.pack_signs(x_c, row_B[self.scale_bytes : self.wire_bytes])
         return torch.isfinite(scales).all()

@@ -6,8 +6,14 @@ one bit a value and no symbol for zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+Scale = Literal["l2", "l1"]
+"""What the scale of a block keeps of it: its 2-norm, as in the papers, or its 1-norm."""
 
 
 def pack_signs(x: Tensor, out: Tensor) -> None:
@@ -29,6 +35,18 @@ def block_rms(x: Tensor, bytes_per_block: Tensor, live_per_block: Tensor) -> Ten
     Not finite exactly where a block holds a value that is not, or whose squares overflow.
     """
     return block_sums(x.square(), bytes_per_block).div_(live_per_block).sqrt_()
+
+
+def block_mean_abs(x: Tensor, bytes_per_block: Tensor, live_per_block: Tensor) -> Tensor:
+    """s_b = ||x_b||_1 / live elements of b, the scale that leaves out least: ||x_b||_2^2 (1 - rho^2), rho <= 1.
+
+    Shapes as in block_rms. Not finite exactly where a block holds a value that is not, or whose sum overflows.
+    """
+    return block_sums(x.abs(), bytes_per_block).div_(live_per_block)
+
+
+BLOCK_SCALES: dict[Scale, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"l2": block_rms, "l1": block_mean_abs}
+"""By the name of what they keep."""
 
 
 def block_sums(x: Tensor, bytes_per_block: Tensor) -> Tensor:

@@ -44,6 +44,29 @@ def test_sign_codec_keeps_the_norm_of_every_block_and_the_sign_of_every_value(nu
     assert row.wire_bytes == layout.numel // 8 + 8 * len(layout.blocks(4096))
 
 
+@pytest.mark.parametrize("num_live", [1, 7, 9, 4097, 10_000])
+def test_the_l1_scale_keeps_the_1_norm_and_leaves_out_less_than_it_was_given(num_live):
+    layout = VectorLayout.single(num_live)
+    x = torch.zeros(layout.numel, dtype=torch.float64)
+    x[:num_live] = torch.randn(num_live, dtype=torch.float64) ** 5  # heavy tails: the l2 scale leaves out more
+    kept = {scale: roundtrip(SignCodec(scale=scale), x, layout)[0] for scale in ("l1", "l2")}
+    assert torch.equal(kept["l1"][:num_live] >= 0, x[:num_live] >= 0)
+    assert not kept["l1"][num_live:].any()
+    for start, stop in layout.blocks(4096):
+        a, c = x[start:stop], kept["l1"][start:stop]
+        assert c.abs().sum() == pytest.approx(float(a.abs().sum()), rel=1e-12)
+        rho = float(a.abs().sum()) / (min(stop, num_live) - start) ** 0.5 / float(a.norm())
+        assert (a - c).norm() ** 2 == pytest.approx(float(a.norm() ** 2) * (1 - rho**2), rel=1e-9, abs=1e-20)
+    assert (x - kept["l1"]).norm() <= (x - kept["l2"]).norm()
+    if num_live > 1000:
+        assert (x - kept["l2"]).norm() > x.norm() > (x - kept["l1"]).norm()
+
+
+def test_a_scale_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="scale = 'l3': must be one of l2, l1"):
+        SignCodec(scale="l3")
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_zeros_decode_to_zeros(name):
     layout = VectorLayout.single(100)

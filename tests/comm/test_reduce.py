@@ -5,6 +5,7 @@ import torch
 
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
 from thinwire.comm.codecs import REGISTRY, DenseCodec, SignCodec
+from thinwire.comm.kernels.reference import BLOCK_SCALES
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.simulate import SimulatedErrors, compressed_mean
 
@@ -14,7 +15,7 @@ LAYOUT = VectorLayout(
     live=((0, 13), (16, 16 + 1003), (1024, 1029), (1032, 1039), (1040, 1071)),
     segments=((0, 16), (16, 1024), (1024, 1072)),
 )
-CODECS = {"sign": SignCodec(block=64), "dense": DenseCodec()}
+CODECS = {"sign": SignCodec(block=64), "sign-l1": SignCodec(block=64, scale="l1"), "dense": DenseCodec()}
 
 
 def inputs(size: int, rounds: int, dtype: torch.dtype, layout: VectorLayout = LAYOUT, seed: int = 0):
@@ -49,7 +50,7 @@ def reduce_rounds(size, rounds, codec, layout=LAYOUT):
 
 
 def test_every_registered_codec_is_covered():
-    assert set(CODECS) == set(REGISTRY)
+    assert {codec.name for codec in CODECS.values()} == set(REGISTRY)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -82,12 +83,13 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
 
 @pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_collective_equals_the_simulation_bit_for_bit(size, dtype):
+@pytest.mark.parametrize("scale", BLOCK_SCALES)
+def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     rounds = inputs(size, 10, dtype)
-    outs, _, slots = reduce_rounds(size, rounds, SignCodec(block=64))
+    outs, _, slots = reduce_rounds(size, rounds, SignCodec(64, scale))
     errors = SimulatedErrors.zeros(rounds[0])
     for ranks, out in zip(rounds, outs, strict=True):
-        assert torch.equal(compressed_mean(ranks, errors, LAYOUT, block=64), out[0])
+        assert torch.equal(compressed_mean(ranks, errors, LAYOUT, 64, scale), out[0])
     for worker, slot in zip(errors.workers, slots, strict=True):
         assert torch.equal(worker, slot.worker_N)
     assert torch.equal(errors.server_N, torch.cat([slot.server_c for slot in slots]))
@@ -229,9 +231,10 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(collect
     assert run_threads(2, work) == [True, True]
 
 
-def test_ranks_that_disagree_are_told_so_with_both_sides():
+@pytest.mark.parametrize("other", [SignCodec(block=128), SignCodec(block=64, scale="l1")])
+def test_ranks_that_disagree_are_told_so_with_both_sides(other):
     def work(group):
-        codec = SignCodec(block=64 if group.rank == 0 else 128)
+        codec = SignCodec(block=64) if group.rank == 0 else other
         with pytest.raises(WireMismatch, match=r"rank \d has codec \d+, rank \d has \d+"):
             CompressedAllReduce(group, LAYOUT, codec, torch.zeros(1))
         return True
