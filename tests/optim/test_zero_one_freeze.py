@@ -125,7 +125,7 @@ def test_a_frozen_run_does_not_unfreeze_when_it_is_loaded_with_another_freeze():
 @pytest.mark.parametrize("beta2", [0.99, 0.999])
 @pytest.mark.parametrize("freeze", [1, 2, 3])
 def test_a_variance_of_one_two_or_three_gradients_neither_explodes_nor_stops_the_run(freeze, beta2):
-    """Measured: 53 lr with a variance of one noisy gradient, 28 of three, 25 of ten. beta2 is no matter."""
+    """Measured: 53 lr with a variance of one noisy gradient, 28 of three. beta2 is no matter."""
 
     def work(group):
         model, optimizer = make(group, torch.float32, var_freeze_step=freeze, betas=(0.9, beta2), lr=3e-3)
