@@ -39,10 +39,10 @@ clean:
 
 .venv/.worker: .venv/.created pyproject.toml
 	@echo "installing thinwire and its workers into .venv (torch and ray: some minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,vision]"
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml
 	@echo "installing thinwire, its workers and the development tools into .venv ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,vision,dev]"
 	@touch $@ .venv/.worker

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.workers.data.batches import Batches, validation_windows
-from thinwire.workers.data.corpus import DataError, load_corpus
+from thinwire.workers.data.batches import Batches
+from thinwire.workers.data.corpus import DataError
+from thinwire.workers.data.load import load
 from thinwire.workers.recipes import REGISTRY as RECIPES
 from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.spec import TrainSpec
@@ -21,7 +22,7 @@ from thinwire.workers.spec import TrainSpec
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Everything that one rank trains with. validation: inputs and targets, int64[windows, context], on the device."""
+    """Everything that one rank trains with. validation: inputs and targets on the device."""
 
     spec: TrainSpec
     group: Group
@@ -37,18 +38,17 @@ def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
 
     Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
     """
-    corpus = load_corpus(spec.data)
-    strangers = ranks_that_differ(group, bytes.fromhex(corpus.digest), device)
+    data = load(spec)
+    strangers = ranks_that_differ(group, bytes.fromhex(data.digest), device)
     if strangers:
         raise DataError(
-            f"data.source = {spec.data.source}: the text of rank {', '.join(map(str, strangers))} is not rank 0's "
-            f"(here, rank {group.rank}: {corpus.description}); give all nodes the same files or the same Python"
+            f"data.source = {spec.data.source}: the data of rank {', '.join(map(str, strangers))} is not rank 0's "
+            f"(here, rank {group.rank}: {data.description}); give all nodes the same files, Python and packages"
         )
-    batches = Batches(corpus.train, spec.recipe.context, spec.global_batch, spec.seed)
-    inputs, targets = validation_windows(corpus.validation, spec.recipe.context, spec.evaluation.windows)
-    model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device)
+    inputs, targets = data.validation
+    model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device, PRECISIONS[spec.precision])
     optimizer = OPTIMIZERS[spec.optimizer.name](model.parameters(), group=group, **_hyper(spec))
-    return Training(spec, group, device, model, optimizer, batches, (inputs.to(device), targets.to(device)))
+    return Training(spec, group, device, model, optimizer, data.batches, (inputs.to(device), targets.to(device)))
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:
@@ -84,3 +84,6 @@ OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
     "sgd": SGD,
 }
 """By `optimizer.name` of the spec."""
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What parameters are made of, by `precision` of the spec."""

@@ -6,9 +6,10 @@ fixed by the spec and each worker's share is derived from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -19,18 +20,42 @@ Strict, or 1.0, which says "all steps", would be read as one step.
 """
 
 
+_Channels = Annotated[int, Field(ge=1, le=4096)]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class GptRecipe(_Frozen):
-    """A byte-level GPT: pre-norm blocks, learned positions, untied head, vocabulary of 256 bytes."""
+class TextRecipe(_Frozen):
+    """What every transformer over windows of bytes has."""
 
-    name: Literal["gpt"] = "gpt"
+    name: str
     layers: int = Field(5, ge=1, le=96)
     width: int = Field(192, ge=8, le=16384, description="model width; a multiple of heads")
     heads: int = Field(6, ge=1, le=256)
     context: int = Field(128, ge=2, le=65536, description="bytes in one training window")
+
+
+class GptRecipe(TextRecipe):
+    """A byte-level GPT: pre-norm blocks, learned positions, untied head, vocabulary of 256 bytes."""
+
+    name: Literal["gpt"] = "gpt"
+
+
+class BertRecipe(TextRecipe):
+    """A byte-level BERT: post-norm blocks, learned positions, tied head, 256 bytes and a mask, 15 % of them masked."""
+
+    name: Literal["bert"]
+
+
+class ResnetRecipe(_Frozen):
+    """A small ResNet with group norms: three stages of basic blocks over grey images of 8x8."""
+
+    name: Literal["resnet"]
+    widths: tuple[_Channels, _Channels, _Channels] = Field((32, 64, 128), description="channels of each stage")
+    blocks: int = Field(2, ge=1, le=64, description="basic blocks in each stage")
+    shift: int = Field(1, ge=0, le=3, description="a training image is moved by up to so many pixels, each way")
 
 
 class PythonStdlib(_Frozen):
@@ -46,6 +71,13 @@ class TextFile(_Frozen):
     source: Literal["text-file"]
     path: str = Field(min_length=1, description="absolute path, readable by every worker")
     validation_fraction: Fraction = 0.1
+
+
+class Digits(_Frozen):
+    """scikit-learn's handwritten digits: 1797 real grey images of 8x8 in ten classes. Needs `thinwire[vision]`."""
+
+    source: Literal["digits"]
+    validation_fraction: Fraction = 1 / 3
 
 
 class _AdamHyper(_Frozen):
@@ -143,14 +175,21 @@ class Checkpoint(_Frozen):
 
 
 class Evaluation(_Frozen):
-    """When the validation loss is taken, on the same fixed windows each time; always at the start and at the end."""
+    """When the validation loss is taken, on the same fixed samples each time; always at the start and at the end."""
 
     every_steps: int = Field(25, ge=1)
-    windows: int = Field(64, ge=1, le=65536)
+    windows: int = Field(64, ge=1, le=65536, description="validation samples: windows of text, or images")
 
 
-Recipe = Annotated[GptRecipe, Field()]
-Data = Annotated[PythonStdlib | TextFile, Field(discriminator="source")]
+def _gpt_unless_named(recipe: object) -> object:
+    """A recipe without a name is a GPT. pydantic takes no default for a discriminator."""
+    return {"name": "gpt", **recipe} if isinstance(recipe, Mapping) else recipe
+
+
+Recipe = Annotated[
+    Annotated[GptRecipe | BertRecipe | ResnetRecipe, Field(discriminator="name")], BeforeValidator(_gpt_unless_named)
+]
+Data = Annotated[PythonStdlib | TextFile | Digits, Field(discriminator="source")]
 Optimizer = Annotated[
     OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")
 ]
@@ -162,7 +201,10 @@ class TrainSpec(_Frozen):
     name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
     seed: int = Field(0, ge=0, lt=2**31)
     steps: int = Field(ge=1, le=10**9, description="optimizer steps")
-    global_batch: int = Field(ge=1, le=10**6, description="windows in one step, over all workers")
+    global_batch: int = Field(ge=1, le=10**6, description="samples in one step, over all workers")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"
+    )
     recipe: Recipe = GptRecipe()
     data: Data = PythonStdlib()
     optimizer: Optimizer
@@ -216,17 +258,21 @@ def steps_of(amount: int | float, total: int) -> int:
     return amount if isinstance(amount, int) else max(1, round(amount * total))
 
 
-def _impossible(spec: TrainSpec) -> list[tuple[str, int | float, str]]:
+def _impossible(spec: TrainSpec) -> list[tuple[str, int | float | str, str]]:
     """Fields that are each in range and cannot stand together, as (path, value, what is allowed)."""
-    found: list[tuple[str, int | float, str]] = []
+    found: list[tuple[str, int | float | str, str]] = []
     if spec.workers.min > spec.workers.max:
         found.append(("workers.min", spec.workers.min, f"at most workers.max = {spec.workers.max}"))
     if spec.global_batch < spec.workers.max:
         found.append(
-            ("global_batch", spec.global_batch, f"at least one window a worker: workers.max = {spec.workers.max}")
+            ("global_batch", spec.global_batch, f"at least one sample a worker: workers.max = {spec.workers.max}")
         )
-    if spec.recipe.width % spec.recipe.heads:
-        found.append(("recipe.width", spec.recipe.width, f"a multiple of recipe.heads = {spec.recipe.heads}"))
+    recipe = spec.recipe
+    if isinstance(recipe, TextRecipe) and recipe.width % recipe.heads:
+        found.append(("recipe.width", recipe.width, f"a multiple of recipe.heads = {recipe.heads}"))
+    if isinstance(recipe, ResnetRecipe) != isinstance(spec.data, Digits):
+        fitting = "digits" if isinstance(recipe, ResnetRecipe) else "python-stdlib or text-file"
+        found.append(("data.source", spec.data.source, f"{fitting} with recipe.name = {recipe.name}"))
     warmup = spec.warmup_steps
     if warmup is not None and warmup >= spec.steps:
         found.append(("optimizer.warmup", warmup, f"fewer than steps = {spec.steps}, or nothing would be compressed"))

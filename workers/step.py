@@ -6,16 +6,17 @@ import torch
 
 from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
+from thinwire.workers.data.masked import IGNORED
 from thinwire.workers.meter import Meter
 
-EVALUATION_WINDOWS = 32
-"""Windows evaluated at a time, so that memory does not grow with the validation set."""
+EVALUATION_SAMPLES = 32
+"""Samples evaluated at a time, so that memory does not grow with the validation set."""
 
 
 def train_step(training: Training, step: int, meter: Meter) -> torch.Tensor:
     """Step `step` (from 1). Returns this rank's part of the global mean loss, 0-dim: the mean over ranks is the loss.
 
-    Shares of the global batch may differ by one window, so each rank's mean loss is weighed by its share; the mean
+    Shares of the global batch may differ by one sample, so each rank's mean loss is weighed by its share; the mean
     gradient over ranks is then exactly the gradient of the mean loss over the global batch.
     Raises: NonFiniteInput, alike on every rank; PeerLost. Then the model is as before the step.
     """
@@ -36,7 +37,7 @@ def train_step(training: Training, step: int, meter: Meter) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(training: Training, meter: Meter) -> float:
-    """Mean loss in nats over the validation windows, each rank a share. The same for any number of ranks, to rounding.
+    """Mean loss in nats over the validation samples, each rank a share. The same for any number of ranks, to rounding.
 
     Raises: PeerLost.
     """
@@ -45,10 +46,31 @@ def evaluate(training: Training, meter: Meter) -> float:
         mine = share(len(inputs), training.group.rank, training.group.size)
         total = torch.zeros(1, dtype=torch.float64, device=training.device)
         training.model.eval()
-        for at in range(mine.start, mine.stop, EVALUATION_WINDOWS):
-            window = slice(at, min(at + EVALUATION_WINDOWS, mine.stop))
-            total += training.model(inputs[window], targets[window]).double() * (window.stop - window.start)
+        for at in range(mine.start, mine.stop, EVALUATION_SAMPLES):
+            part = slice(at, min(at + EVALUATION_SAMPLES, mine.stop))
+            total += training.model(inputs[part], targets[part]).double() * (part.stop - part.start)
         training.model.train()
         total *= training.group.size / len(inputs)
         training.group.mean_(total)
         return total.item()
+
+
+@torch.no_grad()
+def accuracy(training: Training) -> float:
+    """The share of validation targets whose logit is the largest, each rank a share; what is IGNORED does not count.
+
+    Raises: PeerLost.
+    """
+    inputs, targets = training.validation
+    mine = share(len(inputs), training.group.rank, training.group.size)
+    found = torch.zeros(2, dtype=torch.float64, device=training.device)  # right ones, all
+    training.model.eval()
+    for at in range(mine.start, mine.stop, EVALUATION_SAMPLES):
+        part = slice(at, min(at + EVALUATION_SAMPLES, mine.stop))
+        counted = targets[part] != IGNORED
+        right = training.model(inputs[part]).argmax(dim=-1) == targets[part]
+        found += torch.stack([(right & counted).sum(), counted.sum()])
+    training.model.train()
+    training.group.mean_(found)
+    num_right, num_counted = found.tolist()
+    return float(num_right / num_counted)

@@ -7,12 +7,12 @@ import stat
 
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.schemas import Problem
-from thinwire.workers.spec import TextFile, TrainSpec
+from thinwire.workers.spec import TextFile, TextRecipe, TrainSpec
 
 
 def check_data(spec: TrainSpec) -> None:
     """Refuse a data file that this machine cannot read, or too short a one. Raises InvalidRequest."""
-    if not isinstance(spec.data, TextFile):
+    if not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
         return
     path = spec.data.path
     impossible = "\0" in path or not os.path.isabs(path)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from thinwire.service.jobs.schemas import ErrorBody
 from thinwire.service.limits import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
-from thinwire.workers.data.batches import Batches, validation_windows
 from thinwire.workers.data.corpus import DataError, load_corpus
+from thinwire.workers.data.windows import Windows, validation_windows
 from thinwire.workers.spec import TextFile
 
 ONEBIT = {"name": "onebit_adam"}
@@ -59,11 +59,11 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("the same, by text", {"lr_schedule": {"warmup": "x"}}, "lr_schedule.warmup", "x", "must be a whole number"),
     ("unknown tag", {"optimizer": {"name": "adamw"}}, "optimizer.name", "adamw", "one of adam, lamb, onebit_adam"),
     ("no tag", {"optimizer": {}}, "optimizer.name", None, "one of adam, lamb, onebit_adam"),
-    ("unknown source", {"data": {"source": "s3"}}, "data.source", "s3", "one of python-stdlib, text-file"),
+    ("unknown source", {"data": {"source": "s3"}}, "data.source", "s3", "one of digits, python-stdlib, text-file"),
     ("missing in a union", {"data": {"source": "text-file"}}, "data.path", None, "required: text that is not empty"),
     ("min above max", {"workers": {"min": 3, "max": 2}}, "workers.min", 3, "at most workers.max = 2"),
     ("warm-up past the end", {"optimizer": {**ONEBIT, "warmup": 100}}, "optimizer.warmup", 100, "fewer than steps"),
-    ("batch too small", {"workers": {"max": 9}}, "global_batch", 8, "at least one window a worker"),
+    ("batch too small", {"workers": {"max": 9}}, "global_batch", 8, "at least one sample a worker"),
     ("width and heads", {"recipe": {"width": 100, "heads": 6}}, "recipe.width", 100, "a multiple of recipe.heads"),
     (
         "bad name",
@@ -75,7 +75,24 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("a fraction", {"steps": 2.5}, "steps", 2.5, "must be a whole number at least 1 and at most 1000000000"),
     ("no mapping", {"workers": 3}, "workers", 3, "must be a mapping of fields, such as {min: 1, max: 1}"),
     ("no tagged mapping", {"optimizer": "adam"}, "optimizer", "adam", "must be a mapping of fields whose name is one"),
-    ("one literal", {"recipe": {"name": "bert"}}, "recipe.name", "bert", "must be one of gpt"),
+    ("unknown recipe", {"recipe": {"name": "t5"}}, "recipe.name", "t5", "must be one of bert, gpt, resnet"),
+    ("unknown without a tag", {"recipe": {"depth": 3}}, "recipe.depth", 3, "Allowed here: name, layers, width, heads"),
+    ("no recipe", {"recipe": "gpt"}, "recipe", "gpt", "must be a mapping of fields whose name is one of bert, gpt"),
+    (
+        "text for images",
+        {"recipe": {"name": "resnet"}},
+        "data.source",
+        "python-stdlib",
+        "must be digits with recipe.name = resnet; python-stdlib is the default",
+    ),
+    (
+        "images for text",
+        {"data": {"source": "digits"}},
+        "data.source",
+        "digits",
+        "must be python-stdlib or text-file with recipe.name = gpt (the default)",
+    ),
+    ("one literal", {"precision": "float16"}, "precision", "float16", "must be one of float32, bfloat16"),
     ("literals", {"lr_schedule": {"decay": "x"}}, "lr_schedule.decay", "x", "must be one of cosine, constant"),
     ("a short list", {"optimizer": {**ONEBIT, "betas": [0.9]}}, "optimizer.betas.1", None, "required: a number above"),
     (
@@ -230,7 +247,7 @@ def test_a_data_file_is_refused_exactly_where_the_workers_would(
     answer = service.client.post("/v1/jobs", json=spec(data=data, recipe={"context": context}))
     try:
         corpus = load_corpus(TextFile.model_validate(data))
-        Batches(corpus.train, context, 8, seed=0)
+        Windows(corpus.train, context, 8, seed=0)
         validation_windows(corpus.validation, context, 1)
     except DataError:
         assert answer.status_code == 422

@@ -33,7 +33,7 @@ def test_workers_that_read_different_texts_do_not_train_together(tmp_path):
     def work(group):
         (tmp_path / f"{group.rank}.txt").write_text("some text " * (200 + group.rank))
         spec = small_spec(data={"source": "text-file", "path": str(tmp_path / f"{group.rank}.txt")})
-        with pytest.raises(DataError, match="text of rank 1, 2 is not rank 0's"):
+        with pytest.raises(DataError, match="data of rank 1, 2 is not rank 0's"):
             build.build(spec, group, torch.device("cpu"))
         return True
 

@@ -1,1 +1,1 @@
-"""Real text as bytes, and which of them a step uses."""
+"""Real text and real images, and which of them a step uses."""

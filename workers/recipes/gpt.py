@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.workers.recipes.seeded import seeded_normal
 from thinwire.workers.spec import GptRecipe
 
 VOCABULARY = 256
@@ -91,19 +92,12 @@ def build(recipe: GptRecipe, seed: int) -> Gpt:
     """A new model on the CPU in float32. The same (recipe, seed) gives the same bits; the global rng is not used."""
     with torch.device("meta"):  # the layers' own initialisation would draw from the global rng
         model = Gpt(recipe)
-    model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
     residual_std = _INIT_STD / math.sqrt(2 * recipe.layers)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                into_stream = name.endswith(("attention.out.weight", "down.weight"))
-                parameter.normal_(0.0, residual_std if into_stream else _INIT_STD, generator=generator)
-    return model
+
+    def std(name: str, weight: Tensor) -> float:
+        return residual_std if name.endswith(("attention.out.weight", "down.weight")) else _INIT_STD
+
+    return seeded_normal(model, seed, std)
 
 
 def num_parameters(recipe: GptRecipe) -> int:

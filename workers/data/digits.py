@@ -1,0 +1,106 @@
+"""Real images that need no download: scikit-learn's handwritten digits, 1797 of them, grey, 8x8, ten classes.
+
+They are split class by class, so that both parts hold the classes alike; which image is on which side depends on
+nothing but the fraction. A training image is moved by a few pixels, anew each time that it is visited.
+
+Legend: W images in a share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinwire.workers.data.batches import Data, Order, generator
+from thinwire.workers.data.corpus import DataError
+
+SIDE = 8
+CLASSES = 10
+_WHITE = 16
+"""The largest value of a pixel; 0 is the background."""
+
+
+class ShiftedImages:
+    """Training images, moved by up to `shift` pixels each way; what comes in from beyond the edge is background."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor, shift: int, global_batch: int, seed: int) -> None:
+        """`pixels`: uint8[N, 8, 8], `labels`: int64[N]; N >= 1; neither is modified."""
+        self.order = Order(len(pixels), global_batch, seed)
+        self._pixels = pixels
+        self._labels = labels
+        self._shift = shift
+
+    def local(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        """A rank's share of a step as (images, labels): f32[W, 1, 8, 8] from 0 to 1, int64[W]."""
+        numbers = self.order.numbers(step, rank, world_size)
+        samples_W = self.order.samples(numbers)
+        moved = torch.empty((len(samples_W), SIDE, SIDE), dtype=torch.uint8)
+        for row, (sample, number) in enumerate(zip(samples_W.tolist(), numbers, strict=True)):
+            by = torch.randint(0, 2 * self._shift + 1, (2,), generator=generator(self.order.seed, "shift", number))
+            moved[row] = _window(self._pixels[sample], self._shift, *by.tolist())
+        return as_images(moved), self._labels[samples_W]
+
+
+def digit_images(validation_fraction: float, shift: int, global_batch: int, num_validation: int, seed: int) -> Data:
+    """The digits. The validation images are the first `num_validation` of their part, in an order that is fixed.
+
+    Raises: DataError where scikit-learn is missing, or a part would be empty.
+    """
+    pixels, labels = _read()
+    train, validation = split(labels, validation_fraction)
+    for part, chosen in (("training", train), ("validation", validation)):
+        if not len(chosen):
+            raise DataError(
+                f"the {part} part of the {len(labels)} digits is empty at data.validation_fraction = "
+                f"{validation_fraction}; name another fraction, such as 0.3"
+            )
+    hashed = hashlib.sha256(len(train).to_bytes(8, "big"))
+    for chosen in (train, validation):
+        hashed.update(pixels[chosen].numpy().tobytes())
+        hashed.update(labels[chosen].numpy().tobytes())
+    shown = validation[:num_validation]
+    return Data(
+        ShiftedImages(pixels[train], labels[train], shift, global_batch, seed),
+        (as_images(pixels[shown]), labels[shown]),
+        f"scikit-learn's digits: {len(train)} training and {len(validation)} validation images",
+        hashed.hexdigest(),
+    )
+
+
+def split(labels: Tensor, validation_fraction: float) -> tuple[Tensor, Tensor]:
+    """Which samples train and which validate, int64 each, in a random order that is always the same.
+
+    Of every class the same fraction validates, to rounding; a larger fraction only moves samples to the validation.
+    """
+    order = torch.randperm(len(labels), generator=generator("split"))
+    validates = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(CLASSES):
+        of_class = order[labels[order] == label]
+        validates[of_class[: round(validation_fraction * len(of_class))]] = True
+    return order[~validates[order]], order[validates[order]]
+
+
+def as_images(pixels: Tensor) -> Tensor:
+    """uint8[W, 8, 8] -> f32[W, 1, 8, 8] from 0, the background, to 1."""
+    return pixels[:, None].float() / _WHITE
+
+
+def _window(image: Tensor, shift: int, down: int, right: int) -> Tensor:
+    """The image in a frame of background, seen through a window at (down, right); (shift, shift) is the image."""
+    return F.pad(image, (shift, shift, shift, shift))[down : down + SIDE, right : right + SIDE]
+
+
+def _read() -> tuple[Tensor, Tensor]:
+    """All images, uint8[N, 8, 8], and their classes, int64[N]."""
+    try:
+        from sklearn.datasets import load_digits  # an extra; only jobs on images need it
+    except ImportError as error:
+        raise DataError(
+            f"data.source = digits needs scikit-learn on every worker, and here: {error}; "
+            'run pip install "thinwire[vision]"'
+        ) from error
+    found = load_digits()
+    return torch.as_tensor(found.images).to(torch.uint8), torch.as_tensor(found.target).long()

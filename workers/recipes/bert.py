@@ -1,0 +1,106 @@
+"""A byte-level BERT (arXiv 1810.04805) that fills in masked bytes: post-norm blocks, learned positions, tied head.
+
+It is the model that the compressed optimizers were published with, made small: no segments and no second task, since
+a window is one text. Query, key and value have layers of their own, as in BERT. The key's bias moves all scores of a
+query alike, so its gradient is zero but for rounding; here that bias is a tensor by itself.
+
+Initialised as BERT: normal(0, 0.02), biases zero. The first loss is then about ln 257 = 5.55 nats a masked byte.
+
+Legend: B windows, T bytes of context, D width, H heads, V = 257: the bytes and the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.workers.data.masked import IGNORED, MASK
+from thinwire.workers.recipes.seeded import seeded_normal
+from thinwire.workers.spec import BertRecipe
+
+VOCABULARY = MASK + 1
+_INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Self-attention over all heads; every position sees every other."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """f[B, T, D] -> f[B, T, D]."""
+        B, T, D = x_BTD.shape
+        q, k, v = (
+            layer(x_BTD).view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        y_BHTd = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.out(y_BHTd.transpose(1, 2).reshape(B, T, D))
+        return out
+
+
+class Block(nn.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.norm_1 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm_2 = nn.LayerNorm(width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """f[B, T, D] -> f[B, T, D]."""
+        x_BTD = self.norm_1(x_BTD + self.attention(x_BTD))
+        out: Tensor = self.norm_2(x_BTD + self.down(F.gelu(self.up(x_BTD))))
+        return out
+
+
+class Bert(nn.Module):
+    """The whole model; `build` gives it its values."""
+
+    def __init__(self, recipe: BertRecipe) -> None:
+        super().__init__()
+        self.context = recipe.context
+        self.bytes = nn.Embedding(VOCABULARY, recipe.width)
+        self.positions = nn.Embedding(recipe.context, recipe.width)
+        self.norm = nn.LayerNorm(recipe.width)
+        self.blocks = nn.ModuleList(Block(recipe.width, recipe.heads) for _ in range(recipe.layers))
+        self.transform = nn.Linear(recipe.width, recipe.width)
+        self.transform_norm = nn.LayerNorm(recipe.width)
+        self.decoder_bias = nn.Parameter(torch.empty(VOCABULARY))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats over the masked bytes, a scalar; without targets the logits, f[B, T, V].
+
+        inputs, targets: int64[B, T], T <= context; targets are IGNORED where nothing is predicted. Raises ValueError
+        for a longer T.
+        """
+        num_bytes = inputs.shape[1]
+        if num_bytes > self.context:
+            raise ValueError(
+                f"a window of {num_bytes} bytes does not fit recipe.context = {self.context}; cut it shorter"
+            )
+        x_BTD = self.norm(self.bytes(inputs) + self.positions.weight[:num_bytes])
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        x_BTD = self.transform_norm(F.gelu(self.transform(x_BTD)))
+        logits_BTV = F.linear(x_BTD, self.bytes.weight, self.decoder_bias)  # tied: bytes are read as they are written
+        if targets is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def build(recipe: BertRecipe, seed: int) -> Bert:
+    """A new model on the CPU in float32. The same (recipe, seed) gives the same bits; the global rng is not used."""
+    with torch.device("meta"):  # the layers' own initialisation would draw from the global rng
+        model = Bert(recipe)
+    return seeded_normal(model, seed, lambda name, parameter: _INIT_STD)
