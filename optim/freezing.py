@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
@@ -59,11 +60,13 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         settings: OneBitSettings,
         group: Group | None,
         block: int,
+        scale: Scale,
         max_grad_norm: float | None,
         non_finite: NonFinite,
     ) -> None:
         self.warmup = _checked_warmup(warmup, total_steps)
         self.settings = settings
+        self.scale: Scale = scale
         self.stability: VarianceStability | None = None
         self._run_steps = (total_steps, lr_warmup_steps)
         super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
@@ -96,7 +99,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block)
+        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block, self.scale)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""

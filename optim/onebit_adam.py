@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
@@ -71,7 +72,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
-    block: values that share a scale, in our settings. max_grad_norm, non_finite: as in FlatOptimizer.
+    block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
+    max_grad_norm, non_finite: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -92,6 +94,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         bias_correction: bool = True,
         settings: OneBitSettings | None = None,
         block: int = DEFAULT_BLOCK,
+        scale: Scale = "l2",
         non_finite: NonFinite = "raise",
     ) -> None:
         super().__init__(
@@ -103,6 +106,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_ADAM),
             group=group,
             block=block,
+            scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )

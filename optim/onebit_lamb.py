@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math, lamb_math
@@ -127,7 +128,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
-    bias_correction, settings, block, non_finite: as in OneBitAdam.
+    bias_correction, settings, block, scale, non_finite: as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -156,6 +157,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         bias_correction: bool = True,
         settings: OneBitSettings | None = None,
         block: int = DEFAULT_BLOCK,
+        scale: Scale = "l2",
         non_finite: NonFinite = "raise",
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
@@ -168,6 +170,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_LAMB),
             group=group,
             block=block,
+            scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )

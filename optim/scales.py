@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from thinwire.comm import default_reducer
+from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
 from thinwire.comm.layout import Span
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.comm.vector_scales import deepspeed_reducer, whole_vector_reducer
@@ -28,18 +29,27 @@ class Scales(StrEnum):
 
 
 def scaled_reducer(
-    scales: Scales, group: Group | None, space: FlatSpace, param_groups: list[dict[str, Any]], block: int
+    scales: Scales,
+    group: Group | None,
+    space: FlatSpace,
+    param_groups: list[dict[str, Any]],
+    block: int,
+    scale: Scale = "l2",
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
-    block: values that share a scale where scales is BLOCK. Collective. Raises: WireMismatch, PeerLost.
+    block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
+    only. Collective. Raises: ValueError, WireMismatch, PeerLost.
     """
+    if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
+        allowed = '"l2" or "l1"' if scales is Scales.BLOCK else f'"l2" where settings.scales = {scales.value!r}'
+        raise ValueError(f"scale = {scale!r}: must be {allowed}")
     place = {id(tensor.param): (tensor.start, tensor.stop) for tensor in space.tensors}
     by_group: list[list[Span]] = [[place[id(param)] for param in group["params"]] for group in param_groups]
     every = [run for runs in by_group for run in runs]
     match scales:
         case Scales.BLOCK:
-            return default_reducer(group, space.layout, space.p_N, block)
+            return default_reducer(group, space.layout, space.p_N, block, scale)
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)
         case Scales.TENSOR:
