@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
@@ -62,7 +63,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
     its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
     shortened; the mean of all is as short. (In DeepSpeed's first stage: as in FlatOptimizer.)
-    block: values that share a scale, in our settings. non_finite: as in FlatOptimizer.
+    block: values that share a scale, in our settings; scale: the norm that it keeps. non_finite: as in FlatOptimizer.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -89,6 +90,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         max_grad_norm: float | None = None,
         settings: ZeroOneSettings | None = None,
         block: int = DEFAULT_BLOCK,
+        scale: Scale = "l2",
         non_finite: NonFinite = "raise",
     ) -> None:
         for name, value in (
@@ -105,6 +107,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
+        self.scale: Scale = scale
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
@@ -136,7 +139,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block)
+        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block, self.scale)
 
     def make_state(self) -> ZeroOneAdamState:
         """Empty vectors and error memory."""
