@@ -79,6 +79,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.steps_skipped = 0
+        self._scaled = False
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -142,6 +143,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def phase(self) -> Phase:
         """The phase of the next step."""
         return self.plan(self.num_steps + 1).phase
+
+    @property
+    def skips_non_finite(self) -> bool:
+        """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
+        return self.non_finite == "skip" or self._scaled
 
     @property
     def at_sync(self) -> bool:
@@ -244,6 +250,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def _step_once(self) -> None:
         self.space.take_changes()
         self.space.gather_gradients()
+        self._scaled = is_scaled(self)
         unscale_(self.space.g_N, self)
         plan = self.plan(self.num_steps + 1)
         if plan.gradient is Wire.LOCAL:
@@ -252,7 +259,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         try:
             self.update(plan, groups)
         except NonFiniteInput as error:
-            if self.non_finite == "raise" and not is_scaled(self):
+            if not self.skips_non_finite:
                 raise
             self.steps_skipped += 1
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))

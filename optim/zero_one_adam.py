@@ -19,6 +19,7 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,8 @@ from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_inter
 from thinwire.optim.stale_variance import StaleVariance
 from thinwire.optim.variance_freeze import VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings, chosen_settings
+
+logger = logging.getLogger(__name__)
 
 DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
@@ -202,17 +205,20 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
 
         In full, because S of a round cut short is small against the error memory, which would be blown up in u / S; the
         error memory is not touched. Right after a sync nothing is sent; a loop that evaluates often waits for at_sync.
-        Raises: PeerLost; NonFiniteInput for a gradient lost since the last sync. Then nothing else has changed.
+        Raises: PeerLost; NonFiniteInput for a gradient lost since the last sync, unless such steps are skipped. Then
+        nothing else has changed.
         """
         if self.at_sync:
             return
         s = self.vectors
-        u_N, m_N = s.u_N.masked_fill(s.lost, torch.nan), s.m_N.clone()
         try:
-            self.reduce.full_(u_N)
-            self.reduce.full_(m_N)
+            u_N, m_N = self._round_means()
         except NonFiniteInput as error:
-            raise self._told(error, self.num_steps) from error
+            told = self._told(error, self.num_steps)  # forgets the lost gradients, on every rank
+            if not self.skips_non_finite:
+                raise told from error
+            logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
+            u_N, m_N = self._round_means()
         agree_(self.space.p_N, s.x_s_N, u_N, s, self.space.spans, [done.kept for done in self._rounds])
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
@@ -254,6 +260,14 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         if self.local_step_scaler is not None:
             return counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
         return rate_interval(max(self._rates()), self.saved["peak_lr"], self.local_step_clipper)
+
+    def _round_means(self) -> tuple[Tensor, Tensor]:
+        """The means of u_i and m_i in full. Raises: PeerLost; NonFiniteInput where a rank has lost a gradient."""
+        s = self.vectors
+        u_N, m_N = s.u_N.masked_fill(s.lost, torch.nan), s.m_N.clone()
+        self.reduce.full_(u_N)
+        self.reduce.full_(m_N)
+        return u_N, m_N
 
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
