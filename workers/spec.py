@@ -98,13 +98,17 @@ class _Freezing(_Frozen):
     )
 
 
-class OneBitAdamSpec(_AdamHyper, _Freezing):
+class _Compressing(_Frozen):
+    scale: Literal["l2", "l1"] = Field("l2", description="the norm of a block that its scale keeps; papers: l2")
+
+
+class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
     """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
 
     name: Literal["onebit_adam"]
 
 
-class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing):
+class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing, _Compressing):
     """1-bit LAMB (arXiv 2104.06069): dense LAMB for `warmup`, then the momentum is exchanged in one bit."""
 
     name: Literal["onebit_lamb"]
@@ -114,7 +118,7 @@ class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing):
     factor_threshold: float = Field(0.1, gt=0.0, lt=1.0, description="how much that ratio may change in a step")
 
 
-class ZeroOneAdamSpec(_AdamHyper):
+class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     """0/1 Adam (arXiv 2202.06009): local steps; at some the sum of updates is exchanged in one bit."""
 
     name: Literal["zero_one_adam"]

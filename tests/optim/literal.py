@@ -32,7 +32,7 @@ COMPRESSED = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER = 2, 4, 4
 
 
-def make(name, param_groups, group=None, *, warmup=5, block=4096):
+def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     """Our optimizer; warmup: the steps until the freeze, block: values that share a scale, both where it has them."""
     if name == "sgd":
         param_groups = [{k: v for k, v in g.items() if k not in ("betas", "eps")} for g in param_groups]
@@ -48,7 +48,7 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096):
             local_step_scaler=LOCAL_STEP_SCALER,
             local_step_clipper=LOCAL_STEP_CLIPPER,
         )
-    return CLASSES[name](param_groups, group=group, **given)
+    return CLASSES[name](param_groups, group=group, **given, **more)
 
 
 def sync_steps(warmup, steps):
