@@ -42,6 +42,13 @@ def test_a_fraction_is_resolved_to_steps():
     assert build(spec, SoloGroup(), torch.device("cpu")).optimizer.warmup == 6
 
 
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_a_job_may_choose_the_norm_that_scales_keep(name):
+    for chosen in ({}, {"scale": "l1"}):
+        optimizer = build(small_spec(optimizer={"name": name, **chosen}), SoloGroup(), torch.device("cpu")).optimizer
+        assert optimizer.scale == chosen.get("scale", "l2")
+
+
 def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_floor():
     spec = small_spec(lr_schedule={"warmup": 4, "decay": "cosine", "final_fraction": 0.1})
     rates = [learning_rate(spec, step) for step in range(1, spec.steps + 1)]
