@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.convergence.provenance import Provenance
 from benchmarks.convergence.results import Point, Result
-from benchmarks.convergence.study import NUM_WORKERS, ROOT, Case
+from benchmarks.convergence.study import NUM_WORKERS, ROOT, TASKS, Case, Metric
 from benchmarks.convergence.turns import Turns, run_in_turns
 from thinwire.comm import NonFiniteInput
 from thinwire.workers.build import Training, build
@@ -21,7 +21,7 @@ from thinwire.workers.data.corpus import DataError
 from thinwire.workers.meter import Meter
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.spec import TrainSpec
-from thinwire.workers.step import evaluate, train_step
+from thinwire.workers.step import accuracy, evaluate, train_step
 
 THINNED = 10
 """Training losses are kept as means over so many steps."""
@@ -53,7 +53,7 @@ def run_case(case: Case, provenance: Provenance, on_step: Callable[[int], None])
     torch.set_num_threads(1)
     spec = located(case.spec)
     began, cpu_began = time.perf_counter(), time.process_time()
-    records = run_in_turns(NUM_WORKERS, lambda group: _train(spec, group, on_step))
+    records = run_in_turns(NUM_WORKERS, lambda group: _train(case.task, spec, group, on_step))
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     first = records[0]
     floored = first.evidence.get("floored_elements")
@@ -96,18 +96,18 @@ def located(spec: TrainSpec) -> TrainSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"path": str(ROOT / path)})})
 
 
-def _train(spec: TrainSpec, group: Turns, on_step: Callable[[int], None]) -> Record:
+def _train(task: str, spec: TrainSpec, group: Turns, on_step: Callable[[int], None]) -> Record:
     meter, record = Meter(group.stats), Record()
     training = build(spec, group, torch.device("cpu"))
     record.parameters = training.optimizer.space.layout.num_live
-    record.validation.append(_validate(training, meter, 0))
+    record.validation.append(_validate(task, training, meter, 0))
     try:
         for step in range(1, spec.steps + 1):
             _step(training, meter, record, step)
             if step == spec.steps:
                 record.final_sync_bytes = _bring_together(training)
             if step == spec.steps or step % spec.evaluation.every_steps == 0:
-                record.validation.append(_validate(training, meter, step))
+                record.validation.append(_validate(task, training, meter, step))
             if group.rank == 0:
                 on_step(step)
     except NonFiniteInput as error:  # alike on every rank
@@ -135,9 +135,11 @@ def _bring_together(training: Training) -> int:
     return training.group.stats.sent_bytes - sent
 
 
-def _validate(training: Training, meter: Meter, step: int) -> Point:
+def _validate(task: str, training: Training, meter: Meter, step: int) -> Point:
     with _together(training):
-        return Point(step=step, loss=evaluate(training, meter), sent_bytes=meter.sent_bytes["optimizer"])
+        loss = evaluate(training, meter)
+        share = accuracy(training) if TASKS[task].metric is Metric.ACCURACY else None
+        return Point(step=step, loss=loss, accuracy=share, sent_bytes=meter.sent_bytes["optimizer"])
 
 
 @contextmanager

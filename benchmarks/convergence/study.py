@@ -89,8 +89,34 @@ TASKS = {
             },
             0.050,
         ),
+        Task(
+            "bert",
+            "BERT, masked bytes of tinyshakespeare",
+            Metric.LOSS,
+            {
+                "global_batch": 32,
+                "recipe": {"name": "bert", "layers": 2, "width": 64, "heads": 4, "context": 64},
+                "data": {"source": "text-file", "path": str(TEXT)},
+                "evaluation": {"every_steps": 50, "windows": 512},
+            },
+            0.050,
+        ),
+        Task(
+            "resnet",
+            "ResNet, handwritten digits of scikit-learn",
+            Metric.ACCURACY,
+            {
+                "global_batch": 32,
+                "recipe": {"name": "resnet", "widths": [16, 32, 64], "blocks": 1},
+                "data": {"source": "digits"},
+                "evaluation": {"every_steps": 50, "windows": 1797},
+            },
+            0.050,
+        ),
     )
 }
+
+_BF16 = {"precision": "bfloat16"}
 
 METHODS = {
     method.name: method
@@ -100,11 +126,15 @@ METHODS = {
         Method("zero_one_adam", "0/1 Adam", {"name": "zero_one_adam"}, baseline="adam"),
         Method("lamb", "LAMB", {"name": "lamb"}),
         Method("onebit_lamb", "1-bit LAMB", {"name": "onebit_lamb"}, baseline="lamb"),
+        Method("adam_bf16", "Adam, bf16", {"name": "adam"}, settings=_BF16),
+        Method("onebit_adam_bf16", "1-bit Adam, bf16", {"name": "onebit_adam"}, baseline="adam_bf16", settings=_BF16),
     )
 }
 
 RATES: dict[str, dict[str, float]] = {
-    "gpt": {"adam": 2e-3, "lamb": 2e-2},
+    "gpt": {"adam": 2e-3, "lamb": 2e-2, "adam_bf16": 2e-3},
+    "bert": {"adam": 2e-3, "lamb": 2e-2},
+    "resnet": {"adam": 2e-3, "lamb": 2e-2},
 }
 """Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline."""
 
@@ -147,6 +177,7 @@ def pilot(tasks: Iterable[str] | None = None, steps: int = STEPS) -> list[Case]:
         case(task, method, PILOT_SEED, steps, rate, label=f"{method}-lr{rate:g}")
         for task in _chosen("task", tasks, TASKS)
         for method in RATES[task]
+        if not METHODS[method].settings  # another precision takes the rate of its method
         for rate in PILOT_RATES[method]
     ]
 
