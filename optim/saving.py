@@ -61,10 +61,12 @@ def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str,
         raise ValueError(f"state_dict has param_groups = {found}, this optimizer needs a list of {len(mine)}")
     merged = []
     for index, (saved, group) in enumerate(zip(theirs, mine, strict=True)):
-        _refuse_other_values(f"param_groups[{index}]", saved, {key: group[key] for key in group if key in saved})
+        what = f"param_groups[{index}]"
+        _refuse_other_values(what, saved, {})
+        _refuse_other_values(what, saved, {key: group[key] for key in group if key in saved and key != "params"})
         missing = [key for key in group if key not in (*saved, "params", "param_names", "initial_lr")]
         if missing:
-            raise ValueError(f"state_dict has param_groups[{index}] without {missing}: it is of another optimizer")
+            raise ValueError(f"state_dict has {what} without {missing}: it is of another optimizer")
         kept = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
         merged.append({**group, **kept})
     return merged
@@ -93,7 +95,7 @@ def _refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> 
             continue
         other = theirs.get(key)
         if isinstance(value, int | float):
-            same = isinstance(other, int | float)
+            same = isinstance(other, int | float | Tensor)  # torch.optim takes a learning rate as a tensor too
         elif isinstance(value, list | tuple):
             same = isinstance(other, list | tuple) and len(list(other)) == len(value)
         else:

@@ -225,15 +225,17 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
         self.space.write_back()
 
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse a run of other settings. Raises: ValueError."""
+        theirs, mine = saved["settings"], self.settings.plain()
+        if theirs != mine:
+            raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer, settings and shapes, saved with any number of ranks. Local.
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        if isinstance(state_dict, dict) and state_dict.get("optimizer") == type(self).__name__:
-            theirs, mine = dict(state_dict.get("saved", {})).get("settings"), self.settings.plain()
-            if theirs != mine:
-                raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
         super().load_state_dict(state_dict)
         self.vectors.u_N.zero_()
         self.vectors.lost.zero_()
