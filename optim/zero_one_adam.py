@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,17 +29,16 @@ from torch import Tensor
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.local_steps import Round, ZeroOneAdamState, add_decay_, agree_, kept_by, local_step, propose_
 from thinwire.optim.onebit_settings import Parity
-from thinwire.optim.optimizer import FlatOptimizer, NonFinite
-from thinwire.optim.scales import scaled_reducer
+from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.stale_variance import StaleVariance
-from thinwire.optim.variance_freeze import VarianceFreeze, rose
+from thinwire.optim.sparse_variance import SparseVarianceOptimizer
+from thinwire.optim.variance_freeze import VarianceFreeze
 from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings, chosen_settings
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
 
 
-class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
+class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     """0/1 Adam as a torch.optim.Optimizer: one bit a parameter at some steps, nothing at the others.
 
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
@@ -103,46 +101,34 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         ):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
-        self.settings = chosen_settings(parity, settings, bias_correction)
         if parity == "deepspeed":
             local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
-        self.freeze = VarianceFreeze(betas[1], var_freeze_step, total_steps, lr_warmup_steps)
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
-        self.scale: Scale = scale
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
+            settings=chosen_settings(parity, settings, bias_correction),
+            freeze=VarianceFreeze(betas[1], var_freeze_step, total_steps, lr_warmup_steps),
             group=group,
             block=block,
+            scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
-        self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
-        layout = self.space.layout
-        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
-        self.saved = {
-            "settings": self.settings.plain(),
+        super().begin()
+        self.saved |= {
             "peak_lr": 0.0,
-            "last_lrs": [0.0] * len(self.param_groups),
-            "lr_rose_at": 0,
             "last_sync": 0,
             "num_syncs": 0,
             "rounds_skipped": 0,
-            "variance_updates": 0,
             "divisors": [0.0] * len(self.param_groups),
         }
-        self.evidence["floored_elements"] = 0
         self._rounds = [Round()] * len(self.param_groups)
-        self._derive_divisor(self._groups())
-
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
-        """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block, self.scale)
 
     def make_state(self) -> ZeroOneAdamState:
         """Empty vectors and error memory."""
@@ -162,7 +148,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         """The plan of step `step`, counted from 1, under the learning rates of now."""
         return zero_one_adam_plan(
             step,
-            freeze=self.freeze.reason(step, self._rose_at(step)) is not None,
+            freeze=self.ends_warmup(step),
             var_update_scaler=self.var_update_scaler,
             variance_updates=self.saved["variance_updates"],
             frozen_at=self.frozen_at,
@@ -178,7 +164,6 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         Raises: NonFiniteInput where something is exchanged, for the gradient of that step or of a local one since the
         last sync: that one has counted as zero on its rank, and nothing else is lost: the next call is a sync again.
         """
-        now = self.num_steps + 1
         rounds = [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
         if plan.momentum is Wire.COMPRESSED:
             self._sync_step(plan, groups, rounds)
@@ -190,10 +175,9 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self.settings.decay)
             self._rounds = rounds
             self.saved["rounds_skipped"] += 1
-        self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self._rates()
-        self.saved["peak_lr"] = max(self.saved["peak_lr"], *self._rates())
-        if plan.freeze_variance and self.saved["variance_updates"]:
-            self._freeze(groups, now)
+        self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
+        if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
+            self.vectors.update_error = self.reduce.new_slot()  # of gradients; from here on it is of sums
 
     @property
     def at_sync(self) -> bool:
@@ -225,12 +209,6 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
         self.space.write_back()
 
-    def check_saved(self, saved: dict[str, Any]) -> None:
-        """Refuse a run of other settings. Raises: ValueError."""
-        theirs, mine = saved["settings"], self.settings.plain()
-        if theirs != mine:
-            raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer, settings and shapes, saved with any number of ranks. Local.
 
@@ -240,28 +218,17 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.vectors.u_N.zero_()
         self.vectors.lost.zero_()
         self._rounds = [Round()] * len(self.param_groups)
-        self._derive_divisor(self._groups())
 
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; num_syncs: exchanges of the sum; rounds_skipped: steps that have sent nothing."""
         return {**super().stats(), **{name: self.saved[name] for name in ("num_syncs", "rounds_skipped")}}
-
-    def _groups(self) -> list[AdamHyper]:
-        return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.param_groups]
-
-    def _rose_at(self, step: int) -> int:
-        """The last step, `step` with the rates of now included, at which a group's rate rose."""
-        return step if rose(self._rates(), self.saved["last_lrs"]) else int(self.saved["lr_rose_at"])
 
     def _interval(self, step: int) -> int:
         if self.frozen_at is None:
             return 1
         if self.local_step_scaler is not None:
             return counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
-        return rate_interval(max(self._rates()), self.saved["peak_lr"], self.local_step_clipper)
+        return rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
 
     def _round_means(self) -> tuple[Tensor, Tensor]:
         """The means of u_i and m_i in full. Raises: PeerLost; NonFiniteInput where a rank has lost a gradient."""
@@ -275,7 +242,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         """A step that ends a round. All communication comes before the first lasting change."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
-        early = plan.update_variance and self.variance.is_early(self.saved["variance_updates"])
+        early = plan.update_variance and self.updates_early
         if plan.gradient is Wire.FULL:
             self._shorten_gradient()  # a rank's own, as in local steps: v is of the mean of what the momenta take in
         propose_(g_N, s, groups, self.settings.decay)
@@ -283,19 +250,19 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             if plan.gradient is Wire.FULL:
                 self.reduce.full_(g_N)  # not mean_gradient_: it would shorten once more
             if early:
-                self._derive_divisor(groups, g_N)
+                self.derive_divisor(groups, g_N)
             if self.settings.decay is Decay.IN_SUM:
                 add_decay_(p_N, s, groups)
             if exchange:
                 self._exchange_(s.z_N)
         except CommError as error:
             if early:
-                self._derive_divisor(groups)
+                self.derive_divisor(groups)
             if isinstance(error, NonFiniteInput):
                 raise self._told(error, step) from error
             raise
         if early:
-            self._update_variance(groups)
+            self.update_variance(groups)
         if exchange:
             start_N = p_N if self.at_sync else s.x_s_N
             agree_(p_N, start_N, s.z_N, s, self.space.spans, [done.kept for done in rounds])
@@ -311,7 +278,7 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.saved["last_sync"] = step
         self._rounds = [Round()] * len(self.param_groups)
         if plan.update_variance and not early:
-            self._update_variance(groups)
+            self.update_variance(groups)
 
     def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """A step of DeepSpeed's first stage: Adam under a stale variance, on a gradient that all ranks agree on."""
@@ -324,16 +291,16 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
             self._shorten_gradient()
             self.reduce.compressed_(g_N, s.update_error)
         agreed_N = g_N if residual_N is None else residual_N.add_(g_N)
-        early = plan.update_variance and self.variance.is_early(self.saved["variance_updates"])
+        early = plan.update_variance and self.updates_early
         if early:
-            self._update_variance(groups)
+            self.update_variance(groups)
         for h in groups:
             adam_math.momentum_(s.m_N[h.span], agreed_N[h.span], h.beta1)
             if h.weight_decay:
                 p_N[h.span].mul_(kept_by(h))
             p_N[h.span].addcdiv_(s.m_N[h.span], s.divisor_N[h.span], value=-h.lr)
         if plan.update_variance and not early:
-            self._update_variance(groups)
+            self.update_variance(groups)
         self.saved["last_sync"] = self.num_steps + 1
 
     def _exchange_(self, z_N: Tensor) -> None:
@@ -343,33 +310,6 @@ class ZeroOneAdam(FlatOptimizer[ZeroOneAdamState]):
         self.reduce.compressed_(z_N, self.vectors.update_error)
         if self.settings.negated:
             z_N.neg_()
-
-    def _update_variance(self, groups: Sequence[AdamHyper]) -> None:
-        """V from the mean gradient in g."""
-        v_N = self.vectors.v_N
-        for h in groups:
-            adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
-        self.saved["variance_updates"] += self.variance.counts(v_N, self.saved["variance_updates"])
-        self._derive_divisor(groups)
-
-    def _freeze(self, groups: Sequence[AdamHyper], now: int) -> None:
-        """Keep the variance as it is used, for good. What steps are divided by stays the same."""
-        updates, rose_at = self.saved["variance_updates"], self.saved["lr_rose_at"]
-        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, groups, updates)
-        self.frozen_at = now
-        if self.settings.gradient_stage:
-            self.vectors.update_error = self.reduce.new_slot()  # of gradients; from here on it is of sums
-        if reason := self.freeze.told(now, rose_at, updates):
-            self.evidence["warmup_ended_by"] = str(reason)
-
-    def _derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
-        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
-        s, updates = self.vectors, self.saved["variance_updates"]
-        if self.frozen_at is None:
-            raised = self.variance.divisor_(s.divisor_N, s.v_N, groups, updates, coming_N)
-            self.evidence["floored_elements"] = raised
-        else:
-            self.variance.root_(s.divisor_N.copy_(s.v_N), groups)
 
     def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""
