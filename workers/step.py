@@ -72,5 +72,5 @@ def accuracy(training: Training) -> float:
         found += torch.stack([(right & counted).sum(), counted.sum()])
     training.model.train()
     training.group.mean_(found)
-    num_right, num_counted = found.tolist()
+    num_right, num_counted = (found * training.group.size).round().tolist()  # counts, whatever the mean's rounding
     return float(num_right / num_counted)

@@ -4,7 +4,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from thinwire.workers.spec import PythonStdlib, TextFile, TrainSpec, steps_of
+from thinwire.workers.spec import (
+    BertRecipe,
+    Digits,
+    GptRecipe,
+    PythonStdlib,
+    ResnetRecipe,
+    TextFile,
+    TrainSpec,
+    steps_of,
+)
 
 ONEBIT: dict[str, Any] = {"name": "onebit_adam"}
 ZERO_ONE = {"name": "zero_one_adam"}
@@ -27,6 +36,26 @@ def test_three_fields_are_enough() -> None:
     assert made.recipe.name == "gpt"
     assert isinstance(made.data, PythonStdlib)
     assert made.workers.min == made.workers.max == 1
+
+
+def test_a_recipe_without_a_name_is_a_gpt() -> None:
+    given = {"layers": 2}
+    made = spec(recipe=given)
+    assert made.recipe == GptRecipe(layers=2)
+    assert given == {"layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data"),
+    [
+        (BertRecipe(name="bert", width=64, heads=4), PythonStdlib()),
+        (ResnetRecipe(name="resnet", widths=(8, 16, 16)), Digits(source="digits")),
+    ],
+)
+def test_a_recipe_is_told_by_its_name_and_survives_json(recipe: Any, data: Any) -> None:
+    made = spec(recipe=recipe.model_dump(), data=data.model_dump(), precision="bfloat16")
+    assert (made.recipe, made.data) == (recipe, data)
+    assert TrainSpec.model_validate_json(made.model_dump_json()) == made
 
 
 def test_json_and_back_is_the_same_spec() -> None:
@@ -103,6 +132,10 @@ def test_wrong_value_is_refused_with_its_path(changes: dict[str, Any], path: str
         ({"workers": {"min": 3, "max": 2}}, "workers.min", 3),
         ({"workers": {"min": 1, "max": 9}}, "global_batch", 8),
         ({"recipe": {"name": "gpt", "width": 100, "heads": 6}}, "recipe.width", 100),
+        ({"recipe": {"name": "bert", "width": 100, "heads": 6}}, "recipe.width", 100),
+        ({"recipe": {"name": "resnet"}}, "data.source", "python-stdlib"),
+        ({"data": {"source": "digits"}}, "data.source", "digits"),
+        ({"recipe": {"name": "bert"}, "data": {"source": "digits"}}, "data.source", "digits"),
         ({"optimizer": ONEBIT | {"warmup": 100}}, "optimizer.warmup", 100),
         ({"optimizer": ONEBIT | {"warmup": 0.999}}, "optimizer.warmup", 100),
         ({"optimizer": ZERO_ONE | {"var_freeze": 100}}, "optimizer.var_freeze", 100),
@@ -111,7 +144,7 @@ def test_wrong_value_is_refused_with_its_path(changes: dict[str, Any], path: str
     ],
 )
 def test_impossible_combination_is_refused_with_field_value_and_what_is_allowed(
-    changes: dict[str, Any], path: str, value: int
+    changes: dict[str, Any], path: str, value: int | str
 ) -> None:
     error = problem(**changes)
     assert error["type"] == "impossible"

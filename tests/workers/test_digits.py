@@ -1,0 +1,134 @@
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.workers.data.batches import Data
+from thinwire.workers.data.corpus import DataError
+from thinwire.workers.data.digits import ShiftedImages, as_images, digit_images, split
+
+
+def digits(fraction: float = 1 / 3, shift: int = 1, seed: int = 0, global_batch: int = 32, num: int = 1000) -> Data:
+    return digit_images(fraction, shift, global_batch, num, seed)
+
+
+def made_up(num: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randint(1, 17, (num, 8, 8), dtype=torch.uint8, generator=drawn), torch.arange(num) % 10
+
+
+def test_all_digits_are_there_as_images_from_0_to_1() -> None:
+    data = digits()
+    images, labels = data.validation
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert images.shape == (599, 1, 8, 8)
+    assert (images.min().item(), images.max().item()) == (0.0, 1.0)
+    assert data.description == "scikit-learn's digits: 1198 training and 599 validation images"
+    batch = data.batches.local(1, 0, 1)
+    assert batch[0].shape == (32, 1, 8, 8)
+    assert batch[0].dtype == torch.float32
+    assert batch[1].shape == (32,)
+
+
+@given(fraction=st.floats(0.01, 0.99), num=st.integers(1, 300))
+def test_every_image_is_on_one_side_and_the_classes_are_cut_alike(fraction: float, num: int) -> None:
+    labels = torch.arange(num) % 10
+    train, validation = split(labels, fraction)
+    assert torch.cat([train, validation]).sort().values.tolist() == list(range(num))
+    for label in range(10):
+        of_class = int((labels == label).sum())
+        assert int((labels[validation] == label).sum()) == round(fraction * of_class)
+
+
+def test_a_larger_fraction_only_moves_images_to_the_validation_side() -> None:
+    labels = torch.arange(200) % 10
+    small, large = (set(split(labels, fraction)[1].tolist()) for fraction in (0.2, 0.5))
+    assert small < large
+
+
+def test_the_split_depends_neither_on_the_seed_nor_on_the_shift() -> None:
+    one, other = digits(seed=1), digits(seed=2, shift=0, global_batch=7)
+    assert torch.equal(one.validation[0], other.validation[0])
+    assert torch.equal(one.validation[1], other.validation[1])
+    assert one.digest == other.digest != digits(fraction=0.5).digest
+
+
+def test_few_validation_images_are_the_first_of_many_and_of_all_classes() -> None:
+    few, many = digits(num=64).validation, digits().validation
+    assert torch.equal(few[0], many[0][:64])
+    assert few[1].unique().tolist() == list(range(10))
+
+
+def test_without_a_shift_an_epoch_is_the_images_as_they_are() -> None:
+    pixels, labels = made_up()
+    batches = ShiftedImages(pixels, labels, shift=0, global_batch=23, seed=0)
+    images, targets = batches.local(1, 0, 1)
+    order = batches.order.samples(range(23))
+    assert torch.equal(images, as_images(pixels[order]))
+    assert torch.equal(targets, labels[order])
+
+
+def test_a_shifted_image_is_the_image_moved_in_by_background() -> None:
+    pixels, labels = made_up(1)
+    batches = ShiftedImages(pixels, labels, shift=2, global_batch=400, seed=0)
+    images, _ = batches.local(1, 0, 1)
+    whole = as_images(pixels)[0, 0]
+    moves = set()
+    for image in images[:, 0]:
+        rows, columns = image.nonzero().min(dim=0).values.tolist(), image.nonzero().max(dim=0).values.tolist()
+        moves.add((rows[0] - (7 - columns[0]), rows[1] - (7 - columns[1])))
+        down, right = rows[0] - (7 - columns[0]), rows[1] - (7 - columns[1])
+        moved = torch.zeros(12, 12)
+        moved[2 + down : 10 + down, 2 + right : 10 + right] = whole
+        assert torch.equal(image, moved[2:10, 2:10])
+    assert moves == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+@pytest.mark.parametrize("step", [1, 2, 40])
+def test_shifts_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
+    batches = digits(global_batch=7, seed=3).batches
+    images, labels = batches.local(step, 0, 1)
+    parts = [batches.local(step, rank, world_size) for rank in range(world_size)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), images)
+    assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+
+
+def test_shifts_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
+    pixels, labels = made_up(8)
+
+    def seen(seed: int, epoch: int) -> torch.Tensor:
+        batches = ShiftedImages(pixels, labels, shift=3, global_batch=8, seed=seed)
+        order = batches.order.samples(batches.order.numbers(epoch, 0, 1))
+        return batches.local(epoch, 0, 1)[0][order.argsort()]
+
+    drawn = [seen(seed, epoch) for seed in (0, 1) for epoch in (1, 2)]
+    assert not any(torch.equal(drawn[i], drawn[j]) for i in range(4) for j in range(i))
+
+
+def test_a_rank_beyond_the_batch_gets_an_empty_share() -> None:
+    images, labels = ShiftedImages(*made_up(), shift=1, global_batch=2, seed=0).local(1, 2, 3)
+    assert images.shape == (0, 1, 8, 8)
+    assert labels.shape == (0,)
+
+
+def test_the_global_rng_is_neither_used_nor_moved() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    digits().batches.local(1, 0, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("fraction", "part"), [(0.0001, "validation"), (0.9999, "training")])
+def test_a_fraction_that_leaves_a_part_empty_is_refused(fraction: float, part: str) -> None:
+    with pytest.raises(DataError, match=f"the {part} part of the 1797 digits is empty"):
+        digits(fraction=fraction)
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r'pip install "thinwire\[vision\]"'):
+        digits()

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.workers.data.batches import generator
+from thinwire.workers.data.corpus import Corpus
+from thinwire.workers.data.masked import IGNORED, MASK, MaskedWindows, mask, masked_bytes, num_masked
+
+
+def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def corpus() -> Corpus:
+    return Corpus(text(2000), text(500, 1), "a text", "00" * 32)
+
+
+@given(context=st.integers(2, 300), seed=st.integers(0, 99))
+def test_every_window_has_the_same_number_of_targets_whatever_is_drawn(context: int, seed: int) -> None:
+    window = text(context).long()
+    inputs, targets = mask(window, generator(seed))
+    predicted = targets != IGNORED
+    assert int(predicted.sum()) == num_masked(context) == max(1, round(0.15 * context))
+    assert torch.equal(targets[predicted], window[predicted])
+    assert torch.equal(inputs[~predicted], window[~predicted])
+    assert torch.equal(window, text(context).long())
+
+
+def test_of_the_targets_eight_tenths_read_mask_one_tenth_a_random_byte_one_tenth_themselves() -> None:
+    window = torch.full((1000,), 7)
+    drawn = [mask(window, generator(seed)) for seed in range(100)]
+    seen = torch.cat([inputs[targets != IGNORED] for inputs, targets in drawn])
+    assert (seen == MASK).double().mean().item() == pytest.approx(0.8, abs=0.01)
+    assert (seen == 7).double().mean().item() == pytest.approx(0.1 + 0.1 / 256, abs=0.01)
+    others = seen[(seen != MASK) & (seen != 7)]
+    assert others.unique().numel() == 255
+
+
+def test_every_position_is_as_likely_to_be_masked() -> None:
+    counts = sum((mask(torch.zeros(20).long(), generator(seed))[1] != IGNORED).long() for seed in range(4000))
+    assert isinstance(counts, torch.Tensor)
+    assert bool(((counts / 4000 - 0.15).abs() < 0.03).all())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 13])
+@pytest.mark.parametrize("step", [1, 8, 31])
+def test_masks_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
+    batches = MaskedWindows(text(2000), context=16, global_batch=13, seed=3)
+    inputs, targets = batches.local(step, 0, 1)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (13, 16)
+    parts = [batches.local(step, rank, world_size) for rank in range(world_size)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
+    assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+
+
+def test_masks_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
+    def targets_of_window_0(seed: int, epoch: int) -> torch.Tensor:
+        batches = MaskedWindows(text(4 * 64 + 1), context=64, global_batch=4, seed=seed)
+        order = batches.order.samples(batches.order.numbers(epoch, 0, 1))
+        return batches.local(epoch, 0, 1)[1][order == 0][0]
+
+    drawn = {tuple(targets_of_window_0(seed, epoch).tolist()) for seed in (0, 1) for epoch in (1, 2, 3)}
+    assert len(drawn) == 6
+
+
+def test_a_resumed_run_sees_the_masks_that_it_would_have_seen() -> None:
+    whole = MaskedWindows(text(2000), context=16, global_batch=5, seed=3)
+    for step in range(1, 9):
+        seen = whole.local(step, 0, 1)
+    resumed = MaskedWindows(text(2000), context=16, global_batch=5, seed=3).local(8, 0, 1)
+    assert torch.equal(resumed[0], seen[0])
+    assert torch.equal(resumed[1], seen[1])
+
+
+def test_validation_masks_are_the_same_for_every_seed_and_batch() -> None:
+    one = masked_bytes(corpus(), 16, 4, 9, seed=0).validation
+    other = masked_bytes(corpus(), 16, 8, 9, seed=5).validation
+    assert one[0].shape == (9, 16)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    assert (one[1] != IGNORED).sum(dim=1).tolist() == [num_masked(16)] * 9
+
+
+def test_a_rank_beyond_the_batch_gets_an_empty_share() -> None:
+    inputs, targets = MaskedWindows(text(100), context=9, global_batch=2, seed=0).local(1, 2, 3)
+    assert inputs.shape == targets.shape == (0, 9)
+
+
+def test_the_global_rng_is_neither_used_nor_moved() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    masked_bytes(corpus(), 16, 4, 9, seed=0).batches.local(1, 0, 1)
+    assert torch.equal(torch.get_rng_state(), state)
