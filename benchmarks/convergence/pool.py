@@ -99,7 +99,6 @@ def _next(events: Any, workers: Sequence[BaseProcess]) -> Progress | Finished | 
 
 def _work(todo: Any, events: Any, provenance: Provenance) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends us
-    os.nice(5)
     logging.getLogger("thinwire").setLevel(logging.ERROR)  # what ended a warm-up is in the result
     from benchmarks.convergence.run_case import run_case  # torch is loaded where it is needed
 

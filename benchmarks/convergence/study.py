@@ -91,7 +91,7 @@ TASKS = {
         ),
         Task(
             "bert",
-            "BERT, masked bytes of tinyshakespeare",
+            "BERT, 0.13 M parameters, masked bytes of tinyshakespeare",
             Metric.LOSS,
             {
                 "global_batch": 32,
@@ -103,7 +103,7 @@ TASKS = {
         ),
         Task(
             "resnet",
-            "ResNet, handwritten digits of scikit-learn",
+            "ResNet, 0.08 M parameters, handwritten digits of scikit-learn",
             Metric.ACCURACY,
             {
                 "global_batch": 32,
