@@ -154,6 +154,12 @@ class FlatSpace:
             torch._foreach_copy_(into, foreign)
         self._show_gradients()
 
+    def shorten_gradient(self, max_norm: float | None) -> None:
+        """G <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
+        if max_norm is not None:
+            factor = (max_norm / (torch.linalg.vector_norm(self.g_N) + 1e-6)).clamp_(max=1.0)
+            self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
+
     def zero_gradients(self, set_to_none: bool = True) -> None:
         """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
         self.g_N.zero_()

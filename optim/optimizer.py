@@ -26,7 +26,6 @@ from thinwire.optim.hyperparameters import check_adam_group, refuse_out_of_range
 from thinwire.optim.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.parameters import compute_dtype
 from thinwire.optim.schedule import Phase, StepPlan, Wire
-from thinwire.optim.state import replicated, slots
 from thinwire.optim.views import show_state
 
 logger = logging.getLogger(__name__)
@@ -36,9 +35,6 @@ State = TypeVar("State")
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
-
-FORMAT = 2
-"""Version of what state_dict returns."""
 
 
 class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
@@ -52,7 +48,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
-    such as elements floored at the freeze; saved, and shown in stats()).
+    such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first).
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
@@ -127,7 +123,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def mean_gradient_(self) -> None:
         """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
         self.reduce.full_(self.space.g_N)
-        self._shorten_gradient()
+        self.space.shorten_gradient(self.max_grad_norm)
 
     @property
     def num_steps(self) -> int:
@@ -227,53 +223,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             **self.evidence,
         }
 
-    def _lay_out(self) -> None:
-        """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
-        for param_group in self.param_groups:
-            self.check_group(param_group)
-        compute_dtype(self.param_groups)
-        header = f"{type(self).__name__} with blocks of {self.block}"
-        refuse_other_models(
-            self._group, [header, *describe(self.param_groups)], self.param_groups[0]["params"][0].device
-        )
-        self.saved: dict[str, Any] = {}
-        self.evidence: dict[str, Any] = {}
-        self.space = FlatSpace(self.param_groups)
-        self.reduce = self.make_reducer(self._group, self.block)
-        self.reduce.broadcast_(self.space.p_N)
-        self.space.write_back()
-        self.vectors = self.make_state()
-        self.begin()
-        self._begun = copy.deepcopy(self.saved)
-        show_state(self.state, self.space, self.vectors, self.shown, self._step)
-
-    def _step_once(self) -> None:
-        self.space.take_changes()
-        self.space.gather_gradients()
-        self._scaled = is_scaled(self)
-        unscale_(self.space.g_N, self)
-        plan = self.plan(self.num_steps + 1)
-        if plan.gradient is Wire.LOCAL:
-            self._shorten_gradient()
-        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
-        try:
-            self.update(plan, groups)
-        except NonFiniteInput as error:
-            if not self.skips_non_finite:
-                raise
-            self.steps_skipped += 1
-            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
-            return
-        self.num_steps += 1
-        self.space.write_back()
-
-    def _shorten_gradient(self) -> None:
-        """As torch.nn.utils.clip_grad_norm_ does it, without waiting for the device."""
-        if self.max_grad_norm is not None:
-            norm = torch.linalg.vector_norm(self.space.g_N)
-            factor = (self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0)
-            self.space.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which stay zero for good
-
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
 
@@ -285,23 +234,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.space.take_changes()
         self.prepare_to_save()
         self.space.write_back()
-        residuals = {name: slot.residual() for name, slot in slots(self.vectors).items()}
-        for name, slot in slots(self.vectors).items():
-            slot.restore(residuals[name])
-        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {
-            "format": FORMAT,
-            "optimizer": type(self).__name__,
-            "shapes": self.space.shapes(),
-            "num_steps": self.num_steps,
-            "frozen_at": self.frozen_at,
-            "saved": copy.deepcopy(self.saved),
-            "evidence": copy.deepcopy(self.evidence),
-            "param_groups": hyper,
-            "vectors": {name: vector.clone() for name, vector in replicated(self.vectors).items()},
-            "residuals": residuals,
-            **({"master": self.space.master()} if self.space.has_master else {}),
-        }
+        return saving.collect(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,28 +242,43 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        vectors, errors = replicated(self.vectors), slots(self.vectors)
-        groups = saving.refuse_unfit(
-            state_dict,
-            {"format": FORMAT, "optimizer": type(self).__name__, "shapes": self.space.shapes()},
-            space=self.space,
-            groups=self.param_groups,
-            vectors=vectors,
-            residuals=dict.fromkeys(errors, self.space.p_N),
-            saved=self._begun,
-        )
-        self.check_saved(state_dict["saved"])
-        for group in groups:
-            self.check_group(group)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(loaded)
-        for name, vector in vectors.items():
-            vector.copy_(state_dict["vectors"][name])
-        for name, slot in errors.items():
-            slot.restore(state_dict["residuals"][name].to(self.space.p_N))
-        if self.space.has_master:
-            self.space.load_master(state_dict["master"])
-        self.num_steps = state_dict["num_steps"]
-        self.frozen_at = state_dict["frozen_at"]
-        self.saved = copy.deepcopy(state_dict["saved"])
-        self.evidence = copy.deepcopy(state_dict["evidence"])
+        saving.apply(self, state_dict)
+
+    def _lay_out(self) -> None:
+        """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
+        for param_group in self.param_groups:
+            self.check_group(param_group)
+        compute_dtype(self.param_groups)
+        header = f"{type(self).__name__} with blocks of {self.block}"
+        device = self.param_groups[0]["params"][0].device
+        refuse_other_models(self._group, [header, *describe(self.param_groups)], device)
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
+        self.space = FlatSpace(self.param_groups)
+        self.reduce = self.make_reducer(self._group, self.block)
+        self.reduce.broadcast_(self.space.p_N)
+        self.space.write_back()
+        self.vectors = self.make_state()
+        self.begin()
+        self.begun = copy.deepcopy(self.saved)
+        show_state(self.state, self.space, self.vectors, self.shown, self._step)
+
+    def _step_once(self) -> None:
+        self.space.take_changes()
+        self.space.gather_gradients()
+        self._scaled = is_scaled(self)
+        unscale_(self.space.g_N, self)
+        plan = self.plan(self.num_steps + 1)
+        if plan.gradient is Wire.LOCAL:
+            self.space.shorten_gradient(self.max_grad_norm)
+        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+        try:
+            self.update(plan, groups)
+        except NonFiniteInput as error:
+            if not self.skips_non_finite:
+                raise
+            self.steps_skipped += 1
+            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            return
+        self.num_steps += 1
+        self.space.write_back()

@@ -1,33 +1,80 @@
-"""Is this a state_dict that an optimizer can go on from? Everything is looked at before anything is written."""
+"""What a state_dict holds, and whether one can be gone on from: all of it is looked at before anything is written."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from thinwire.optim.flat import FlatSpace
+from thinwire.optim.state import replicated, slots
 
+if TYPE_CHECKING:
+    from thinwire.optim.optimizer import FlatOptimizer
+
+FORMAT = 2
+"""Version of what is collected."""
 KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
 
 
-def refuse_unfit(
-    state_dict: object,
-    expected: Mapping[str, object],
-    *,
-    space: FlatSpace,
-    groups: list[dict[str, Any]],
-    vectors: Mapping[str, Tensor],
-    residuals: Mapping[str, Tensor],
-    saved: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """The parameter groups as loading would make them: new dicts, whose hyperparameters are still to be checked.
+def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
 
-    expected: what the state_dict says of itself. The rest: what the optimizer has, in names and shapes. Modifies
-    nothing. Raises: ValueError naming what differs, and both sides.
+    Raises: PeerLost; then nothing has changed.
     """
+    errors, groups = slots(optimizer.vectors), optimizer.param_groups
+    residuals = {name: slot.residual() for name, slot in errors.items()}
+    for name, slot in errors.items():
+        slot.restore(residuals[name])
+    return {
+        **_identity(optimizer),
+        "num_steps": optimizer.num_steps,
+        "frozen_at": optimizer.frozen_at,
+        "saved": copy.deepcopy(optimizer.saved),
+        "evidence": copy.deepcopy(optimizer.evidence),
+        "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
+        "vectors": {name: vector.clone() for name, vector in replicated(optimizer.vectors).items()},
+        "residuals": residuals,
+        **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
+    }
+
+
+def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> None:
+    """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed."""
+    loaded = _whole(state_dict, _identity(optimizer))
+    space, vectors, errors = optimizer.space, replicated(optimizer.vectors), slots(optimizer.vectors)
+    _refuse_other_counts(loaded)
+    _refuse_other_values("saved", loaded["saved"], optimizer.begun)
+    _refuse_other_values("evidence", loaded["evidence"], {})
+    _refuse_other_vectors("vectors", loaded["vectors"], vectors)
+    _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
+    _refuse_other_master(loaded, space)
+    groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
+    optimizer.check_saved(loaded["saved"])
+    for group in groups:
+        optimizer.check_group(group)
+    for group, merged in zip(optimizer.param_groups, groups, strict=True):
+        group.update(merged)
+    for name, vector in vectors.items():
+        vector.copy_(loaded["vectors"][name])
+    for name, slot in errors.items():
+        slot.restore(loaded["residuals"][name].to(space.p_N))
+    if space.has_master:
+        space.load_master(loaded["master"])
+    optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
+    optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
+
+
+def _identity(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """What a state_dict says of itself."""
+    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
+
+
+def _whole(state_dict: object, expected: Mapping[str, object]) -> dict[str, Any]:
+    """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
     for key, value in expected.items():
@@ -36,13 +83,7 @@ def refuse_unfit(
     missing = [key for key in KEYS if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict lacks {missing}: it is not whole; load another checkpoint")
-    _refuse_other_counts(state_dict)
-    _refuse_other_values("saved", state_dict["saved"], saved)
-    _refuse_other_values("evidence", state_dict["evidence"], {})
-    _refuse_other_vectors("vectors", state_dict["vectors"], vectors)
-    _refuse_other_vectors("residuals", state_dict["residuals"], residuals)
-    _refuse_other_master(state_dict, space)
-    return _merged_groups(state_dict["param_groups"], groups)
+    return state_dict
 
 
 def _refuse_other_counts(state_dict: dict[str, Any]) -> None:
@@ -68,7 +109,7 @@ def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str,
         if missing:
             raise ValueError(f"state_dict has {what} without {missing}: it is of another optimizer")
         kept = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
-        merged.append({**group, **kept})
+        merged.append({**group, **copy.deepcopy(kept)})
     return merged
 
 

@@ -244,7 +244,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
         if plan.gradient is Wire.FULL:
-            self._shorten_gradient()  # a rank's own, as in local steps: v is of the mean of what the momenta take in
+            # A rank's own, as in local steps: v is of the mean of what the momenta take in.
+            self.space.shorten_gradient(self.max_grad_norm)
         propose_(g_N, s, groups, self.settings.decay)
         try:
             if plan.gradient is Wire.FULL:
@@ -288,7 +289,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if deliver or plan.gradient is Wire.FULL:
             self.mean_gradient_()
         else:
-            self._shorten_gradient()
+            self.space.shorten_gradient(self.max_grad_norm)
             self.reduce.compressed_(g_N, s.update_error)
         agreed_N = g_N if residual_N is None else residual_N.add_(g_N)
         early = plan.update_variance and self.updates_early
