@@ -1,5 +1,6 @@
 """One case on four ranks, small; and the command from end to end."""
 
+import re
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.convergence.__main__ import app
 from benchmarks.convergence.provenance import Provenance
 from benchmarks.convergence.run_case import run_case
-from benchmarks.convergence.study import Case, case
+from benchmarks.convergence.study import TASKS, Case, Metric, case
 from benchmarks.convergence.turns import run_in_turns
 from thinwire.workers.report import ring_bytes
 from thinwire.workers.spec import TrainSpec
@@ -45,6 +46,22 @@ def test_a_pair_begins_from_the_same_model_and_equals_until_the_freeze():
     assert seen == [*range(1, STEPS + 1)] * 2
     assert dense.replicas_bit_equal
     assert compressed.replicas_bit_equal
+
+
+@pytest.mark.parametrize(
+    ("task", "method"), [("gpt", "onebit_adam_bf16"), ("bert", "onebit_lamb"), ("resnet", "onebit_adam")]
+)
+def test_every_task_runs_and_is_judged_by_its_metric(task, method):
+    if task == "resnet":
+        pytest.importorskip("sklearn")
+    spec = case(task, method, 0, 2, 1e-3).spec
+    spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"windows": 8})})
+    found = run_case(Case(task, method, 0, spec), NOWHERE, lambda step: None)
+    assert (found.final.accuracy is not None) == (TASKS[task].metric is Metric.ACCURACY)
+    assert found.frozen_at == 1
+    assert found.replicas_bit_equal
+    stated = float(re.search(r"([\d.]+) M parameters", TASKS[task].title)[1])
+    assert found.parameters == pytest.approx(1e6 * stated, abs=5000)
 
 
 def test_bytes_and_rounds_are_those_of_training_steps_alone():
@@ -106,7 +123,7 @@ def test_ranks_compute_one_at_a_time():
 
 def test_the_command_runs_what_is_missing_and_refuses_another_study(tmp_path):
     run = lambda *more: CliRunner().invoke(  # noqa: E731
-        app, ["--methods", "adam", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path), *more]
+        app, ["--tasks", "gpt", "--methods", "adam", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path), *more]
     )
     assert run("--table-only").exit_code == 1
     first = run("--steps", "2")
