@@ -229,12 +229,18 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
 
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
-        bit-equal from here. Raises: PeerLost; then nothing has changed.
+        bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
+        changed.
         """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         self.space.take_changes()
         self.prepare_to_save()
         self.space.write_back()
-        return saving.collect(self)
+        state_dict = saving.collect(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,7 +248,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         saving.apply(self, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _lay_out(self) -> None:
         """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""

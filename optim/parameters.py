@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that get a master in float32."""
@@ -16,6 +17,10 @@ def labels(param_groups: list[dict[str, Any]]) -> list[list[str]]:
     """What messages call each parameter of each group: its place, its name where it was given with one, its shape."""
     found = []
     for group_index, group in enumerate(param_groups):
+        if any(isinstance(param, UninitializedParameter) for param in group["params"]):
+            raise ValueError(
+                f"group {group_index} has a lazy parameter without a shape: run one batch through the model"
+            )
         names = group.get("param_names") or [None] * len(group["params"])
         found.append(
             [

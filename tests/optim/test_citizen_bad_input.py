@@ -58,6 +58,7 @@ UNFIT = {
     "twice in two groups": ([{"params": [FIRST]}, {"params": [FIRST]}], r"more than one parameter group"),
     "shared memory": ([FIRST, shared(FIRST)], r"parameter 1 of group 0.*same memory as parameter 0 of group 0"),
     "an empty group": ([{"params": [FIRST]}, {"params": []}], r"group 1 is empty"),
+    "lazy": ([torch.nn.LazyLinear(2).weight], r"group 0 has a lazy parameter"),
     "a group out of range": ([{"params": [FIRST]}, {"params": [parameter(3)], "lr": -1.0}], r"lr = -1.0: must be"),
 }
 

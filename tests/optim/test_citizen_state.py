@@ -189,3 +189,19 @@ def test_a_newer_optimizer_of_the_same_parameters_takes_them_over_and_hands_them
         before = net[0].weight.detach().clone()
         descend(net, optimizer, [0])
         assert not torch.equal(net[0].weight, before)
+
+
+@every_optimizer
+def test_hooks_of_torch_optim_are_called(name):
+    seen = []
+    net = network()
+    optimizer = MAKE[name](net.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("step_pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("step_post"))
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("save_pre"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["note"]))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("load_post"))
+    descend(net, optimizer, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["step_pre", "step_post", "save_pre", "mine", "load_post"]
