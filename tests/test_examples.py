@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.workers.small_job import run_small
+from thinwire.workers.spec import TrainSpec
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -39,3 +43,15 @@ def test_the_two_line_change_compresses_under_torchrun():
 def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     told = run(sys.executable, str(EXAMPLES / "two_line_change.py"))
     assert "sent 0 bytes" in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
+    """Whole runs take minutes: two steps of four samples show that model, data and optimizer can be made."""
+    asked = yaml.safe_load(file.read_text())
+    spec = TrainSpec.model_validate(asked)
+    assert spec.name == file.stem
+    short = TrainSpec.model_validate({**asked, "steps": 2, "global_batch": 4, "evaluation": {"windows": 4}})
+    (summary, *_), *_ = run_small(tmp_path, short, spec.workers.min)
+    assert summary["steps"] == 2
+    assert summary["replicas_bit_equal"] is True

@@ -1,6 +1,7 @@
 """What holds for every recipe that a job file can name, through the code that trains it."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -33,6 +34,15 @@ SHORT = {
 
 every_recipe = pytest.mark.parametrize("name", JOBS)
 every_precision = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on many threads, and much slower where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def spec(name: str, **changes: object) -> TrainSpec:
