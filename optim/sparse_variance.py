@@ -5,22 +5,27 @@ What an update means is in optim.stale_variance, when the freeze comes in optim.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.freezing import LARGE_CHANGE
 from thinwire.optim.optimizer import FlatOptimizer, NonFinite
 from thinwire.optim.scales import scaled_reducer
 from thinwire.optim.schedule import StepPlan
 from thinwire.optim.stale_variance import StaleVariance
-from thinwire.optim.variance_freeze import VarianceFreeze, rose
+from thinwire.optim.variance_freeze import FEWEST_STEPS, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import ZeroOneSettings
+
+logger = logging.getLogger(__name__)
 
 
 class HasDivisor(Protocol):
@@ -74,7 +79,46 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
 
     def ends_warmup(self, step: int) -> bool:
         """Is `step`, under the rates of now, the last one that may update the variance, or a later one?"""
+        if self.warmup_from:
+            return step >= self.freeze.second_end(self.warmup_from)
         return self.freeze.reason(step, self._rose_at(step)) is not None
+
+    @property
+    def warmup_from(self) -> int:
+        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
+        return int(self.saved.get("warmup_from", 0))
+
+    @torch.no_grad()
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+
+        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
+        again: the round ends (prepare_to_save), v moves again at the steps of T_v, counted from here, and is frozen
+        anew (VarianceFreeze.second_end). Until then it has the weight of FEWEST_STEPS updates, so that new gradients
+        soon count; steps are divided by what they were. R waits in units of u, whatever v does. The first call, and
+        those in warm-up, only note the size, as do all with settings.gradient_stage. Returns whether it began again.
+        Collective where it does. Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+        if type(size) is not int or size < 1:
+            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
+        before = self.saved.get("global_batch", size)
+        fixed = self.frozen_at is None or self.settings.gradient_stage
+        if fixed or max(size, before) < LARGE_CHANGE * min(size, before):
+            if fixed or "global_batch" not in self.saved:
+                self.saved["global_batch"] = size
+            return False
+        self.prepare_to_save()
+        groups, now = self._groups(), self.num_steps
+        if self.settings.bias_correction:
+            for h in groups:
+                self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
+        self.frozen_at = None
+        self.saved.update(global_batch=size, warmup_from=now, variance_updates=FEWEST_STEPS)
+        self.evidence.setdefault("rearmed", []).append([now, before, size])
+        self.evidence.pop("warmup_ended_by", None)
+        self.derive_divisor(groups)
+        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
+        return True
 
     @property
     def updates_early(self) -> bool:
@@ -109,7 +153,9 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
             return False
         self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, groups, updates)
         self.frozen_at = now
-        if reason := self.freeze.told(now, self.saved["lr_rose_at"], updates):
+        if self.warmup_from:
+            logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
+        elif reason := self.freeze.told(now, self.saved["lr_rose_at"], updates):
             self.evidence["warmup_ended_by"] = str(reason)
         return True
 

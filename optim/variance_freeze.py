@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from thinwire.optim.stability import LATEST_FRACTION, VarianceStability
+from thinwire.optim.stability import LATEST_FRACTION, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,16 @@ class VarianceFreeze:
         if step >= lr_rose_at + self.window:
             return FrozenBy.RULE
         return FrozenBy.CAP if latest is not None and step >= latest else None
+
+    def second_end(self, start: int) -> int:
+        """The last step of a second warm-up that begins after step `start`: W of what is left of the run later.
+
+        Where var_freeze_step is given, after as many steps as that, but no more than v remembers, 1 / (1 - beta2).
+        """
+        if self.var_freeze_step is not None:
+            return start + max(FEWEST_STEPS, min(self.var_freeze_step, memory_steps(self.beta2)))
+        left = None if self.total_steps is None else max(self.total_steps - start, 1)
+        return start + VarianceStability(self.beta2, left).window
 
     def told(self, step: int, lr_rose_at: int, variance_updates: int) -> FrozenBy | None:
         """Say in the log why the variance is frozen after `step`, and return it; None where the step was given."""

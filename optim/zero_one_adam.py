@@ -156,6 +156,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             interval=self._interval(step),
             gradient_stage=self.settings.gradient_stage,
             aligned=self.settings.aligned,
+            warmup_from=self.warmup_from,
         )
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
