@@ -56,7 +56,7 @@ def _with_l1(plain: Case) -> Case:
 
 @app.command()
 def main(
-    seeds: Annotated[int, typer.Option(min=1)] = 2,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=10)] = 300,
     out: Annotated[Path, typer.Option(help="The result, JSON.")] = RESULT,
 ) -> None:
@@ -74,7 +74,9 @@ def main(
         losses = {run.seed: run.loss for run in runs if run.name == name}
         against = ", ".join(f"{losses[seed] - dense[seed]:+.4f}" for seed in losses)
         typer.echo(f"{name:24} mean loss {mean(losses.values()):.4f}   minus Adam, by seed: {against}")
-    told = {"steps": steps, "task": TASK, **asdict(made_by), "runs": [asdict(run) for run in runs]}
+    spec = cases(0, steps)["1-bit Adam, l1"].spec.model_dump(mode="json")
+    told = {"command": f"python -m benchmarks.scale_norm --seeds {seeds} --steps {steps}", **asdict(made_by)}
+    told |= {"spec": spec, "runs": [asdict(run) for run in runs]}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(told, indent=1) + "\n")
 
