@@ -7,7 +7,7 @@ import torch
 
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
-from thinwire.optim import OneBitAdam
+from thinwire.optim import OneBitAdam, OneBitLamb
 from thinwire.optim.stability import PASSES, VarianceStability, Verdict
 
 
@@ -107,6 +107,27 @@ def test_auto_is_the_default_ranks_agree_and_the_reason_is_shown():
     for other in results[1:]:
         assert other[0] == frozen_at
         assert torch.equal(other[2], p)
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize(
+    ("beta2", "known", "freezes_at"),
+    [
+        (0.999, {}, None),
+        (0.99, {}, 100 + PASSES),
+        (0.999, {"total_steps": 100, "lr_warmup_steps": 0}, 10 + PASSES),
+    ],
+    ids=["alone", "alone, shorter memory", "the run is known"],
+)
+def test_stationary_gradients_alone_freeze_nothing_after_15_steps(kind, beta2, known, freezes_at):
+    """With neither total_steps nor lr_warmup_steps the window is 1 / (1 - beta2), and there is no cap."""
+    x = torch.nn.Parameter(torch.ones(8))
+    optimizer = kind([x], lr=1e-3, betas=(0.9, beta2), **known)
+    for _ in range(120):
+        x.grad = torch.linspace(-1, 1, 8)
+        optimizer.step()
+    assert optimizer.frozen_at == freezes_at
+    assert optimizer.stats().get("warmup_ended_by") == (None if freezes_at is None else "rule")
 
 
 def test_the_cap_is_said_to_be_the_cap(caplog):
