@@ -72,6 +72,8 @@ def _hyper(spec: TrainSpec) -> dict[str, Any]:
     if "var_freeze" in hyper:
         del hyper["var_freeze"]
         hyper["var_freeze_step"] = spec.var_freeze_step
+        # A rate that rises to the very end leaves the last step for what follows the freeze.
+        hyper |= {"total_steps": spec.steps, "lr_warmup_steps": min(spec.lr_warmup_steps, spec.steps - 1)}
     return hyper
 
 

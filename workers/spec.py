@@ -226,13 +226,10 @@ class TrainSpec(_Frozen):
 
     @property
     def var_freeze_step(self) -> int | None:
-        """The last step at which 0/1 Adam may update its variance; None for any other optimizer."""
-        if not isinstance(self.optimizer, ZeroOneAdamSpec):
-            return None
-        asked = self.optimizer.var_freeze
-        if asked == "auto":
-            return min(self.lr_warmup_steps, max(1, self.steps - 1))
-        return steps_of(asked, self.steps)
+        """The last step at which 0/1 Adam may update its variance; None for any other optimizer, and for auto."""
+        if isinstance(self.optimizer, ZeroOneAdamSpec) and self.optimizer.var_freeze != "auto":
+            return steps_of(self.optimizer.var_freeze, self.steps)
+        return None
 
     @property
     def lr_warmup_steps(self) -> int:
@@ -288,6 +285,14 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float | str, str]]:
     if isinstance(spec.optimizer, _Freezing) and spec.steps < 2:
         found.append(
             ("steps", spec.steps, "at least 2 with optimizer.warmup = auto: one uncompressed step and one compressed")
+        )
+    if isinstance(spec.optimizer, ZeroOneAdamSpec) and spec.steps < 2:
+        found.append(
+            (
+                "steps",
+                spec.steps,
+                "at least 2 with optimizer.name = zero_one_adam: the variance is frozen before the last",
+            )
         )
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:

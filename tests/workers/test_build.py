@@ -57,3 +57,9 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_floor():
     assert rates[-1] == pytest.approx(4e-4)
     constant = small_spec(lr_schedule={"warmup": 4, "decay": "constant"})
     assert learning_rate(constant, spec.steps) == 4e-3
+
+
+def test_zero_one_adam_is_told_when_the_rate_stops_rising_and_when_the_run_ends() -> None:
+    spec = small_spec(optimizer={"name": "zero_one_adam"}, steps=100, lr_schedule={"warmup": 30})
+    freeze = build(spec, SoloGroup(), torch.device("cpu")).optimizer.freeze
+    assert (freeze.var_freeze_step, freeze.total_steps, freeze.lr_warmup_steps) == (None, 100, 30)
