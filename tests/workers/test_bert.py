@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -41,6 +43,20 @@ def test_the_head_is_tied_to_the_embedding() -> None:
     assert not torch.equal(after[..., unread], before[..., unread])
     others = torch.arange(257) != unread
     assert torch.equal(after[..., others], before[..., others])
+
+
+@pytest.mark.parametrize("width", [64, 768])
+def test_values_are_those_of_bert_at_its_width_and_layers_do_as_much_at_any_other(width: int) -> None:
+    recipe = BertRecipe(name="bert", layers=1, width=width, heads=4, context=64)
+    for name, parameter in bert.build(recipe, 0).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert bool((parameter == 1).all()), name
+        else:
+            table = name in ("bytes.weight", "positions.weight")
+            wanted = 0.02 if table else 0.02 * math.sqrt(768 / width)
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
 
 
 def test_every_position_sees_every_other() -> None:
