@@ -6,8 +6,8 @@ query alike, so its gradient is zero but for rounding; here that bias is a tenso
 
 Initialised as BERT: normal(0, 0.02), biases zero. The first loss is then about ln 257 = 5.55 nats a masked byte. BERT
 is 768 wide; at another width 0.02 would be another function. Layers here have the std 0.02 sqrt(768 / D), so that each
-block adds to the stream what BERT's adds. With 0.02 as it stands, two layers of width 64 learned how frequent each byte
-is, and for 1000 steps nothing else.
+block adds to the stream what BERT's adds. With 0.02 as it stands, two layers of width 64 took twice as long to learn
+more than how frequent each byte is: 400 steps of Adam, not 200.
 
 Legend: B windows, T bytes of context, D width, H heads, V = 257: the bytes and the mask.
 """
