@@ -40,7 +40,7 @@ class Comparison:
 class Traffic:
     """What a method sent, means over its seeds. Ratios are to a ring all-reduce of the gradient in fp32.
 
-    compressed_ratio: in the steps of the phase `compressed`; None where there is none or nothing was sent.
+    compressed_ratio: in the steps of the phase `compressed`. Both ratios are None where nothing was sent.
     frozen_at: lowest and highest step. ended_by: how many warm-ups the rule and the cap ended.
     """
 
@@ -48,7 +48,7 @@ class Traffic:
     method: str
     seeds: int
     bytes_a_parameter_a_step: float
-    overall_ratio: float
+    overall_ratio: float | None
     compressed_ratio: float | None
     rounds: float
     rounds_skipped: float
@@ -115,8 +115,10 @@ def _of_diverged(dense: int, compressed: int) -> Verdict:
 
 
 def _require_equal(dense: Result, compressed: Result) -> None:
-    """A pair differs in its optimizer alone. Raises: ValueError."""
+    """A pair differs in its optimizer alone, a control in the number of workers too. Raises: ValueError."""
     ignored = {"name", "optimizer"}
+    if METHODS[compressed.method].num_workers != METHODS[dense.method].num_workers:
+        ignored.add("workers")
     mine = {key: value for key, value in dense.spec.items() if key not in ignored}
     theirs = {key: value for key, value in compressed.spec.items() if key not in ignored}
     for result in (dense, compressed):
@@ -152,7 +154,7 @@ def _traffic(task: str, method: str, results: Sequence[Result]) -> Traffic:
         method,
         len(results),
         sent / parameters / steps,
-        ring * steps / sent,
+        ring * steps / sent if sent else None,
         ring * compressed_steps / compressed_bytes if compressed_bytes else None,
         fmean(result.rounds for result in results),
         fmean(result.rounds_skipped for result in results),

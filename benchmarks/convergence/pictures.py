@@ -84,7 +84,8 @@ def _figure(task: str, shown: Sequence[Curve]) -> Figure:
     figure.suptitle(TASKS[task].title, fontsize=12, fontweight="bold")
     for curve in shown:
         _plot(left, curve, [float(step) for step in curve.steps])
-        _plot(right, curve, curve.megabytes)
+        if curve.megabytes[-1]:  # a control sends nothing
+            _plot(right, curve, curve.megabytes)
     accuracy = TASKS[task].metric is Metric.ACCURACY
     left.set_ylabel("validation accuracy" if accuracy else "validation loss (nats)")
     left.set_xlabel("step")

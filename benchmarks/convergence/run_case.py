@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.convergence.provenance import Provenance
 from benchmarks.convergence.results import Point, Result
-from benchmarks.convergence.study import NUM_WORKERS, ROOT, TASKS, Case, Metric
+from benchmarks.convergence.study import ROOT, TASKS, Case, Metric
 from benchmarks.convergence.turns import Turns, run_in_turns
 from thinwire.comm import NonFiniteInput
 from thinwire.workers.build import Training, build
@@ -53,7 +53,7 @@ def run_case(case: Case, provenance: Provenance, on_step: Callable[[int], None])
     torch.set_num_threads(1)
     spec = located(case.spec)
     began, cpu_began = time.perf_counter(), time.process_time()
-    records = run_in_turns(NUM_WORKERS, lambda group: _train(case.task, spec, group, on_step))
+    records = run_in_turns(spec.workers.max, lambda group: _train(case.task, spec, group, on_step))
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     first = records[0]
     floored = first.evidence.get("floored_elements")

@@ -49,7 +49,8 @@ class Task:
 class Method:
     """An optimizer as the study runs it. baseline: the dense method that it is compared with, None for a baseline.
 
-    optimizer: fields of the spec's optimizer but the learning rate; settings: other fields of TrainSpec.
+    optimizer: fields of the spec's optimizer but the learning rate; settings: other fields of TrainSpec. tasks: those
+    that are run with it, None for all. num_workers: one of them exchanges nothing and so compresses nothing.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Method:
     optimizer: dict[str, Any]
     baseline: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...] | None = None
+    num_workers: int = NUM_WORKERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,30 @@ METHODS = {
         Method("onebit_lamb", "1-bit LAMB", {"name": "onebit_lamb"}, baseline="lamb"),
         Method("adam_bf16", "Adam, bf16", {"name": "adam"}, settings=_BF16),
         Method("onebit_adam_bf16", "1-bit Adam, bf16", {"name": "onebit_adam"}, baseline="adam_bf16", settings=_BF16),
+        # Controls: the same algorithm on one worker, so what is left of the difference is not the compression's.
+        Method(
+            "onebit_adam_alone",
+            "1-bit Adam on one worker, not compressed",
+            {"name": "onebit_adam"},
+            baseline="adam",
+            tasks=("gpt",),
+            num_workers=1,
+        ),
+        Method(
+            "onebit_lamb_alone",
+            "1-bit LAMB on one worker, not compressed",
+            {"name": "onebit_lamb"},
+            baseline="lamb",
+            tasks=("gpt",),
+            num_workers=1,
+        ),
     )
 }
 
 RATES: dict[str, dict[str, float]] = {
     "gpt": {"adam": 2e-3, "lamb": 2e-2, "adam_bf16": 2e-3},
     "bert": {"adam": 2e-3, "lamb": 2e-2},
-    "resnet": {"adam": 2e-3, "lamb": 2e-2},
+    "resnet": {"adam": 2e-3, "lamb": 1e-2},
 }
 """Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline.
 
@@ -187,8 +207,12 @@ def pilot(tasks: Iterable[str] | None = None, steps: int = STEPS) -> list[Case]:
 
 
 def methods_of(task: str) -> list[str]:
-    """The methods that a task is run with: those whose baseline has a rate there."""
-    return [name for name in METHODS if _baseline(name) in RATES[task]]
+    """The methods that a task is run with: those whose baseline has a rate there, less those of other tasks."""
+    return [
+        name
+        for name, method in METHODS.items()
+        if _baseline(name) in RATES[task] and (method.tasks is None or task in method.tasks)
+    ]
 
 
 def pairs_of(task: str) -> list[tuple[str, str]]:
@@ -207,7 +231,11 @@ def case(task: str, method: str, seed: int, steps: int, rate: float, label: str 
             "seed": seed,
             "steps": steps,
             "optimizer": {**METHODS[method].optimizer, "lr": rate},
-            "workers": {"min": NUM_WORKERS, "max": NUM_WORKERS, "device": "cpu"},
+            "workers": {
+                "min": METHODS[method].num_workers,
+                "max": METHODS[method].num_workers,
+                "device": "cpu",
+            },
             **settings,
             "evaluation": evaluation,
         }

@@ -178,7 +178,7 @@ def _traffic_row(row: Traffic) -> tuple[str, ...]:
         METHODS[row.method].title if row.method in METHODS else row.method,
         str(row.seeds),
         f"{row.bytes_a_parameter_a_step:.3f}",
-        f"{row.overall_ratio:.2f}",
+        "-" if row.overall_ratio is None else f"{row.overall_ratio:.2f}",
         "-" if row.compressed_ratio is None else f"{row.compressed_ratio:.1f}",
         f"{row.rounds:.0f} of {row.steps}",
         f"{100 * row.rounds_skipped / row.steps:.0f} %",
