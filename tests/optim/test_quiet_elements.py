@@ -152,6 +152,17 @@ def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
         assert seen.losses[-1] < 0.7 * seen.losses[0]
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_t13_on_one_rank_where_nothing_is_compressed_late_rows_are_bounded_by_the_floor(name):
+    """Measured: 17 for late rows under 1-bit Adam, whose new gradients are larger than those that v is the mean of."""
+    seen = run_threads(1, lambda group: train(MAKE[name], group))[0]
+    assert seen.first <= 10
+    assert seen.after_freeze <= 10
+    assert max(seen.quiet, seen.late) <= 20
+    assert seen.late_moved > 3
+    assert seen.largest_x <= BOUNDS[name]["largest_x"]
+
+
 def test_t13_without_the_floor_the_same_elements_explode():
     def make(params, group):
         settings = replace(OURS, floor=False)
