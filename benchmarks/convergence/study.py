@@ -154,13 +154,10 @@ METHODS = {
 
 RATES: dict[str, dict[str, float]] = {
     "gpt": {"adam": 2e-3, "lamb": 2e-2, "adam_bf16": 2e-3},
-    "bert": {"adam": 2e-3, "lamb": 2e-2},
+    "bert": {"adam": 2e-3, "lamb": 1e-2},
     "resnet": {"adam": 2e-3, "lamb": 1e-2},
 }
-"""Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline.
-
-Piloted: gpt. bert and resnet have gpt's rates until their own pilot has run.
-"""
+"""Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline."""
 
 PILOT_RATES: dict[str, tuple[float, ...]] = {
     "adam": (1e-3, 2e-3, 4e-3, 8e-3),
