@@ -143,7 +143,13 @@ def test_dense_adam_runs_on_the_same_loop(tmp_path):
 
 ZERO_ONE = {
     "steps": 40,
-    "optimizer": {"name": "zero_one_adam", "lr": 4e-3, "betas": [0.9, 0.99], "local_step_scaler": 6},
+    "optimizer": {
+        "name": "zero_one_adam",
+        "lr": 4e-3,
+        "betas": [0.9, 0.99],
+        "var_freeze": 6,
+        "local_step_scaler": 6,
+    },
     "lr_schedule": {"warmup": 6},
     "evaluation": {"every_steps": 10, "windows": 9},
     "checkpoint": {"every_steps": 16, "keep": 10},
