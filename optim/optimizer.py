@@ -135,6 +135,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._num_steps = value
         self._step.fill_(value)
 
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
+        return False
+
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""

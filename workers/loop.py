@@ -55,6 +55,8 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
     checkpoints = CheckpointFolder(run.directory / "checkpoints", spec.checkpoint.keep)
     step = _resume(training, checkpoints, meter)
     reporter.resumed(step)
+    if training.optimizer.set_global_batch(spec.global_batch):  # a checkpoint of a run with another global batch
+        reporter.event("warmup_rearmed", step, global_batch=spec.global_batch)
     log = StepLog(training, meter, reporter)
     if step == 0:
         meter.seconds["startup"] = time.time() - run.created_at

@@ -106,7 +106,7 @@ class Sample(_Report):
 
 
 class Event(_Report):
-    """Something that happened once: phase_change, checkpoint_saved, resumed, replicas_checked."""
+    """Something that happened once: phase_change, warmup_rearmed, checkpoint_saved, resumed..."""
 
     kind: str = Field(max_length=64)
     step: int = Field(ge=0)

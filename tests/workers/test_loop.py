@@ -207,3 +207,14 @@ def test_health_is_taken_with_each_validation_loss_and_summed_up(tmp_path):
     told = [s.health.error_to_momentum for s in samples if s.health]
     assert summary["health"]["error_to_momentum"] == {"first": told[0], "last": told[-1], "max": max(told)}
     assert "variance_ratio" not in summary["health"]
+
+
+def test_a_run_that_goes_on_with_another_global_batch_begins_its_warmup_again(tmp_path):
+    run_small(tmp_path, small_spec(), 3)
+    larger = small_spec(global_batch=14, steps=40)
+    (summary, samples, events), *_ = run_small(tmp_path, larger, 3)
+    assert events[:2] == [("resumed", 24), ("warmup_rearmed", 24)]
+    assert ("phase_change", summary["frozen_at"]) in events
+    assert [s.phase for s in samples[:6]] == ["warmup"] * 6
+    assert samples[-1].phase == "compressed"
+    assert summary["replicas_bit_equal"] is True
