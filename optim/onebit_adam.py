@@ -24,8 +24,9 @@ from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.hyperparameters import adam_defaults
-from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OneBitSettings, Parity, chosen_settings
+from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS, OneBitSettings
 from thinwire.optim.optimizer import NonFinite
+from thinwire.optim.parity import Parity, chosen_settings
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.state import Replicated, Residual, Scratch
 
@@ -103,7 +104,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_ADAM),
+            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED_ADAM),
             group=group,
             block=block,
             scale=scale,

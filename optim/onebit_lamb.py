@@ -30,8 +30,9 @@ from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.lamb_math import LambHyper
-from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings, Parity, chosen_settings
+from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
 from thinwire.optim.optimizer import NonFinite
+from thinwire.optim.parity import Parity, chosen_settings
 from thinwire.optim.schedule import StepPlan, Wire
 from thinwire.optim.segments import TensorSegments, tensor_segments
 from thinwire.optim.state import Replicated, Residual, Scratch
@@ -167,7 +168,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             warmup=warmup,
             total_steps=total_steps,
             lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, bias_correction, DEEPSPEED_LAMB),
+            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED_LAMB),
             group=group,
             block=block,
             scale=scale,

@@ -7,13 +7,9 @@ OneBitAdam(params, settings=replace(OURS, bias_correction=False))        ours bu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from thinwire.optim.scales import Scales
-
-Parity = Literal["deepspeed"]
-"""Whose numbers are to be met, to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +36,3 @@ DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, scales=Scale
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
 DEEPSPEED_LAMB = OneBitSettings(bias_correction=False, floor=False, scales=Scales.FUSED, skip_unit_coefficients=True)
 """DeepSpeed 0.19.6."""
-
-
-def chosen_settings(
-    parity: Parity | None, settings: OneBitSettings | None, bias_correction: bool, deepspeed: OneBitSettings
-) -> OneBitSettings:
-    """What a constructor was asked for; `deepspeed`: that optimizer's. Raises: ValueError.
-
-    bias_correction: False turns it off in any settings.
-    """
-    if parity not in (None, "deepspeed"):
-        raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
-    if parity is not None and settings is not None:
-        raise ValueError(
-            f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
-            "parity stands for changes a part"
-        )
-    chosen = settings or (OURS if parity is None else deepspeed)
-    return replace(chosen, bias_correction=chosen.bias_correction and bias_correction)

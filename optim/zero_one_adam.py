@@ -34,12 +34,12 @@ from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.local_steps import Round, ZeroOneAdamState, add_decay_, agree_, kept_by, local_step, propose_
-from thinwire.optim.onebit_settings import Parity
 from thinwire.optim.optimizer import NonFinite
+from thinwire.optim.parity import Parity, chosen_settings
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.sparse_variance import SparseVarianceOptimizer
 from thinwire.optim.variance_freeze import VarianceFreeze
-from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings, chosen_settings
+from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
-            settings=chosen_settings(parity, settings, bias_correction),
+            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED),
             freeze=VarianceFreeze(betas[1], var_freeze_step, total_steps, lr_warmup_steps),
             group=group,
             block=block,

@@ -7,10 +7,9 @@ ZeroOneAdam(params, settings=replace(OURS, floor=False))                 ours bu
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from thinwire.optim.onebit_settings import Parity
 from thinwire.optim.scales import Scales
 
 
@@ -80,16 +79,3 @@ DEEPSPEED = ZeroOneSettings(
     scales=Scales.TENSOR,
 )
 """DeepSpeed 0.19.6, but for its world size of 1, where it leaves gradients out."""
-
-
-def chosen_settings(parity: Parity | None, settings: ZeroOneSettings | None, bias_correction: bool) -> ZeroOneSettings:
-    """What a constructor was asked for. bias_correction: False turns it off in any settings. Raises: ValueError."""
-    if parity not in (None, "deepspeed"):
-        raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
-    if parity is not None and settings is not None:
-        raise ValueError(
-            f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
-            "parity stands for changes a part"
-        )
-    chosen = settings or (OURS if parity is None else DEEPSPEED)
-    return replace(chosen, bias_correction=chosen.bias_correction and bias_correction)
