@@ -11,6 +11,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+# torch.optim imports it when the first optimizer is made. If a default group exists by then, default arguments of its
+# functions hold that group for good: destroy_process_group does not end gloo's threads, and the process may abort at
+# its end.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from thinwire.comm.errors import PeerLost

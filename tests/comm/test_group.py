@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +120,29 @@ def test_a_group_needs_a_rank_and_torch_needs_initialising():
         ThreadGroup.create(0)
     with pytest.raises(ValueError, match="init_process_group"):
         TorchGroup()
+
+
+GLOO_THREADS_AFTER_THE_END = """
+import os, pathlib
+from thinwire.optim import OneBitAdam
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+optimizer = OneBitAdam(model.parameters(), warmup=1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+tasks = lambda: [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+assert any("gloo" in name for name in tasks()), tasks()
+dist.destroy_process_group()
+print([name for name in tasks() if "gloo" in name])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_destroying_the_process_group_ends_it_though_an_optimizer_lives():
+    """Something that keeps the group alive would abort the process now and then, when the interpreter ends."""
+    ended = subprocess.run(
+        [sys.executable, "-c", GLOO_THREADS_AFTER_THE_END], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
