@@ -6,17 +6,19 @@
                          g_hat = (m - beta1 m_prev) / (1 - beta1);  v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2
                          u_0 = m / (sqrt(v) + eps),  u = u_0 + wd x
                          r_l = max over elements of (sqrt(v) + eps) / (sqrt(v_fresh) + eps), tempered and clipped
-                         x_l <- x_l - lr c_avg,l r_l u_l
+                         x_l <- x_l - lr min(c_avg,l r_l, 4 c_l) u_l,  c_l = clip(||x_l|| / ||u_l||) as in warm-up
 
 The trust ratio needs norms that compression distorts, so its average is frozen with v, and r_l corrects it for how
-far the variance has moved since. k_l brings the layers to one size before they share scales. Deviations from the
-paper, with their reasons: docs/algorithms.md.
+far the variance has moved since. Its present value only bounds it: where gradients outgrow the frozen v, so does u.
+k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
+docs/algorithms.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -122,7 +124,11 @@ def _descend_compressed_(
     before_t = s.factor_T[segments.tensors]
     threshold = bounds.factor_threshold
     before_t.copy_(torch.clamp(factor_t, before_t * (1 - threshold), before_t * (1 + threshold)))
-    lamb_math.move_(p_N[h.span], u_N[h.span], s.coeff_T[segments.tensors] * before_t, h.lr, segments)
+    step_t = s.coeff_T[segments.tensors] * before_t
+    if isfinite(settings.longest_step):
+        # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
+        step_t = torch.minimum(step_t, settings.longest_step * lamb_math.trust_ratios(p_N, u_N, segments, bounds))
+    lamb_math.move_(p_N[h.span], u_N[h.span], step_t, h.lr, segments)
 
 
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):

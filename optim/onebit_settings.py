@@ -8,6 +8,7 @@ OneBitAdam(params, settings=replace(OURS, bias_correction=False))        ours bu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from thinwire.optim.scales import Scales
 
@@ -19,7 +20,8 @@ class OneBitSettings:
     bias_correction: m and v (LAMB: c_avg too) are corrected in warm-up, the corrected v is kept.
     floor: under the v that is kept; LAMB's r is a maximum over what it did not raise. scales: what shares one.
     LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
-    of exactly 1 does not enter c_avg.
+    of exactly 1 does not enter c_avg. longest_step: the factor of a tensor's step is at most this times its trust ratio
+    of now, so that a frozen v that has become too small cannot make steps of any length.
     """
 
     bias_correction: bool = True
@@ -27,12 +29,15 @@ class OneBitSettings:
     scales: Scales = Scales.BLOCK
     weigh_ratio: bool = True
     skip_unit_coefficients: bool = False
+    longest_step: float = 4.0
 
 
 OURS = OneBitSettings()
-LITERAL = OneBitSettings(bias_correction=False, floor=False, scales=Scales.WHOLE, weigh_ratio=False)
+LITERAL = OneBitSettings(bias_correction=False, floor=False, scales=Scales.WHOLE, weigh_ratio=False, longest_step=inf)
 """Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
-DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, scales=Scales.TENSOR, skip_unit_coefficients=True)
+DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, scales=Scales.TENSOR)
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
-DEEPSPEED_LAMB = OneBitSettings(bias_correction=False, floor=False, scales=Scales.FUSED, skip_unit_coefficients=True)
+DEEPSPEED_LAMB = OneBitSettings(
+    bias_correction=False, floor=False, scales=Scales.FUSED, skip_unit_coefficients=True, longest_step=inf
+)
 """DeepSpeed 0.19.6."""

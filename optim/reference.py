@@ -162,6 +162,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
     raised have no part in the maximum of r, which is 1 where that leaves none.
     DeepSpeed's: weigh_ratio (not recalled from the paper; ours too): with decay, r <- r w + 1 - w before the clips,
     w = min(1, ||u_0|| / ||u||). skip_unit_coefficients: a c of exactly 1 does not enter c_avg.
+    longest_step (ours): c_avg r is at most this times the c that LAMB would have for u.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
         ratio_without_floored: bool = False,
         weigh_ratio: bool = False,
         skip_unit_coefficients: bool = False,
+        longest_step: float = float("inf"),
     ) -> None:
         super().__init__(x, hyper, min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction)
         self.warmup, self.exchange, self.floor = warmup, exchange or TwoPhase(), floor
@@ -189,6 +191,7 @@ class ReferenceOneBitLamb(ReferenceLamb):
         self.factor_min, self.factor_max = factor_min, factor_max
         self.ratio_without_floored = ratio_without_floored
         self.weigh_ratio, self.skip_unit_coefficients = weigh_ratio, skip_unit_coefficients
+        self.longest_step = longest_step
         self.c_avg, self.r, self.k = [0.0 for _ in x], [1.0 for _ in x], [1.0 for _ in x]
         self.v_fresh = zeros(x)
         self.floored = [torch.zeros_like(tensor, dtype=torch.bool) for tensor in x]
@@ -213,7 +216,8 @@ class ReferenceOneBitLamb(ReferenceLamb):
             u0 = self.m[at] / (self.v[at].sqrt() + h.eps)
             u = u0 + h.weight_decay * self.x[at]
             self.r[at] = self._ratio(at, h, u0, u)
-            self.x[at] = self.x[at] - h.lr * self.c_avg[at] * self.r[at] * u
+            factor = min(self.c_avg[at] * self.r[at], self.longest_step * self._coefficient(self.x[at], u))
+            self.x[at] = self.x[at] - h.lr * factor * u
 
     def _freeze(self) -> None:
         if self.bias_correction:  # ours: c_avg starts at 0 as m and v do

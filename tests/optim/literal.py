@@ -6,6 +6,7 @@ Its tensors are in the order of the flat vector, so that blocks are the same spa
 import torch
 
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.onebit_settings import OURS as ONEBIT
 from thinwire.optim.reference import (
     Fresh,
     Hyper,
@@ -92,7 +93,15 @@ def literal(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
     if name == "onebit_adam":
         return ReferenceOneBitAdam(start, hyper, warmup=warmup, **ours)
     if name == "onebit_lamb":
-        return ReferenceOneBitLamb(start, hyper, warmup=warmup, weigh_ratio=True, ratio_without_floored=True, **ours)
+        return ReferenceOneBitLamb(
+            start,
+            hyper,
+            warmup=warmup,
+            weigh_ratio=True,
+            ratio_without_floored=True,
+            longest_step=ONEBIT.longest_step,
+            **ours,
+        )
     return ReferenceZeroOneAdam(
         start,
         size,

@@ -6,6 +6,7 @@ import torch
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Lamb, OneBitLamb
+from thinwire.optim.onebit_settings import OURS
 from thinwire.optim.reference import Hyper, ReferenceLamb, ReferenceOneBitLamb, ReferenceSgd
 from thinwire.optim.reference_exchange import TwoPhase, block_units, exact_mean
 
@@ -80,6 +81,7 @@ def test_onebit_lamb_equals_the_literal_one_in_both_phases(size, decay):
         exchange=exchange,
         bias_correction=True,
         weigh_ratio=True,
+        longest_step=OURS.longest_step,
     )
     follow(reference, results, 40)
     for rank in range(size):

@@ -83,6 +83,7 @@ def as_reference(kind, settings, size, before, begun):
             ratio_without_floored=settings.floor,
             weigh_ratio=settings.weigh_ratio,
             skip_unit_coefficients=settings.skip_unit_coefficients,
+            longest_step=settings.longest_step,
         )
         reference.c_avg, reference.r, reference.k = (per_tensor[name] for name in ("coeff_T", "factor_T", "scaling_T"))
         reference.v_fresh = parts["fresh_v_N"]

@@ -1,6 +1,7 @@
 """1-bit LAMB in its default, its literal and its DeepSpeed settings: the reference's numbers, and DeepSpeed's own."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ SWITCHED = {
     "without a floor": replace(OURS, floor=False),
     "without weighing r": replace(OURS, weigh_ratio=False),
     "skipping unit coefficients": replace(OURS, skip_unit_coefficients=True),
+    "with steps of any length": replace(OURS, longest_step=inf),
+    "with short steps": replace(OURS, longest_step=0.5),
     "one scale": replace(OURS, scales=Scales.WHOLE),
     "DeepSpeed's, every coefficient counted": replace(DEEPSPEED_LAMB, skip_unit_coefficients=False),
     "DeepSpeed's with bias correction": replace(DEEPSPEED_LAMB, bias_correction=True),
@@ -41,6 +44,7 @@ def deviation(size, settings):
             ratio_without_floored=settings.floor,
             weigh_ratio=settings.weigh_ratio,
             skip_unit_coefficients=settings.skip_unit_coefficients,
+            longest_step=settings.longest_step,
         ),
     )
 

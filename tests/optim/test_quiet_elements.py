@@ -139,6 +139,9 @@ After 90 compressed steps 0/1 Adam takes longer ones than after 20, in head.weig
 very different size: with blocks of 256, 9.0 instead of 24.4. They are not those of quiet elements.
 """
 
+LATE_MOVE = {"onebit_adam": 3.0, "onebit_lamb": 1.0, "zero_one_adam": 3.0}
+"""In units of lr, over the rest of the run. LAMB moves a tensor by lr times its own size, and these weigh 0.02."""
+
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MAKE)
@@ -147,7 +150,7 @@ def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
         for quantity, bound in BOUNDS[name].items():
             assert getattr(seen, quantity) <= bound, quantity
         assert seen.quiet <= seen.others
-        assert seen.late_moved > 3
+        assert seen.late_moved > LATE_MOVE[name]
         assert seen.floored >= seen.num_quiet
         assert seen.losses[-1] < 0.7 * seen.losses[0]
 
@@ -159,7 +162,7 @@ def test_t13_on_one_rank_where_nothing_is_compressed_late_rows_are_bounded_by_th
     assert seen.first <= 10
     assert seen.after_freeze <= 10
     assert max(seen.quiet, seen.late) <= 20
-    assert seen.late_moved > 3
+    assert seen.late_moved > LATE_MOVE[name]
     assert seen.largest_x <= BOUNDS[name]["largest_x"]
 
 
