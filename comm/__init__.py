@@ -1,5 +1,6 @@
 """How bytes move: groups of ranks, codecs, the compressed all-reduce and its error memory; no optimizers."""
 
+from thinwire.comm.bucketed import BucketedAllReduce
 from thinwire.comm.default import default_reducer
 from thinwire.comm.error_feedback import ErrorFeedback
 from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, WireMismatch
@@ -10,6 +11,7 @@ from thinwire.comm.reduce import CompressedAllReduce
 from thinwire.comm.threads import ThreadGroup, run_threads
 
 __all__ = [
+    "BucketedAllReduce",
     "CommError",
     "CompressedAllReduce",
     "ErrorFeedback",

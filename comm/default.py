@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.bucketed import BucketedAllReduce
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.group import SoloGroup, TorchGroup
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.comm.reduce import CompressedAllReduce
 
 
 def default_reducer(
-    group: Group | None, layout: VectorLayout, like: Tensor, block: int = DEFAULT_BLOCK, scale: Scale = "l2"
+    group: Group | None,
+    layout: VectorLayout,
+    like: Tensor,
+    block: int = DEFAULT_BLOCK,
+    scale: Scale = "l2",
+    *,
+    bucket: int = DEFAULT_BUCKET,
+    cuts: Iterable[int] = (),
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
-    block: values that share a scale; scale: the norm that it keeps.
+    block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
+    `bucket` elements, none across one of `cuts` (comm.bucketed); "l1" gets CompressedAllReduce.
     A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
     group may have left. Collective. Raises: WireMismatch, PeerLost.
     """
     group = given_or_default(group)
-    codec = SignCodec(block, scale) if group.size > 1 else DenseCodec()
-    return CompressedAllReduce(group, layout, codec, like)
+    if group.size == 1:
+        return CompressedAllReduce(group, layout, DenseCodec(), like)
+    if scale != "l2":
+        return CompressedAllReduce(group, layout, SignCodec(block, scale), like)
+    return BucketedAllReduce(group, layout, SignCodec(block), like, bucket_elements=bucket, cuts=cuts)
 
 
 def given_or_default(group: Group | None) -> Group:

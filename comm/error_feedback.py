@@ -12,11 +12,31 @@ and goes on is bit-equal to one that loads what it saved.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from thinwire.comm.layout import Partition, VectorLayout
 from thinwire.comm.protocol import Group
+
+
+class ErrorMemory(Protocol):
+    """The error memory of one exchanged vector, as all but the reducer that made it see it."""
+
+    @property
+    def worker_N(self) -> Tensor:
+        """This rank's compression error, the whole vector. For reading."""
+
+    @property
+    def server_c(self) -> Tensor:
+        """The error of re-encoding what this rank serves. For reading."""
+
+    def residual(self) -> Tensor:
+        """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
+
+    def restore(self, residual_N: Tensor) -> None:
+        """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
 
 
 class ErrorFeedback:

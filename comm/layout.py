@@ -1,9 +1,10 @@
-"""What a flat vector is made of, and how it is cut: live runs, scale segments, blocks, one chunk a rank.
+"""What a flat vector is made of, and how it is cut: live runs, scale segments, blocks, buckets, one chunk a rank.
 
     vector   |tensor a......|tensor b...|bias, norm, bias...|     starts are multiples of 8: whole bytes of signs
     segments |--------------|-----------|-------------------|     a scale never spans two segments
     blocks   |----|----|----|----|------|-------------------|     runs of at most `block` values inside a segment
     chunks   |------ rank 0 ------|------ rank 1 ------|          equal, multiples of 8; a block ends where a chunk does
+    buckets  |------ 2 ------|------ 1 ------|--- 0 ---|          exchanged by themselves, each in chunks of its own
 
 The few elements between a tensor's end and the next multiple of 8 are dead: zero on the way in, zero on the way
 out, in no scale, no error and no count.
@@ -12,6 +13,7 @@ out, in no scale, no error and no count.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +22,8 @@ BYTE = 8
 """Values in a byte of signs; every bound below is a multiple of it."""
 DEFAULT_BLOCK = 4096
 """Values that share a scale: 4 bytes in 516, 0.8 % of the wire. Blocks of 256 would cost 12.5 %."""
+DEFAULT_BUCKET = 1 << 22
+"""Elements of a bucket: a row of signs of 512 kB, and enough buckets of a large model to keep wire and cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,78 @@ class Partition:
     def bounds(self, rank: int) -> Span:
         """[start, stop) of a rank's chunk."""
         return min(rank * self.chunk, self.numel), min((rank + 1) * self.chunk, self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive elements [start, stop) that cross the wire by themselves.
+
+    index: its place in the order of exchange. runs: which of the layout's live runs (tensors) have elements in it.
+    """
+
+    index: int
+    start: int
+    stop: int
+    runs: range
+
+    def chunk(self, rank: int, world_size: int) -> Span:
+        """[start, stop) of the elements that a rank serves, counted from the start of the vector."""
+        start, stop = Partition(self.stop - self.start, world_size).bounds(rank)
+        return self.start + start, self.start + stop
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A vector cut into buckets, numbered from its end: backward makes the gradients of the last tensors first.
+
+    A tensor may lie in several buckets. Bounds are multiples of 8.
+    """
+
+    layout: VectorLayout
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        bounds = [self.layout.numel, *(start for start, _ in self.spans)]
+        if any(bound % BYTE for bound in bounds) or bounds[-1] != 0 or not self.spans:
+            raise ValueError(f"buckets {self.spans} must cover {self.layout.numel} elements in multiples of {BYTE}")
+        if any(
+            span != (low, high) or low >= high for span, (high, low) in zip(self.spans, pairwise(bounds), strict=True)
+        ):
+            raise ValueError(f"buckets {self.spans} must follow one another from the end of the vector to its start")
+
+    @classmethod
+    def cut(cls, layout: VectorLayout, target: int = DEFAULT_BUCKET, cuts: Iterable[int] = ()) -> Buckets:
+        """Buckets of at most `target` elements (rounded up to whole bytes), as equal as can be between two cuts.
+
+        cuts: positions that no bucket may reach across, such as the ends of parameter groups; multiples of 8.
+        Raises: ValueError naming a target below 1 or a cut that is not inside the vector.
+        """
+        if target < 1:
+            raise ValueError(f"target = {target}: a bucket has at least one element")
+        inner = sorted(set(cuts) - {0, layout.numel})
+        if any(cut % BYTE or not 0 < cut < layout.numel for cut in inner):
+            raise ValueError(f"cuts {inner} must be multiples of {BYTE} between 0 and {layout.numel}")
+        spans = []
+        for low, high in pairwise([0, *inner, layout.numel]):
+            num_buckets = -(-(high - low) // round_up(target, BYTE))
+            size = round_up(-(-(high - low) // num_buckets), BYTE)
+            spans += [(max(low, stop - size), stop) for stop in range(high, low, -size)][::-1]
+        return cls(layout, tuple(spans[::-1]))
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> Bucket:
+        start, stop = self.spans[index]
+        at = [i for i, (low, high) in enumerate(self.layout.live) if low < stop and start < high]
+        return Bucket(index, start, stop, range(at[0], at[-1] + 1) if at else range(0))
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return (self[index] for index in range(len(self)))
+
+    def fingerprint(self) -> int:
+        """32 bits that differ when two cuts do."""
+        return zlib.crc32(repr(self.spans).encode())
 
 
 def round_up(value: int, multiple: int) -> int:

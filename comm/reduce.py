@@ -12,7 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.error_feedback import ErrorFeedback, ErrorMemory
 from thinwire.comm.errors import NonFiniteInput, WireMismatch
 from thinwire.comm.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.layout import Partition, VectorLayout, round_up
@@ -21,6 +21,8 @@ from thinwire.comm.protocol import Codec, Group, RowCodec
 HEADER_BYTES = 8
 """One flag (1: all values finite), padded so that scales of any dtype are aligned."""
 WIRE_VERSION = 1
+NUM_FACTS = 8
+"""Numbers that ranks compare at the start, unused ones 0: as many in every version, so that versions can differ."""
 
 
 class CompressedAllReduce:
@@ -36,7 +38,7 @@ class CompressedAllReduce:
         self._layout = layout
         self._dtype = like.dtype
         self._device = like.device
-        _agree(group, layout, codec, like)
+        agree(group, layout, codec, like)
         self._partition = Partition(layout.numel, group.size)
         self._bounds = [self._partition.bounds(rank) for rank in range(group.size)]
         self._rows: list[RowCodec] = [codec.row(layout, start, stop, like) for start, stop in self._bounds]
@@ -65,9 +67,9 @@ class CompressedAllReduce:
         own_peak = torch.linalg.vector_norm(x_N, torch.inf)  # NaN and infinity survive it; read only on failure
         self._group.mean_(x_N)
         if not bool(torch.isfinite(torch.linalg.vector_norm(x_N, torch.inf))):
-            raise _non_finite(self._gather_flags(torch.isfinite(own_peak)))
+            raise non_finite(gather_flags(self._group, torch.isfinite(own_peak)))
 
-    def compressed_(self, x_N: Tensor, slot: ErrorFeedback) -> None:
+    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
         """Average x over ranks through the codec, in place:  out + R' = mean_i x_i + R.
 
         (1) x += worker error; encode a row for each rank        (2) all-to-all
@@ -78,6 +80,8 @@ class CompressedAllReduce:
         failure. out is bit-identical on every rank. Raises: PeerLost; NonFiniteInput, alike on every rank.
         Source: Tang et al. 2021, Alg. 1, l. 7-11.
         """
+        if not isinstance(slot, ErrorFeedback):
+            raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
         self._last_slot = None
         # (1)
         x_N.add_(slot.worker_N)
@@ -104,13 +108,13 @@ class CompressedAllReduce:
         self._decode_all(self._received_nB, x_N)
         self._last_slot = slot
 
-    def fidelity(self, slot: ErrorFeedback) -> Fidelity | None:
+    def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `slot`.
 
         Collective: one mean of a few thousand numbers. Waits for the device, and decodes all rows once.
         Modifies nothing but scratch. Raises: PeerLost.
         """
-        if self._last_slot is not slot:
+        if self._last_slot is not slot or not isinstance(slot, ErrorFeedback):
             return None
         own_start, own_stop = self._bounds[self._group.rank]
         self._rows[self._group.rank].decode(self._served_B[HEADER_BYTES:], self._decoded_c)
@@ -151,18 +155,21 @@ class CompressedAllReduce:
         for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True):
             row.decode(wire[HEADER_BYTES:], out_N[start:stop])
 
-    def _gather_flags(self, own: Tensor) -> Tensor:
-        flags = torch.zeros((self.size, 1), dtype=torch.uint8, device=self._device)
-        self._group.all_gather(flags, own.to(torch.uint8).view(1))
-        return flags[:, 0]
-
     def _refuse_non_finite(self, flags: Tensor) -> None:
         # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
         if not bool(flags.all()):
-            raise _non_finite(flags)
+            raise non_finite(flags)
 
 
-def _non_finite(flags: Tensor) -> NonFiniteInput:
+def gather_flags(group: Group, own: Tensor) -> Tensor:
+    """uint8[n]: every rank's 0-dim flag. Collective. Raises: PeerLost."""
+    flags = torch.zeros((group.size, 1), dtype=torch.uint8, device=own.device)
+    group.all_gather(flags, own.to(torch.uint8).view(1))
+    return flags[:, 0]
+
+
+def non_finite(flags: Tensor) -> NonFiniteInput:
+    """The error that every rank raises. flags: [n], 0 for a rank whose own input was not finite."""
     ranks = tuple(rank for rank, finite in enumerate(flags.tolist()) if not finite)
     whose = f"of rank {', '.join(map(str, ranks))}" if ranks else "mean over ranks (each rank's own was finite)"
     return NonFiniteInput(
@@ -172,15 +179,19 @@ def _non_finite(flags: Tensor) -> NonFiniteInput:
     )
 
 
-def _agree(group: Group, layout: VectorLayout, codec: Codec, like: Tensor) -> None:
-    """All ranks compare what they are about to exchange. Raises: WireMismatch, naming both sides."""
-    mine = [WIRE_VERSION, layout.numel, layout.fingerprint(), codec.fingerprint(), like.element_size()]
-    names = ("wire version", "elements", "layout", "codec", "bytes an element")
-    own = torch.tensor(mine, dtype=torch.int64, device=like.device)
+def agree(group: Group, layout: VectorLayout, codec: Codec, like: Tensor, buckets: int = 0) -> None:
+    """All ranks compare what they are about to exchange. Collective.
+
+    buckets: fingerprint of the cut into buckets, 0 where there is none. Raises: PeerLost; WireMismatch, naming both
+    sides.
+    """
+    mine = [WIRE_VERSION, layout.numel, layout.fingerprint(), codec.fingerprint(), like.element_size(), buckets]
+    names = ("wire version", "elements", "layout", "codec", "bytes an element", "buckets")
+    own = torch.tensor(mine + [0] * (NUM_FACTS - len(mine)), dtype=torch.int64, device=like.device)
     everyone = torch.zeros((group.size, own.numel()), dtype=torch.int64, device=like.device)
     group.all_gather(everyone.view(torch.uint8), own.view(torch.uint8))
     for rank, theirs in enumerate(everyone.tolist()):
-        for name, here, there in zip(names, mine, theirs, strict=True):
+        for name, here, there in zip(names, mine, theirs, strict=False):
             if here != there:
                 raise WireMismatch(
                     f"rank {group.rank} has {name} {here}, rank {rank} has {there}: all ranks must build the same "

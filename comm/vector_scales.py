@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.default import given_or_default
-from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.error_feedback import ErrorFeedback, ErrorMemory
 from thinwire.comm.layout import BYTE, Partition, Span, VectorLayout, round_up
 from thinwire.comm.protocol import Group, Reducer, RowCodec
 from thinwire.comm.reduce import HEADER_BYTES, CompressedAllReduce
@@ -172,7 +172,7 @@ class VectorScaleAllReduce(CompressedAllReduce):
         """Error memory for one exchanged vector, empty."""
         return ArrangedErrors(self._arrangement, self._numel, self._group, self._like)
 
-    def compressed_(self, x_N: Tensor, slot: ErrorFeedback) -> None:
+    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
         """As CompressedAllReduce.compressed_; after a failure x too is as it was."""
         if not isinstance(slot, ArrangedErrors):
             raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")

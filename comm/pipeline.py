@@ -1,0 +1,119 @@
+"""Who does the second half of an exchange while the first goes on? A thread, or the caller a little later.
+
+Stages are given in order and run in that order, one at a time; the first that raises ends them: those behind it do not
+run, and `drain` hands the exception over. The stages wait for the wire and run kernels without the interpreter's lock,
+so a thread of their own takes nothing from the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+Stage = Callable[[int], None]
+"""One stage of bucket k."""
+
+
+class Pipeline(Protocol):
+    """Runs stages in the order in which they were submitted."""
+
+    @property
+    def failed(self) -> bool:
+        """Has a stage raised since the last drain? What is submitted then does not run."""
+
+    def submit(self, stage: Stage, bucket: int) -> None:
+        """Run stage(bucket) after all that was submitted before."""
+
+    def drain(self) -> Exception | None:
+        """Wait until nothing is left to run. Returns what the first stage that failed has raised, and forgets it."""
+
+
+class InlinePipeline:
+    """The caller's thread, `lag` stages behind what was submitted: 0 runs a stage at once."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self._lag = lag
+        self._waiting: deque[tuple[Stage, int]] = deque()
+        self._error: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Has a stage raised since the last drain?"""
+        return self._error is not None
+
+    def submit(self, stage: Stage, bucket: int) -> None:
+        """Run stages until only `lag` wait."""
+        self._waiting.append((stage, bucket))
+        self._run(self._lag)
+
+    def drain(self) -> Exception | None:
+        """Run all that waits."""
+        self._run(0)
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, left: int) -> None:
+        while len(self._waiting) > left:
+            stage, bucket = self._waiting.popleft()
+            if self._error is None:
+                try:
+                    stage(bucket)
+                except Exception as error:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
+                    self._error = error
+
+
+class ThreadPipeline:
+    """A daemon thread, started at the first submit; it ends with this object."""
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[tuple[Stage, int] | None] = SimpleQueue()
+        self._done: SimpleQueue[Exception | None] = SimpleQueue()
+        self._submitted = 0
+        self._failed = threading.Event()
+        self._started = False
+
+    @property
+    def failed(self) -> bool:
+        """Has a stage raised since the last drain?"""
+        return self._failed.is_set()
+
+    def submit(self, stage: Stage, bucket: int) -> None:
+        """Hand it to the thread."""
+        if not self._started:
+            self._started = True
+            arguments = (self._todo, self._done, self._failed)
+            threading.Thread(target=_serve, args=arguments, name="thinwire-exchange", daemon=True).start()
+            weakref.finalize(self, self._todo.put, None)
+        self._submitted += 1
+        self._todo.put((stage, bucket))
+
+    def drain(self) -> Exception | None:
+        """Wait for the thread to have done, or passed over, all that was submitted."""
+        first = None
+        for _ in range(self._submitted):
+            error = self._done.get()
+            first = first or error
+        self._submitted = 0
+        self._failed.clear()
+        return first
+
+
+def _serve(
+    todo: SimpleQueue[tuple[Stage, int] | None], done: SimpleQueue[Exception | None], failed: threading.Event
+) -> None:
+    # Knows the queues only: a reference to the exchange would keep it, and this thread, alive for good.
+    while (item := todo.get()) is not None:
+        error = None
+        if not failed.is_set():
+            try:
+                item[0](item[1])
+            except Exception as raised:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
+                error = raised
+                failed.set()
+        item = None
+        done.put(error)
+        del error
