@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from thinwire.comm.layout import VectorLayout
+from thinwire.comm.layout import Buckets, VectorLayout
 
 if TYPE_CHECKING:
-    from thinwire.comm.error_feedback import ErrorFeedback
+    from thinwire.comm.error_feedback import ErrorMemory
     from thinwire.comm.fidelity import Fidelity
+    from thinwire.comm.kept_sums import KeptSums
 
 
 @dataclass(slots=True)
@@ -33,8 +34,21 @@ class Stats:
         self.bytes_by_kind[kind] += num_bytes
 
 
+class Pending(Protocol):
+    """A collective that was started. Its tensors belong to it until `wait` returns."""
+
+    def wait(self) -> None:
+        """Block, without the interpreter's lock, until the result is there (on a GPU: for this stream's next work).
+
+        Raises: PeerLost; then what was to be written is undefined.
+        """
+
+
 class Group(Protocol):
-    """Ranks that call the same collectives in the same order. Every call raises PeerLost where a peer is gone."""
+    """Ranks that call the same collectives in the same order. Every call raises PeerLost where a peer is gone.
+
+    After a PeerLost the group is of no more use, on any rank.
+    """
 
     @property
     def rank(self) -> int:
@@ -59,6 +73,22 @@ class Group(Protocol):
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """X <- x of rank `src`."""
+
+    def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
+        """As all_to_all, without waiting for it. Bytes are counted here."""
+
+    def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
+        """As all_gather, without waiting for it. Bytes are counted here."""
+
+    def start_sum_(self, x: Tensor) -> Pending:
+        """X <- sum over ranks of x, not divided, without waiting for it. Floating point, contiguous."""
+
+    def second_lane(self) -> Group:
+        """A group of the same ranks and the same `stats` whose collectives overlap with this one's.
+
+        Each lane has one order of calls on all ranks, whatever the order between the lanes. Collective at its first
+        call; the same object ever after. A group that cannot overlap returns itself.
+        """
 
 
 class RowCodec(Protocol):
@@ -103,17 +133,81 @@ class Reducer(Protocol):
     def full_(self, x_N: Tensor) -> None:
         """X <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
 
-    def compressed_(self, x_N: Tensor, slot: ErrorFeedback) -> None:
+    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
         """X <- mean_i x_i through the codec, `slot` keeping what was left out.
 
         Raises PeerLost, NonFiniteInput; then x is undefined and the slot is as before the call.
         """
 
-    def fidelity(self, slot: ErrorFeedback) -> Fidelity | None:
+    def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `slot`. Collective."""
 
-    def new_slot(self) -> ErrorFeedback:
+    def new_slot(self) -> ErrorMemory:
         """Error memory for one exchanged vector, empty."""
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """X <- x of rank `src`."""
+
+
+class FullMeans(Protocol):
+    """The mean in full, bucket by bucket: begin(), launch(0) ... launch(K-1), finish()."""
+
+    def begin(self) -> None:
+        """Open a mean. Local."""
+
+    def launch(self, k: int, x_N: Tensor) -> None:
+        """Start the mean of bucket k of x, in place, in order."""
+
+    def finish(self) -> None:
+        """Wait for all. Raises PeerLost, NonFiniteInput; x is undefined then."""
+
+    def abandon(self) -> None:
+        """End a mean that nobody will use; x is undefined. Collective. Raises PeerLost."""
+
+
+@runtime_checkable
+class BucketedReducer(Reducer, Protocol):
+    """A Reducer that can also be driven bucket by bucket: begin, launch_*, finish, decode_ or descend_, commit.
+
+    Slots are its own (comm.kept_sums).
+    """
+
+    @property
+    def buckets(self) -> Buckets:
+        """The cut, in the order of launch."""
+
+    @property
+    def full(self) -> FullMeans:
+        """The mean in full by the same buckets."""
+
+    def begin(self, slot: KeptSums) -> None:
+        """Open an exchange. Local."""
+
+    def has_momentum(self, slot: KeptSums) -> bool:
+        """Is the last committed result one of this slot, untouched since?"""
+
+    def launch_sum(self, k: int, x_N: Tensor) -> None:
+        """Encode bucket k of x and send it; x must not change before commit()."""
+
+    def launch_momentum(self, k: int, g_N: Tensor, beta1: float) -> None:
+        """As launch_sum of m + (1 - beta1) (g - m), m being the last committed result."""
+
+    def finish(self) -> None:
+        """Wait for all buckets. Raises PeerLost, NonFiniteInput; then all is undone and nothing is open."""
+
+    def decode_(self, out_N: Tensor) -> None:
+        """Out <- the result."""
+
+    def descend_(
+        self, p_N: Tensor, divisor_N: Tensor, lr: float, decay: float, start: int = 0, stop: int | None = None
+    ) -> None:
+        """P <- p (1 - decay) - lr result D in [start, stop)."""
+
+    def commit(self) -> None:
+        """The result is the momentum from now on. Local; ends the exchange."""
+
+    def abandon(self) -> None:
+        """Undo what was launched, where anything was. Collective. Raises PeerLost."""
+
+    def momentum_(self, slot: KeptSums, out_N: Tensor) -> None:
+        """Out <- the last committed result of this slot."""

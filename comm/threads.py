@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.group import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
+from thinwire.comm.pending import Blocking
 from thinwire.comm.protocol import Stats
+from thinwire.comm.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 
 T = TypeVar("T")
 
 
-class ThreadGroup:
+class ThreadGroup(Blocking):
     """One rank's end of a group of threads; `ThreadGroup.create(n)` makes all n ends."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shown: list[Tensor]) -> None:
@@ -61,13 +62,13 @@ class ThreadGroup:
 
     def mean_(self, x: Tensor) -> None:
         """X <- mean over ranks, summed in order of rank. Raises: PeerLost."""
-        theirs = self._show(x)
-        total = theirs[0].clone()
-        for other in theirs[1:]:
-            total.add_(other)
-        self._wait()
-        x.copy_(total.div_(self.size))
+        x.copy_(self._sum(x).div_(self.size))
         self.stats.count("mean", all_reduce_bytes(x, self.size))
+
+    def sum_(self, x: Tensor) -> None:
+        """X <- sum over ranks, in order of rank. Raises: PeerLost."""
+        x.copy_(self._sum(x))
+        self.stats.count("sum", all_reduce_bytes(x, self.size))
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """X <- x of rank `src`. Raises: PeerLost."""
@@ -76,6 +77,14 @@ class ThreadGroup:
             x.copy_(theirs[src])
         self._wait()
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        theirs = self._show(x)
+        total = theirs[0].clone()
+        for other in theirs[1:]:
+            total.add_(other)
+        self._wait()
+        return total
 
     def _show(self, tensor: Tensor) -> list[Tensor]:
         self._shown[self.rank] = tensor

@@ -16,12 +16,13 @@ from typing import TypeVar
 from torch import Tensor
 
 from thinwire.comm import run_threads
+from thinwire.comm.pending import Blocking
 from thinwire.comm.protocol import Group
 
 T = TypeVar("T")
 
 
-class Turns:
+class Turns(Blocking):
     """A Group around another one, whose rank computes only while it holds `turn`."""
 
     def __init__(self, group: Group, turn: threading.Lock) -> None:
@@ -45,6 +46,11 @@ class Turns:
         """As the group below."""
         with self._given_away():
             self._group.mean_(x)
+
+    def sum_(self, x: Tensor) -> None:
+        """As the group below."""
+        with self._given_away():
+            self._group.start_sum_(x).wait()
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """As the group below."""

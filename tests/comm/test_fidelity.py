@@ -9,8 +9,8 @@ from tests.comm.test_reduce import LAYOUT, inputs
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, run_threads
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.fidelity import SAMPLED, sampled_elements
-from thinwire.comm.group import all_reduce_bytes
 from thinwire.comm.layout import Partition, VectorLayout
+from thinwire.comm.sent_bytes import all_reduce_bytes
 from thinwire.comm.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.vector_scales import deepspeed_reducer
 
