@@ -74,8 +74,6 @@ class BucketedAllReduce(BucketExchange):
         failure its R is as before to rounding (4 ulp of its largest |c|). out is bit-identical on every rank.
         Raises: PeerLost; NonFiniteInput, alike on every rank. Source: Tang et al. 2021, Alg. 1, l. 7-11.
         """
-        if not isinstance(slot, KeptSums):
-            raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
         self.begin(slot)
         for k in range(len(self.buckets)):
             self.launch_sum(k, x_N)

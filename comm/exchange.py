@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.bucket_wire import BucketWire
+from thinwire.comm.error_feedback import ErrorMemory
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.choose import kernels_for
@@ -79,7 +80,7 @@ class BucketExchange:
         """Error memory for one exchanged vector, empty."""
         return KeptSums(self._wires, self._group, self._like)
 
-    def begin(self, slot: KeptSums) -> None:
+    def begin(self, slot: ErrorMemory) -> None:
         """Open an exchange that keeps in `slot` what it leaves out. Local. Raises: RuntimeError where one is open."""
         if self._slot is not None:
             raise RuntimeError(
@@ -89,12 +90,12 @@ class BucketExchange:
             raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
         self._slot = slot
 
-    def has_momentum(self, slot: KeptSums) -> bool:
+    def has_momentum(self, slot: ErrorMemory) -> bool:
         """Is the last committed result one of `slot`, untouched since, so that launch_momentum may use it as m?
 
         False before the first commit and after slot.restore(): then form z from m and g and use launch_sum.
         """
-        return self._last is not None and self._last[0] is slot and self._last[1] == slot.version
+        return self._last is not None and self._last[0] is slot and self._last[1] == self._last[0].version
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it. Buckets are launched in order, the same on every rank.
@@ -217,7 +218,7 @@ class BucketExchange:
             return
         self._undo(slot)
 
-    def momentum_(self, slot: KeptSums, out_N: Tensor) -> None:
+    def momentum_(self, slot: ErrorMemory, out_N: Tensor) -> None:
         """Out <- the last committed result of this slot. Raises: RuntimeError where has_momentum(slot) is false.
 
         Call it before slot.restore(), which state_dict() does: after that the rows are no longer taken for m.

@@ -136,7 +136,8 @@ class Reducer(Protocol):
     def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
         """X <- mean_i x_i through the codec, `slot` keeping what was left out.
 
-        Raises PeerLost, NonFiniteInput; then x is undefined and the slot is as before the call.
+        Raises PeerLost, NonFiniteInput; then x is undefined and the slot's R is as before the call, to rounding (4 ulp
+        of the largest kept sum).
         """
 
     def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
