@@ -1,0 +1,214 @@
+"""What is built on thinwire's exchange: its optimizers, and the obvious way to do one bit, as a chain of torch ops.
+
+Values and the inputs of the first steps are the same on every rank, so that nothing need be sent to make them so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.wire.loads import Inputs, build
+from benchmarks.wire.methods import Setting, forward_backward
+from benchmarks.wire.watched import watch_group, watch_reducer
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.group import TorchGroup
+from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
+from thinwire.comm.reduce import CompressedAllReduce
+from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.flat import FlatSpace
+
+LR = 1e-4
+BETA1, EPS = 0.9, 1e-8
+
+
+class SeededGroup(TorchGroup):
+    """A process group whose ranks hold the same values from one seed: a broadcast has nothing to send.
+
+    At 100 Mbit/s a broadcast of 25 M values for every method would take longer than the measurement.
+    """
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> None:
+        """X is already everywhere."""
+
+
+class Optimized:
+    """A model under one of thinwire's optimizers."""
+
+    settle_steps = 3
+    """One in full, after which the variance is frozen, and two in one bit."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._model = build(setting.load)
+        self._clock = setting.clock
+        self._group = SeededGroup(setting.process_group)
+        watch_group(setting.clock, self._group)
+        self.overlap: bool | None = False
+        self.optimizer: FlatOptimizer[Any] = self.make(list(self._model.parameters()), self._group)
+        watch_reducer(setting.clock, self.optimizer.reduce)
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """The optimizer."""
+        raise NotImplementedError
+
+    def overlapped(self, kind: type[FlatOptimizer[Any]]) -> dict[str, bool]:
+        """overlap=True where this version of the optimizer has it."""
+        self.overlap = "overlap" in inspect.signature(kind).parameters
+        return {"overlap": True} if self.overlap else {}
+
+    def settle(self, inputs: Inputs) -> None:
+        """Past the freeze."""
+        for _ in range(self.settle_steps):
+            self.step(inputs.next())
+
+    def use(self, variant: str) -> int:
+        """It has no variants."""
+        return 1
+
+    def step(self, arguments: tuple[Any, ...]) -> None:
+        """As in anybody's loop."""
+        forward_backward(self._model, arguments, self._clock)
+        with self._clock.phase("update"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def sent_bytes(self) -> int:
+        """As the group's statistics count them."""
+        return self.optimizer.reduce.stats.sent_bytes
+
+    def parameters(self) -> Sequence[Tensor]:
+        """One flat vector."""
+        return [self.optimizer.space.p_N]
+
+
+class DenseAdam(Optimized):
+    """Adam with the full gradient, on our buffers and exchange."""
+
+    settle_steps = 1
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """As torch.optim.AdamW."""
+        return Adam(params, lr=LR, group=group, **self.overlapped(Adam))
+
+
+class OneBit(Optimized):
+    """1-bit Adam in its compressed phase."""
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """Frozen after one step."""
+        return OneBitAdam(params, lr=LR, warmup=1, group=group, **self.overlapped(OneBitAdam))
+
+
+class OneBitLambFamily(Optimized):
+    """1-bit LAMB in its compressed phase."""
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """Frozen after one step."""
+        return OneBitLamb(params, lr=LR, warmup=1, group=group, **self.overlapped(OneBitLamb))
+
+
+class ZeroOne(Optimized):
+    """0/1 Adam after its freeze: a turn is a whole round, its local steps and the sync."""
+
+    settle_steps = 7
+    """One that updates the variance, and so many more that the counted interval has reached the longest."""
+    optimizer: ZeroOneAdam
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """With a sync at every step, until `use` says otherwise."""
+        return ZeroOneAdam(
+            params,
+            lr=LR,
+            var_freeze_step=1,
+            local_step_scaler=1,
+            local_step_clipper=1,
+            group=group,
+            **self.overlapped(ZeroOneAdam),
+        )
+
+    def use(self, variant: str) -> int:
+        """variant: steps from one sync to the next. A turn ends with a sync, so the next one begins after one."""
+        self.optimizer.local_step_clipper = int(variant)
+        return int(variant)
+
+
+class Chain:
+    """1-bit Adam under a fixed variance as a chain of torch operations: what is obvious, and what DeepSpeed does.
+
+    m_i <- beta1 m + (1 - beta1) g_i;  m <- compressed mean of m_i, by comm/reduce.py;  x <- x - lr m / (sqrt(v) + eps)
+    Kinder than DeepSpeed in one thing: scales are in the rows of the signs, two collectives instead of four.
+    """
+
+    overlap: bool | None = False
+
+    def __init__(self, setting: Setting) -> None:
+        self._model = build(setting.load)
+        self._clock = setting.clock
+        params = list(self._model.parameters())
+        self._space = FlatSpace([{"params": params}])
+        self._m_N = torch.zeros_like(self._space.p_N)
+        self._v_N = torch.full_like(self._space.p_N, 1e-6)
+        self._z_N = torch.zeros_like(self._space.p_N)
+        self._group = TorchGroup(setting.process_group)
+        watch_group(setting.clock, self._group)
+        codec = SignCodec(DEFAULT_BLOCK, "l2")
+        self._parts = []
+        for start, stop, layout in self.cut(self._space):
+            reducer = CompressedAllReduce(self._group, layout, codec, self._space.p_N)
+            watch_reducer(setting.clock, reducer)
+            self._parts.append((slice(start, stop), reducer, reducer.new_slot()))
+
+    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
+        """[start, stop) and layout of each vector that is exchanged by itself."""
+        raise NotImplementedError
+
+    def settle(self, inputs: Inputs) -> None:
+        """Once, for the memory."""
+        self.step(inputs.next())
+
+    def use(self, variant: str) -> int:
+        """It has no variants."""
+        return 1
+
+    def step(self, arguments: tuple[Any, ...]) -> None:
+        """The chain."""
+        forward_backward(self._model, arguments, self._clock)
+        with self._clock.phase("update"), torch.no_grad():
+            space = self._space
+            space.gather_gradients()
+            torch.lerp(self._m_N, space.g_N, 1 - BETA1, out=self._z_N)
+            for span, reducer, slot in self._parts:
+                reducer.compressed_(self._z_N[span], slot)
+            self._m_N.copy_(self._z_N)
+            space.p_N.sub_(self._m_N / (self._v_N.sqrt() + EPS) * LR)
+            space.zero_gradients()
+
+    def sent_bytes(self) -> int:
+        """As the group's statistics count them."""
+        return self._group.stats.sent_bytes
+
+    def parameters(self) -> Sequence[Tensor]:
+        """One flat vector."""
+        return [self._space.p_N]
+
+
+class ChainFlat(Chain):
+    """All parameters in one exchange."""
+
+    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
+        """The whole vector."""
+        return [(0, space.layout.numel, space.layout)]
+
+
+class ChainPerTensor(Chain):
+    """An exchange for each parameter, one after the other."""
+
+    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
+        """Tensor by tensor."""
+        layouts = [(tensor.start, VectorLayout.single(tensor.stop - tensor.start)) for tensor in space.tensors]
+        return [(start, start + layout.numel, layout) for start, layout in layouts]
