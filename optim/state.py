@@ -1,4 +1,7 @@
-"""What an optimizer remembers, each vector with its kind: the kind says what a checkpoint and a resize do to it."""
+"""What an optimizer remembers, each vector with its kind: the kind says what a checkpoint and a resize do to it.
+
+A vector is a field of the state, or a property where it is made when asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from torch import Tensor
 
-from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.error_feedback import ErrorMemory
 
 
 class Kind(StrEnum):
@@ -24,7 +27,7 @@ class Kind(StrEnum):
 
 Replicated = Annotated[Tensor, Kind.REPLICATED]
 Local = Annotated[Tensor, Kind.LOCAL]
-Residual = Annotated[ErrorFeedback, Kind.RESIDUAL]
+Residual = Annotated[ErrorMemory, Kind.RESIDUAL]
 Scratch = Annotated[Tensor, Kind.SCRATCH]
 
 
@@ -33,11 +36,13 @@ def replicated(state: object) -> dict[str, Tensor]:
     return {name: getattr(state, name) for name in _names(state, Kind.REPLICATED)}
 
 
-def slots(state: object) -> dict[str, ErrorFeedback]:
+def slots(state: object) -> dict[str, ErrorMemory]:
     """The error memory of a state, by field name."""
     return {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
 
 
 def _names(state: object, kind: Kind) -> list[str]:
+    made = {name: found.fget for name, found in vars(type(state)).items() if isinstance(found, property)}
     hints: dict[str, Any] = get_type_hints(type(state), include_extras=True)
+    hints |= {name: get_type_hints(get, include_extras=True).get("return") for name, get in made.items() if get}
     return [name for name, hint in hints.items() if kind in getattr(hint, "__metadata__", ())]
