@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.layout import BYTE
+
+CPU_DTYPES = (torch.float32, torch.float64)
+ROW_BYTES = 2 * BYTE
 
 
 class Kernels(Protocol):
@@ -94,8 +99,38 @@ class Kernels(Protocol):
 
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
     """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use."""
+    if device.type == "cpu" and dtype in CPU_DTYPES:
+        return _on_cpu(threads)
     return fused_reference
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile the kernels of the CPU for this dtype, or load them from numba's cache."""
+    """Compile the kernels of the CPU for this dtype, or load them from numba's cache: seconds, or a part of one.
+
+    Without it the first call of each compiles, which peers may take for a rank that is gone. The cache lies beside
+    the modules where that can be written, else in the user's cache folder; NUMBA_CACHE_DIR names another.
+    """
+    if dtype not in CPU_DTYPES:
+        return
+    kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
+    table = BlockTable.from_spans([(0, BYTE)], [], like)
+    c_c, x_c, scale_b, row_scale_b = like.clone(), like.clone(), like[:1].clone(), like[:1].clone()
+    rows_nB = torch.zeros((1, ROW_BYTES), dtype=torch.uint8)
+    in_scale_nb, in_bits_nB, bits_B = rows_nB[:, :BYTE].view(dtype)[:, :1], rows_nB[:, -1:], rows_nB[0, :1].clone()
+    kernels.encode_sum(c_c, scale_b, x_c, table, row_scale_b, bits_B)
+    kernels.undo_sum(c_c, scale_b, x_c, row_scale_b, table)
+    kernels.encode_momentum(c_c, scale_b, x_c, 0.9, row_scale_b, bits_B, table, table, scale_b.clone(), bits_B)
+    kernels.undo_momentum(c_c, scale_b, x_c, 0.9, row_scale_b, bits_B, scale_b.clone(), table)
+    kernels.serve(c_c, scale_b, in_scale_nb, in_bits_nB, table, row_scale_b, bits_B)
+    kernels.undo_serve(c_c, scale_b, in_scale_nb, in_bits_nB, row_scale_b, table)
+    kernels.decode(row_scale_b, bits_B, table, x_c)
+    kernels.descend(c_c, x_c, row_scale_b, bits_B, 0.1, 0.0, table)
+    kernels.all_finite(row_scale_b)
+
+
+@cache
+def _on_cpu(threads: int) -> Kernels:
+    # Not at the top: importing numba takes half a second, which only vectors on a CPU need.
+    from thinwire.comm.kernels.cpu import CpuKernels
+
+    return CpuKernels(threads)

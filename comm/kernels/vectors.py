@@ -1,0 +1,218 @@
+"""Short vectors for numba: what a compiler cannot be trusted to find in a loop over signs and bits.
+
+numba has no vector type, and LLVM's vectoriser gives up on packing, or does not, with every release. So eight or 64
+numbers are one value here, as in LLVM's own language, which has code for it on every processor. Nothing is ever
+reassociated or contracted: an operation on a vector rounds each lane as the same operation on numbers.
+
+Used inside functions that numba compiles only. Nothing checks bounds.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import models
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, register_model
+
+BYTE = 8
+"""Lanes whose signs fill a byte."""
+WORD = 64
+"""Lanes whose signs fill eight bytes."""
+
+
+class Vector(types.Type):
+    """`lanes` numbers of a float type."""
+
+    def __init__(self, dtype: types.Type, lanes: int) -> None:
+        self.dtype = dtype
+        self.lanes = lanes
+        super().__init__(name=f"Vector({dtype}, {lanes})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        lane = manager.lookup(vector.dtype).get_data_type()
+        super().__init__(manager, vector, ir.VectorType(lane, vector.lanes))
+
+
+class _Elementwise(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+            return signature(args[0], *args)
+        return None
+
+
+def _elementwise(function: Any, instruction: str) -> None:
+    infer_global(function)(type(f"_{instruction}", (_Elementwise,), {}))
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return getattr(builder, instruction)(*args)
+
+    lower_builtin(function, Vector, Vector)(lower)
+
+
+_elementwise(operator.add, "fadd")
+_elementwise(operator.sub, "fsub")
+_elementwise(operator.mul, "fmul")
+_elementwise(operator.truediv, "fdiv")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load8(typingctx: Any, array: Any, at: Any) -> Any:
+    """array[at .. at+7]."""
+    return _load(array, at, BYTE)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load64(typingctx: Any, array: Any, at: Any) -> Any:
+    """array[at .. at+63]."""
+    return _load(array, at, WORD)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(typingctx: Any, array: Any, at: Any, vector: Any) -> Any:
+    """array[at ...] <- vector."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer, align = _pointer(context, builder, sig.args[0], args, args[2].type)
+        builder.store(args[2], pointer, align=align)
+        return context.get_dummy_value()
+
+    return types.none(array, at, vector), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def splat8(typingctx: Any, number: Any) -> Any:
+    """The number in each of 8 lanes."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _splat(builder, args[0], BYTE)
+
+    return Vector(number, BYTE)(number), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def zeros64(typingctx: Any, array: Any) -> Any:
+    """64 zeros of the array's dtype."""
+    vector = Vector(array.dtype, WORD)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return ir.Constant(context.get_value_type(vector), [0.0] * WORD)
+
+    return vector(array), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def signed_by_bits(typingctx: Any, byte: Any, size: Any) -> Any:
+    """Size where the byte's bit is 1, -size where it is 0; lane 0 is the byte's highest bit."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lane = ir.IntType(sig.args[1].dtype.bitwidth)
+        bits = _splat(builder, builder.zext(args[0], lane), BYTE)
+        of_lane = ir.Constant(bits.type, [1 << (BYTE - 1 - i) for i in range(BYTE)])
+        positive = builder.icmp_unsigned("!=", builder.and_(bits, of_lane), ir.Constant(bits.type, [0] * BYTE))
+        return builder.select(positive, args[1], builder.fneg(args[1]))
+
+    return size(types.uint8, size), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def signed_as(typingctx: Any, x: Any, size: Any) -> Any:
+    """Size where x >= 0, -0.0 included, else -size."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(_not_negative(builder, args[0]), args[1], builder.fneg(args[1]))
+
+    return size(x, size), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_signs(typingctx: Any, array: Any, at: Any, x: Any) -> Any:
+    """Write the bits (x >= 0) into array: uint8, from byte `at`; lane 0 is the first byte's highest bit."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        packed = ir.IntType(sig.args[2].lanes)
+        bits = builder.bitcast(_not_negative(builder, args[2]), packed)
+        bits = builder.bitreverse(bits)  # lane 0 is now the highest bit of all; its byte must be the first
+        if packed.width > BYTE:
+            bits = builder.bswap(bits)
+        pointer, align = _pointer(context, builder, sig.args[0], args, packed)
+        builder.store(bits, pointer, align=align)
+        return context.get_dummy_value()
+
+    return types.none(array, at, x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def folded(typingctx: Any, vector: Any) -> Any:
+    """The sum of the lanes in halves: 32 + 32, 16 + 16, ... 1 + 1."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes, value = sig.args[0].lanes, args[0]
+        while lanes > 1:
+            lanes //= 2
+            low, high = (
+                builder.shuffle_vector(
+                    value, ir.Constant(value.type, ir.Undefined), _indices(range(first, first + lanes))
+                )
+                for first in (0, lanes)
+            )
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+    return vector.dtype(vector), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typingctx: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of array[at], which may lie outside the array."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        byte = ir.IntType(8)
+        pointer, _ = _pointer(context, builder, sig.args[0], args, byte)
+        number = ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [byte.as_pointer(), number, number, number]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [pointer, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, at), codegen
+
+
+def _load(array: Any, at: Any, lanes: int) -> Any:
+    vector = Vector(array.dtype, lanes)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer, align = _pointer(context, builder, sig.args[0], args, context.get_value_type(vector))
+        return builder.load(pointer, align=align)
+
+    return vector(array, at), codegen
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, args: Any, value_type: Any) -> tuple[Any, int]:
+    """To array[at] as a value of the given type, and the alignment that holds for any such place."""
+    array = context.make_array(array_type)(context, builder, args[0])
+    return builder.bitcast(builder.gep(array.data, [args[1]]), value_type.as_pointer()), array_type.dtype.bitwidth // 8
+
+
+def _splat(builder: Any, number: Any, lanes: int) -> Any:
+    undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, _indices([0] * lanes))
+
+
+def _indices(lanes: Any) -> Any:
+    numbers = list(lanes)
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
+
+
+def _not_negative(builder: Any, x: Any) -> Any:
+    return builder.fcmp_ordered(">=", x, ir.Constant(x.type, [0.0] * x.type.count))
