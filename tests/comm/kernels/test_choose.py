@@ -1,0 +1,56 @@
+"""Which kernels a vector gets, and where what numba compiles is kept."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.choose import kernels_for, warm_up
+from thinwire.comm.kernels.cpu import CpuKernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_on_the_cpu_get_compiled_kernels(dtype):
+    assert isinstance(kernels_for(CPU, dtype), CpuKernels)
+    assert kernels_for(CPU, dtype, 2) is kernels_for(CPU, dtype, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("meta", torch.float32), ("cuda", torch.float32), ("cpu", torch.bfloat16)]
+)
+def test_others_get_plain_torch(device, dtype):
+    assert kernels_for(torch.device(device), dtype) is fused_reference
+
+
+def test_warming_up_leaves_nothing_to_compile():
+    from thinwire.comm.kernels import cpu_loops
+
+    warm_up(torch.float32)
+    warm_up(torch.bfloat16)
+    compiled = [
+        f for f in vars(cpu_loops).values() if hasattr(f, "nopython_signatures") and not f.__name__.startswith("_")
+    ]
+    assert len(compiled) == 9
+    before = [len(f.nopython_signatures) for f in compiled]
+    assert min(before) >= 1
+    warm_up(torch.float32)
+    assert [len(f.nopython_signatures) for f in compiled] == before
+
+
+def test_the_cache_goes_where_it_is_told(tmp_path):
+    code = "import torch; from thinwire.comm.kernels.choose import kernels_for as k; "
+    code += "print(bool(k(torch.device('cpu'), torch.float32).all_finite(torch.ones(3))))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "True"
+    assert list(tmp_path.rglob("cpu_loops.all_finite*.nbi"))

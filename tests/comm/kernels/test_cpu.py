@@ -1,0 +1,95 @@
+"""numba's kernels equal the plain torch ones bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.comm.kernels.cases import KERNELS, POISON, Case, assert_same, run
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.cpu import CpuKernels
+
+BLOCKS = [8, 16, 64, 56, 72, 4096, 1000, 128, 2048, 8]
+
+
+@st.composite
+def cases(draw):
+    sizes = draw(
+        st.lists(st.sampled_from([8, 16, 24, 56, 64, 72, 120, 128, 136, 1000, 4088, 4096]), min_size=1, max_size=6)
+    )
+    return Case(
+        sizes,
+        sorted(draw(st.sets(st.integers(0, sum(sizes) - 1), max_size=12))),
+        num_rows=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64])),
+        seed=draw(st.integers(0, 2**32)),
+        poison=draw(st.dictionaries(st.integers(0, len(sizes) - 1), st.sampled_from(sorted(POISON)), max_size=2)),
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_equal_to_the_reference_bit_for_bit(name, case):
+    assert_same(run(CpuKernels(), name, case), run(fused_reference, name, case))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_any_number_of_threads_gives_the_same(name, threads):
+    case = Case(BLOCKS * 20, [5, 77, 30_000], num_rows=3, poison={4: "nan", 150: "huge"})
+    assert_same(run(CpuKernels(threads), name, case), run(CpuKernels(), name, case))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_empty_chunk_is_left_alone(name):
+    case = Case([], [], num_rows=2)
+    assert_same(run(CpuKernels(), name, case), case)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_all_finite_finds_one_bad_scale(bad):
+    scale_b = torch.rand(1000)
+    for kernels in (CpuKernels(), fused_reference):
+        assert kernels.all_finite(scale_b)
+        assert kernels.all_finite(scale_b[:0])
+    scale_b[771] = bad
+    for kernels in (CpuKernels(), fused_reference):
+        assert not kernels.all_finite(scale_b)
+
+
+def test_what_is_not_contiguous_is_refused():
+    case = Case([64], [], num_rows=1)
+    twice = torch.zeros(128)[::2]
+    (out_scale,), (out_bits,) = case.row("row")
+    with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous"):
+        CpuKernels().encode_sum(twice, case.scale(), case.slice("x"), case.table, out_scale, out_bits)
+    in_scale, _ = case.row("rows")
+    in_bits = torch.zeros((1, 16), dtype=torch.uint8)[:, ::2]
+    with pytest.raises(ValueError, match=r"rows with strides \(16, 2\)"):
+        CpuKernels().serve(case.slice("c"), case.scale(), in_scale, in_bits, case.table, out_scale, out_bits)
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(ValueError, match="threads = 0"):
+        CpuKernels(0)
+
+
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+def test_a_momentum_cut_otherwise_is_refused(kernels):
+    case, other = Case([64], [], num_rows=1), Case([32, 32], [], num_rows=1)
+    (out_scale,), (out_bits,) = case.row("row")
+    (m_scale,), (m_bits,) = case.row("m")
+    with pytest.raises(ValueError, match="m_table has 2 blocks"):
+        kernels.encode_momentum(
+            case.slice("c"),
+            case.scale(),
+            case.slice("x"),
+            0.9,
+            m_scale,
+            m_bits,
+            other.table,
+            case.table,
+            out_scale,
+            out_bits,
+        )

@@ -1,0 +1,159 @@
+"""The plain torch kernels do what they say: each against its definition, a value at a time, and their laws."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tests.comm.kernels.cases import BETA1, DECAY, LR, Case, run
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.layout import VectorLayout
+
+SIZES = [8, 64, 72, 1000, 4096, 200]
+DEAD = [3, 7, 70, 71, 1140, 5000]
+FLOATS = [torch.float32, torch.float64]
+
+
+def case_of(dtype, **more):
+    return Case(SIZES, DEAD, num_rows=3, dtype=dtype, seed=5, **more)
+
+
+def signs(bits_B):
+    return np.where(np.unpackbits(bits_B.numpy()) == 1, 1, -1)
+
+
+def blocks_of(case):
+    return list(pairwise(case.table.starts.tolist()))
+
+
+def spread(scale_b, case):
+    """One scale an element."""
+    return np.repeat(scale_b.numpy(), case.sizes)
+
+
+def given_to(name, case):
+    """What the kernel adds to the error, by its definition."""
+    number = case.slice("c").numpy().dtype.type
+    x = case.slice("x").numpy()
+    if name == "encode_sum":
+        return x
+    if name == "encode_momentum":
+        (scale_b,), (bits_B,) = case.row("m")
+        m = spread(scale_b, case) * signs(bits_B).astype(x.dtype)
+        return m + number(1 - BETA1) * (x - m)
+    total = np.zeros_like(x)
+    for scale_b, bits_B in zip(*case.row("rows"), strict=True):
+        total = total + spread(scale_b, case) * signs(bits_B).astype(x.dtype)
+    return total / number(case.num_rows)
+
+
+def lane_sum(x):
+    """Lane l adds x[64 k + l]^2 over k; lanes are folded in halves."""
+    lanes = [x.dtype.type(0)] * 64
+    for i, value in enumerate(x):
+        lanes[i % 64] += value * value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [low + high for low, high in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["encode_sum", "encode_momentum", "serve"])
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_encoding_is_its_definition_and_spares_blocks_that_are_not_finite(name, dtype):
+    case = case_of(dtype, poison={1: "inf", 3: "huge", 5: "nan"} if name != "serve" else {})
+    after = run(fused_reference, name, case)
+    (out_scale,), (out_bits,) = after.row("row")
+    c, s = case.slice("c").numpy(), spread(case.scale(), case)
+    new = (c - np.where(c >= 0, s, -s)) + given_to(name, case)
+    new[DEAD] = 0
+    assert np.array_equal(out_bits.numpy(), np.packbits(new >= 0))
+    for i, (start, stop) in enumerate(blocks_of(case)):
+        total = lane_sum(new[start:stop])
+        if i in case.poison:
+            assert np.isnan(float(out_scale[i]))
+            assert torch.equal(after.slice("c")[start:stop], case.slice("c")[start:stop])
+            assert after.scale()[i] == case.scale()[i]
+        else:
+            live = stop - start - len([d for d in DEAD if start <= d < stop])
+            expected = np.sqrt(total / new.dtype.type(live))
+            assert out_scale[i].numpy() == expected
+            assert after.scale()[i].numpy() == expected
+            assert np.array_equal(after.slice("c").numpy()[start:stop], new[start:stop])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_decode_and_descend_are_their_definitions(dtype):
+    case = case_of(dtype)
+    (scale_b,), (bits_B,) = case.row("m")
+    number = case.slice("c").numpy().dtype.type
+    m = spread(scale_b, case) * signs(bits_B).astype(number)
+    decoded = run(fused_reference, "decode", case).slice("out").numpy()
+    live = np.setdiff1d(np.arange(case.numel), DEAD)
+    assert np.array_equal(decoded[live], m[live])
+    assert not decoded[DEAD].any()
+    p, step = case.slice("p").numpy(), number(LR) * (m * case.slice("divisor").numpy())
+    assert np.array_equal(run(fused_reference, "descend without decay", case).slice("p").numpy(), p - step)
+    decayed = p * number(1 - DECAY) - step
+    assert np.array_equal(run(fused_reference, "descend", case).slice("p").numpy(), decayed)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["sum", "momentum", "serve"])
+def test_undoing_an_encoding_gives_the_error_back(name, dtype):
+    """To rounding: c' = fl(e + z) and fl(c' - z) are each wrong by half an ulp of the larger, so 2 ulp together."""
+    case = case_of(dtype, poison={1: "huge"} if name != "serve" else {})
+    encode = name if name == "serve" else f"encode_{name}"
+    after = run(fused_reference, encode, case)
+    written_b = after.row("row")[0][0].clone()
+    back = after.clone()
+    c, s, x, t = back.slice("c"), back.scale(), back.slice("x"), case.table
+    (m_scale,), (m_bits,) = case.row("m")
+    if name == "sum":
+        fused_reference.undo_sum(c, s, x, written_b, t)
+    elif name == "momentum":
+        fused_reference.undo_momentum(c, s, x, BETA1, m_scale, m_bits, written_b, t)
+    else:
+        fused_reference.undo_serve(c, s, *case.row("rows"), written_b, t)
+    before, sent = case.slice("c"), torch.from_numpy(spread(case.scale(), case))
+    error = before - torch.where(before >= 0, sent, -sent)
+    error[DEAD] = 0
+    now = torch.from_numpy(spread(s, case))
+    left = c - torch.where(c >= 0, now, -now)
+    left[DEAD] = 0
+    for i, (start, stop) in enumerate(blocks_of(case)):
+        if i in case.poison:
+            assert torch.equal(c[start:stop], before[start:stop])
+            assert s[i] == case.scale()[i]
+        else:
+            assert s[i] == 0
+            z = torch.from_numpy(given_to(encode, case))[start:stop]
+            largest = torch.maximum(after.slice("c")[start:stop].abs(), z.abs())
+            ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest
+            assert bool(((left - error)[start:stop].abs() <= 2 * ulp).all())
+    assert not c[DEAD].any()
+
+
+def test_the_square_root_is_the_one_of_ieee_754():
+    """torch's own is not, on CPUs. A root in float64, rounded to float32, is."""
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 10
+    assert torch.equal(
+        fused_reference._root(x), torch.from_numpy(np.sqrt(x.numpy().astype(np.float64)).astype(np.float32))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_floats_are_encoded_too(dtype):
+    layout = VectorLayout.single(1000)
+    x = torch.randn(layout.numel, dtype=dtype)
+    x[1000:] = 0
+    table = BlockTable.of(layout, 0, layout.numel, 256, x)
+    c, scale, sent, out = torch.zeros_like(x), x[:4].clone().zero_(), x[:4].clone(), torch.zeros_like(x)
+    bits = torch.zeros(layout.numel // 8, dtype=torch.uint8)
+    fused_reference.encode_sum(c, scale, x, table, sent, bits)
+    assert torch.equal(c, x)
+    fused_reference.decode(scale, bits, table, out)
+    assert torch.equal(out >= 0, x >= 0)
