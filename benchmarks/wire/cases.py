@@ -30,8 +30,8 @@ class Load:
     computes: bool
 
 
-GPT_10M = GptRecipe(layers=6, width=384, heads=6, context=32)
-GPT_25M = GptRecipe(layers=8, width=512, heads=8, context=32)
+GPT_10M = GptRecipe(layers=6, width=384, heads=6, context=16)
+GPT_25M = GptRecipe(layers=8, width=512, heads=8, context=16)
 LOADS = {
     load.name: load
     for load in (

@@ -174,13 +174,17 @@ def run(orders: Orders) -> None:
     for method in methods:
         overlap = rank.families[method.family].overlap
         if rank.rank == 0:
-            rank.say("made", method=method.name, overlap=overlap, steps=rank.families[method.family].use(method.variant))
+            rank.say(
+                "made", method=method.name, overlap=overlap, steps=rank.families[method.family].use(method.variant)
+            )
     gc.collect()
     gc.disable()  # a collection of one rank in the middle of a turn would hold up all
     began = time.monotonic()
     methods = [method for method in methods if rank.turn(method, 0, counted=False)]
     warm_s = time.monotonic() - began
-    if rank.go_on(warm_s < orders.budget_s / 8):  # where rounds are cheap: DDP has its buckets only from the second step
+    if rank.go_on(
+        warm_s < orders.budget_s / 8
+    ):  # where rounds are cheap: DDP has its buckets only from the second step
         methods = [method for method in methods if rank.turn(method, -1, counted=False)]
     began = time.monotonic()
     done = 0

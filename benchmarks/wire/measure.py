@@ -6,6 +6,8 @@ sitting begins again without it.
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import sys
 import tempfile
@@ -17,9 +19,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import json
-import os
 
 from benchmarks.convergence.provenance import provenance
 from benchmarks.wire import child, machine
@@ -203,8 +202,8 @@ def _run(case: Case, net: Net, methods: Sequence[Method], tell: Tell) -> tuple[H
             answers=None if answers is None else str(answers),
         )
         argv = [sys.executable, "-m", "benchmarks.wire.child", child.argument(orders)]
-        # Rounds to warm up and to time, each at most as long as if every method were the slowest; and the set-up.
-        limit_s = 180 + case.budget_s + (len(methods) * (case.fewest_rounds + 4)) * (2 + 2 * full_s)
+        # Start and set-up; then so many rounds at half the speed expected. A round sends five full gradients at most.
+        limit_s = 240 + case.budget_s + 1.5 * (case.fewest_rounds + 5) * (5 * full_s + 2 * len(methods))
         codes = net.run(argv, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, limit_s, listener)
     ending = f"the ranks ended with {', '.join(_code(code) for code in codes)}"
     if any(code is None for code in codes):
@@ -235,7 +234,9 @@ def _put_together(heard: Heard, hosts: int) -> dict[str, Measured]:
                     step_s=told[totals.index(max(totals))]["seconds"],
                     phases={phase: sum(one["phases"][phase] for one in told) / hosts for phase in PHASES},
                     sent_bytes=[one["sent_bytes"] for one in told],
-                    frame_bytes=[after - before for before, after in zip(frames["before"], frames["after"], strict=True)]
+                    frame_bytes=[
+                        after - before for before, after in zip(frames["before"], frames["after"], strict=True)
+                    ]
                     if len(frames) == 2
                     else None,
                 )

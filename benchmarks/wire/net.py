@@ -10,9 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.wire.cases import ROOT, Network
+
+if TYPE_CHECKING:
+    from thinwire.comm.lab import Lab
+
+GRACE_S = 10.0
+"""How long the other ranks may go on when one has failed."""
 
 OnLine = Callable[[int, str], None]
 """Called with the rank and each line that it prints; by one thread or by several."""
@@ -25,7 +32,9 @@ class NetError(Exception):
 class Net(Protocol):
     """Hosts on which a command is run, one rank each."""
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str], time_limit_s: float, on_line: OnLine) -> list[int | None]:
+    def run(
+        self, argv: Sequence[str], env: Mapping[str, str], time_limit_s: float, on_line: OnLine
+    ) -> list[int | None]:
         """Run it on all hosts. Returns the exit codes by rank, None for one that was ended at the time limit."""
 
     def counters(self) -> list[int] | None:
@@ -41,7 +50,9 @@ class Loopback:
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str], time_limit_s: float, on_line: OnLine) -> list[int | None]:
+    def run(
+        self, argv: Sequence[str], env: Mapping[str, str], time_limit_s: float, on_line: OnLine
+    ) -> list[int | None]:
         """Ranks are ended ten seconds after the first that fails."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -85,6 +96,39 @@ class Loopback:
         return {"kind": "loopback", "hosts": self._hosts}
 
 
+class InLab:
+    """One rank on each host of a lab."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def run(
+        self, argv: Sequence[str], env: Mapping[str, str], time_limit_s: float, on_line: OnLine
+    ) -> list[int | None]:
+        """Ranks are ended ten seconds after the first that fails."""
+        result = self._lab.run(
+            list(argv),
+            env=env,
+            time_limit_s=time_limit_s,
+            on_line=lambda line: on_line(line.rank, line.text),
+            grace_s=GRACE_S,
+        )
+        return [None] * self._lab.spec.world_size if result.timed_out else list(result.returncodes)
+
+    def counters(self) -> list[int] | None:
+        """As each host's token bucket counts what leaves it."""
+        return [host.sent_bytes for host in self._lab.counters()]
+
+    def described(self) -> dict[str, Any]:
+        """What was asked for, and how each link is shaped."""
+        return {
+            "kind": "lab",
+            **asdict(self._lab.spec),
+            "delay_made_by": self._lab.delay_made_by,
+            "shaping": asdict(self._lab.shaping),
+        }
+
+
 def _read(child: subprocess.Popen[str], rank: int, on_line: OnLine) -> None:
     assert child.stdout is not None
     for line in child.stdout:
@@ -95,7 +139,7 @@ def _wait(children: Sequence[subprocess.Popen[str]], time_limit_s: float) -> lis
     until = time.monotonic() + time_limit_s
     while any(child.poll() is None for child in children) and time.monotonic() < until:
         if any(child.poll() not in (None, 0) for child in children):
-            until = min(until, time.monotonic() + 10)
+            until = min(until, time.monotonic() + GRACE_S)
         time.sleep(0.05)
     return [child.poll() for child in children]
 
@@ -106,4 +150,10 @@ def open_net(network: Network) -> Iterator[Net]:
     if network.rate_mbit is None:
         yield Loopback(network.hosts)
         return
-    raise NetError("the lab is not there yet")
+    from thinwire.comm.lab import Lab, LabError, LabSpec
+
+    try:
+        with Lab(LabSpec(hosts=network.hosts, rate_mbit=float(network.rate_mbit))) as lab:
+            yield InLab(lab)
+    except LabError as error:
+        raise NetError(str(error)) from error

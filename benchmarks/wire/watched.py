@@ -1,7 +1,8 @@
 """Counts the parts of an exchange by phase, from outside: methods of a group and of a reducer are wrapped.
 
-A group's collectives, and waiting for one that was started, are `wire`; the rest of an exchange is `compress`; what
-writes parameters is `update`. What runs on another thread while the step goes on is in no phase: it is hidden.
+A group's collectives, and waiting for one that was started or for the thread that serves a chunk, are `wire`; the rest
+of an exchange is `compress`; what writes parameters is `update`. What runs on another thread while the step goes on is
+in no phase: it is hidden.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from benchmarks.wire.phases import COMPRESS, UPDATE, WIRE, PhaseClock
 
 BLOCKING = ("all_to_all", "all_gather", "mean_", "broadcast_")
 STARTING = ("start_all_to_all", "start_all_gather", "start_sum_")
-EXCHANGING = ("full_", "compressed_", "begin", "launch", "finish", "commit", "abandon")
+EXCHANGING = (
+    "full_",
+    "compressed_",
+    "begin",
+    "launch",
+    "launch_sum",
+    "launch_momentum",
+    "finish",
+    "commit",
+    "abandon",
+)
 UPDATING = ("decode_", "descend_")
 
 
@@ -20,6 +31,9 @@ def watch_reducer(clock: PhaseClock, reducer: Any) -> None:
     """Wrap what an optimizer calls of a reducer."""
     clock.watch(reducer, EXCHANGING, COMPRESS)
     clock.watch(reducer, UPDATING, UPDATE)
+    pipeline = getattr(reducer, "_pipeline", None)
+    if pipeline is not None:  # the thread that serves: waiting for it is waiting for peers, mostly
+        clock.watch(pipeline, ("drain",), WIRE)
 
 
 def watch_group(clock: PhaseClock, group: Any) -> None:
