@@ -6,8 +6,9 @@ An entry point names a `typer.Typer`; its name becomes the command's name:
     lab = "thinwire.comm.lab.cli:app"
 
 A Typer with one command and no callback becomes a plain command (`thinwire drill --kill 3`), any other a group
-(`thinwire lab up`). Import what is heavy inside the commands, not at the top of the module: `thinwire --help` imports
-every module named here. A module that another one is missing for shows as a command that says what to install.
+(`thinwire lab up`). `thinwire --help` imports every module named here except our own, whose help is OWN_HELP: they
+need torch. Import what is heavy inside the commands, not at the top of the module. A module that another one is missing
+for shows as a command that says what to install.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from importlib.metadata import EntryPoint, entry_points
 import typer
 
 GROUP = "thinwire.commands"
+OWN_HELP = {
+    "thinwire.comm.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
+    "thinwire.workers.bench_cli:app": "Measure kernels, the exchange and whole training steps in a lab.",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,8 @@ def join_commands(
     for point in found:
         if point.name in own:
             logger.warning("command_ignored name=%s entry_point=%s reason=own_command", point.name, point.value)
+        elif called is None and point.value in OWN_HELP:
+            app.command(point.name, help=OWN_HELP[point.value])(lambda: None)  # for the list only: nothing is called
         elif called is None or called == point.name:
             _join(app, point)
 

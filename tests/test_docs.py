@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.service.cli import app
+from thinwire.service.commands import installed_commands
 from thinwire.service.config import Settings
 from thinwire.service.metrics import ServiceMetrics
 from thinwire.workers.metric_names import METRICS
@@ -73,6 +74,7 @@ def test_every_test_that_is_named_exists(document):
 def test_every_command_target_and_variable_that_is_named_exists(document):
     text = document.read_text()
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands |= {point.name for point in installed_commands()}
     for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+)", text, flags=re.MULTILINE):
         assert command in commands, f"{document.name}: thinwire {command}"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -163,6 +163,8 @@ class _Init:
                 os.execvpe(request["argv"][0], request["argv"], request["env"])
             except OSError as error:
                 _say(status, f"error {what}: {error.strerror or error}")
+            except Exception as error:  # noqa: BLE001 - the process ends here, and no one else would hear of it
+                _say(status, f"error {what}: {error}")
             finally:
                 os._exit(CANNOT_EXECUTE)
         _say(status, f"pid {pid}")

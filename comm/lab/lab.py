@@ -67,6 +67,18 @@ class Lab:
             self._holder.close()
             self._holder = None
 
+    def detach(self) -> None:
+        """Let the hosts outlive this block and this process, until `thinwire lab down` or the end of the keeper.
+
+        No more can be run in them from here; nsenter enters them (host_pids).
+        """
+        self.holder.detach()
+        self._holder = None
+
+    def wait(self) -> None:
+        """Wait until the lab has ended by itself, or by someone else's hand."""
+        self.holder.wait()
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """IPv4 address of each host. The lab's own: the machine does not know them, nor another lab."""
@@ -174,7 +186,8 @@ def require_machine() -> None:
     if os.geteuid() != 0:
         raise LabError(
             f"a lab needs root, to make network namespaces; this is user {os.geteuid()}. Use sudo, for example: sudo "
-            f"{sys.executable} -m thinwire.service.cli lab check"
+            f"{sys.executable} -m thinwire.service.cli lab check. Without root, where users may have namespaces: "
+            "`unshare --user --map-root-user`, and a lab with a delay of 0"
         )
     for name in ("setns", "unshare"):
         if not hasattr(ctypes.CDLL(None), name):

@@ -189,7 +189,14 @@ def _delay_by_timer(holder: Holder, spec: LabSpec) -> None:
     script = (
         f"echo {round(spec.delay_ms * 1e6)} > {folder}/gro_flush_timeout\necho 100 > {folder}/napi_defer_hard_irqs\n"
     )
-    holder.outputs(in_hosts, ["sh", "-e"], [script] * spec.hosts)
+    try:
+        holder.outputs(in_hosts, ["sh", "-e"], [script] * spec.hosts)
+    except LabError as error:
+        raise LabError(
+            f"delay = {spec.delay_ms:g} ms cannot be had: this kernel has no netem (sch_netem), and the timer "
+            f"that would make the delay was refused ({error}). It is for the machine's root only, not for the root "
+            "of a user namespace. A lab with a delay of 0 works."
+        ) from error
 
 
 def _gso(spec: LabSpec, shaping: Shaping) -> str:

@@ -195,6 +195,10 @@ class Holder:
         self._receive()
         self._control.close()
 
+    def wait(self) -> None:
+        """Wait for the end of the lab."""
+        self._keeper.wait()
+
     def close(self) -> None:
         """End every process of the lab, and with them the namespaces. May be called twice."""
         self._control.close()
