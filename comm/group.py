@@ -6,7 +6,7 @@ Bytes are counted here, where a collective is started.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.pending import Blocking
 from thinwire.comm.protocol import Stats
+from thinwire.comm.roll import LOOK_S, Roll
 from thinwire.comm.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 
 # torch 2.13 renames it and warns at the old name.
@@ -32,20 +33,24 @@ _second_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.Pro
     weakref.WeakKeyDictionary()
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+_LOOK = timedelta(seconds=LOOK_S)
 
 
 class TorchGroup:
     """A torch.distributed process group (None: the default one) as a Group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, stats: Stats | None = None) -> None:
-        """stats: where to count; None is a count of its own."""
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, answer_s: float = 1.0) -> None:
+        """answer_s: how long, after a failure, peers may take to say that they live (comm.roll)."""
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group first, or use SoloGroup()")
         # Weak: a group that outlives its destruction keeps gloo's threads, and the process may abort at its end.
         self._given = None if process_group is None else weakref.ref(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
-        self.stats = Stats() if stats is None else stats
+        self.stats = Stats()
+        self._roll = _roll_of(self._process_group(), self.rank, self.size)
+        self._answer_s = answer_s
         self._second: TorchGroup | None = None
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
@@ -58,41 +63,35 @@ class TorchGroup:
 
     def mean_(self, x: Tensor) -> None:
         """X <- mean over ranks of x. Raises: PeerLost."""
-        with self._peers("mean"):
-            dist.all_reduce(x, dist.ReduceOp.SUM, group=self._process_group())
-        x.div_(self.size)
         self.stats.count("mean", all_reduce_bytes(x, self.size))
+        self._start("mean", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True)).wait()
+        x.div_(self.size)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """X <- x of rank `src` of this group. Raises: PeerLost."""
-        with self._peers("broadcast"):
-            dist.broadcast(x, group=self._process_group(), group_src=src)
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src))
+        self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> TorchPending:
         """all_to_all in the background. Raises: PeerLost."""
         _check_rows(out_nB, in_nB, self.size)
         self.stats.count("all_to_all", all_to_all_bytes(in_nB, self.size))
-        with self._peers("all_to_all"):
-            return TorchPending(
-                self, "all_to_all", dist.all_to_all_single(out_nB, in_nB, group=self._process_group(), async_op=True)
-            )
+        return self._start(
+            "all_to_all", in_nB, lambda pg: dist.all_to_all_single(out_nB, in_nB, group=pg, async_op=True)
+        )
 
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> TorchPending:
         """all_gather in the background. Raises: PeerLost."""
         _check_rows(out_nB, in_B.view(1, -1).expand(self.size, -1), self.size)
         self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
-        with self._peers("all_gather"):
-            work = _all_gather(out_nB.view(-1), in_B.view(-1), group=self._process_group(), async_op=True)
-            return TorchPending(self, "all_gather", work)
+        return self._start(
+            "all_gather", in_B, lambda pg: _all_gather(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
+        )
 
     def start_sum_(self, x: Tensor) -> TorchPending:
         """X <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""
         self.stats.count("sum", all_reduce_bytes(x, self.size))
-        with self._peers("sum"):
-            return TorchPending(
-                self, "sum", dist.all_reduce(x, dist.ReduceOp.SUM, group=self._process_group(), async_op=True)
-            )
+        return self._start("sum", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True))
 
     def second_lane(self) -> TorchGroup:
         """Another process group of the same ranks, with the same backend, time-out and `stats`.
@@ -103,8 +102,26 @@ class TorchGroup:
         if self._second is None:
             with self._peers("second_lane"):
                 lane = _second_process_group(self._process_group())
-            self._second = TorchGroup(lane, self.stats)
+            self._second = TorchGroup(lane, answer_s=self._answer_s)
+            self._second.stats, self._second._roll = self.stats, self._roll
         return self._second
+
+    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+        """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
+
+        For all TorchGroups and lanes of this process group. Not collective. The process group itself stays, to be
+        destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
+        """
+        self._roll.leave(reason)
+        if dist.get_backend(self._process_group()) == dist.Backend.NCCL:
+            self._process_group().abort()
+
+    def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
+        process_group = self._process_group()
+        if self._roll.left is not None:
+            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._roll.left}", self.rank)
+        with self._peers(collective):
+            return TorchPending(self, collective, start(process_group), x.device)
 
     def _process_group(self) -> dist.ProcessGroup:
         process_group = dist.group.WORLD if self._given is None else self._given()
@@ -118,19 +135,16 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self.rank} of {self.size} lost a peer in {collective}: {error}. Restart the group from its "
-                "checkpoint; the logs of the rank that stopped first say why"
-            ) from error
+            raise self._roll.find_lost(self._answer_s).error(self.rank, self.size, collective, error) from error
 
 
 class TorchPending:
     """A collective of torch.distributed that was started. On a GPU `wait` holds up the current stream, not the host."""
 
-    __slots__ = ("_collective", "_group", "_work")
+    __slots__ = ("_collective", "_device", "_group", "_work")
 
-    def __init__(self, group: TorchGroup, collective: str, work: dist.Work) -> None:
-        self._group, self._collective = group, collective
+    def __init__(self, group: TorchGroup, collective: str, work: dist.Work, device: torch.device) -> None:
+        self._group, self._collective, self._device = group, collective, device
         self._work: dist.Work | None = work
 
     def wait(self) -> None:
@@ -138,8 +152,33 @@ class TorchPending:
         if self._work is None:
             return
         with self._group._peers(self._collective):
-            self._work.wait()
+            # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
+            if self._device.type != "cpu":
+                self._work.wait()
+            elif not _done_within_a_look(self._work):
+                self._wait_and_watch(self._work)
         self._work = None  # it holds connections, which would outlive the process group
+
+    def _wait_and_watch(self, work: dist.Work) -> None:
+        watch = self._group._roll.watch()
+        try:
+            while not _done_within_a_look(work):
+                if watch.seen:
+                    raise RuntimeError("a peer has failed, so what this rank waits for will not come")
+        finally:
+            watch.stop()
+
+
+def _done_within_a_look(work: dist.Work) -> bool:
+    """Wait up to LOOK_S. Raises what the collective raised."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:
+        if work.is_completed():
+            work.wait()  # the collective's own error, which this one may not be
+            return True
+        return False
+    return True
 
 
 class SoloGroup(Blocking):
@@ -190,3 +229,9 @@ def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
         lane = dist.new_group(ranks, timeout, dist.get_backend(first), use_local_synchronization=True, **order)
         _second_lanes[first] = weakref.ref(lane)
     return lane
+
+
+def _roll_of(process_group: dist.ProcessGroup, rank: int, size: int) -> Roll:
+    if process_group not in _rolls:
+        _rolls[process_group] = Roll(dist.distributed_c10d._get_process_group_store(process_group), rank, size)
+    return _rolls[process_group]

@@ -19,19 +19,31 @@ if TYPE_CHECKING:
     from thinwire.comm.kept_sums import KeptSums
 
 
+Call = tuple[str, int, int]
+"""A collective as the ledger reads it: kind, bytes (sent by this rank; with a source: given by it), source or -1."""
+
+
 @dataclass(slots=True)
 class Stats:
-    """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind."""
+    """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind.
+
+    calls: how often each collective of each size; from them comm/ledger.py works out who sent what to whom.
+    """
 
     sent_bytes: int = 0
     collectives: int = 0
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
+    calls: Counter[Call] = field(default_factory=Counter)
 
-    def count(self, kind: str, num_bytes: int) -> None:
-        """Add one collective that made this rank send `num_bytes` to its peers."""
+    def count(self, kind: str, num_bytes: int, src: int = -1, src_bytes: int = 0) -> None:
+        """Add one collective that made this rank send `num_bytes` to its peers.
+
+        src, src_bytes: where one rank alone gives, that rank and what it gives: the others cannot tell from num_bytes.
+        """
         self.sent_bytes += num_bytes
         self.collectives += 1
         self.bytes_by_kind[kind] += num_bytes
+        self.calls[kind, src_bytes if src >= 0 else num_bytes, src] += 1
 
 
 class Pending(Protocol):

@@ -76,7 +76,7 @@ class ThreadGroup(Blocking):
         if self.rank != src:
             x.copy_(theirs[src])
         self._wait()
-        self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src))
+        self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
 
     def _sum(self, x: Tensor) -> Tensor:
         theirs = self._show(x)

@@ -1,0 +1,171 @@
+"""How long does an exchange take on this network, and in buckets of what size should it go?
+
+Two numbers describe the network between boxes, latency alpha and bandwidth B of one box's link; a third, given, is how
+fast the CPU encodes and decodes. A collective that takes r rounds and moves b bytes over the busiest link costs
+
+    t = r alpha + b / B
+
+Legend: N elements, P ranks in k boxes of g, P = g k; X bytes of a vector on the wire. Bytes over the link of a box:
+
+    all_reduce (ring)       2 (P-1)/P X        2 (P-1) rounds     the ring enters and leaves each box once
+    all_gather (ring)         (P-1)/P X           P-1  rounds
+    all_to_all (pairwise)   g (P-g)/P X             1  round      every rank of a box sends to every rank outside
+    one bit, flat           all_to_all and all_gather of X = N/8 and its scales
+    one bit, node first     the same between k boxes, one rank each, after and before a dense exchange inside each box
+
+Source: Tang et al. 2021, fig. 3 (the two phases) and sec. 3.1 (what is measured in table 1); the alpha-beta model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, log2
+
+from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, round_up
+
+LEAST_BUCKET = 1 << 16
+"""Elements: below it, what Python does for a bucket takes longer than the kernels."""
+MOST_BUCKETS = 64
+
+
+class Exchange(StrEnum):
+    """A way to average a vector over all ranks."""
+
+    DENSE_FP32 = "dense fp32 ring"
+    DENSE_16 = "dense 16-bit ring"
+    FLAT_ONE_BIT = "flat one-bit"
+    NODE_FIRST_ONE_BIT = "node-first one-bit"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """P ranks in equal boxes. bytes_per_s: payload, one direction of one box's link; infinite for one rank.
+
+    latency_s: of one round of a collective. inside_bytes_per_s: among the ranks of a box, None where it is not known:
+    then what happens inside a box costs nothing here.
+    """
+
+    ranks: int
+    latency_s: float
+    bytes_per_s: float
+    ranks_per_box: int = 1
+    inside_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.ranks_per_box < 1 or self.ranks % self.ranks_per_box:
+            raise ValueError(f"{self.ranks} ranks in boxes of {self.ranks_per_box}: boxes must be full")
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise ValueError(f"latency_s = {self.latency_s}, bytes_per_s = {self.bytes_per_s}: need >= 0 and > 0")
+
+    @property
+    def boxes(self) -> int:
+        """Boxes, k."""
+        return self.ranks // self.ranks_per_box
+
+    def seconds(self, cost: Cost) -> float:
+        """What so many rounds and bytes take."""
+        return cost.rounds * self.latency_s + cost.num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Rounds of messages that wait for one another, and bytes over the link of one box, one direction."""
+
+    rounds: int
+    num_bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.rounds + other.rounds, self.num_bytes + other.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of one exchange. seconds: all of it, with the wire and the CPU at work together in `buckets` buckets."""
+
+    wire_s: float
+    cpu_s: float
+    inside_s: float
+    buckets: int
+    seconds: float
+
+
+def all_reduce(ranks: int, vector_bytes: float) -> Cost:
+    """Ring."""
+    return Cost(2 * (ranks - 1), 2 * (ranks - 1) / ranks * vector_bytes)
+
+
+def all_gather(ranks: int, vector_bytes: float) -> Cost:
+    """Ring; vector_bytes: of what every rank has at the end."""
+    return Cost(ranks - 1, (ranks - 1) / ranks * vector_bytes)
+
+
+def all_to_all(ranks: int, vector_bytes: float, ranks_per_box: int = 1) -> Cost:
+    """Pairwise; vector_bytes: of all rows of one rank, its own included."""
+    outside = ranks - ranks_per_box
+    return Cost(1 if outside else 0, ranks_per_box * outside / ranks * vector_bytes)
+
+
+def broadcast(ranks: int, vector_bytes: float) -> Cost:
+    """Binomial tree with one rank a box; the source sends log2 P times."""
+    steps = ceil(log2(ranks))
+    return Cost(steps, steps * vector_bytes)
+
+
+def one_bit_bytes(numel: int, block: int = DEFAULT_BLOCK) -> float:
+    """Bytes of a vector of signs with a float scale for each `block`."""
+    return numel / BYTE + 4 * ceil(numel / block)
+
+
+def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
+    """What crosses the link of one box in one exchange of `numel` elements."""
+    if network.boxes == 1:
+        return Cost(0, 0.0)
+    if exchange is Exchange.DENSE_FP32:
+        return all_reduce(network.ranks, 4.0 * numel)
+    if exchange is Exchange.DENSE_16:
+        return all_reduce(network.ranks, 2.0 * numel)
+    ranks, per_box = (network.ranks, network.ranks_per_box) if exchange is Exchange.FLAT_ONE_BIT else (network.boxes, 1)
+    wire = one_bit_bytes(numel)
+    return all_to_all(ranks, wire, per_box) + all_gather(ranks, wire)
+
+
+def predict(
+    exchange: Exchange, network: Network, numel: int, cpu_elements_per_s: float = float("inf"), buckets: int = 1
+) -> Prediction:
+    """One exchange of `numel` elements.
+
+    cpu_elements_per_s: at which a rank encodes, serves and decodes them, all three together; infinite for dense ones.
+    """
+    cost = exchange_cost(exchange, network, numel)
+    cpu_s = numel / cpu_elements_per_s
+    inside_s = 0.0
+    if exchange is Exchange.NODE_FIRST_ONE_BIT and network.inside_bytes_per_s and network.ranks_per_box > 1:
+        # Reduce-scatter before, all-gather after, in full precision: together the bytes of an all-reduce.
+        inside_s = all_reduce(network.ranks_per_box, 4.0 * numel).num_bytes / network.inside_bytes_per_s
+    wire_s = network.seconds(Cost(cost.rounds * buckets, cost.num_bytes))
+    return Prediction(wire_s, cpu_s, inside_s, buckets, inside_s + pipelined(wire_s, cpu_s, buckets))
+
+
+def pipelined(wire_s: float, cpu_s: float, buckets: int) -> float:
+    """Wire and CPU in turn for each bucket, both always busy but at the two ends: max + min / K.
+
+    wire_s, cpu_s: of all buckets together.
+    """
+    return max(wire_s, cpu_s) + min(wire_s, cpu_s) / buckets
+
+
+def bucket_elements(network: Network, cpu_elements_per_s: float, numel: int) -> int:
+    """Elements of a bucket with which the flat one-bit exchange of `numel` elements is over soonest: a multiple of 8.
+
+    More buckets overlap better and pay the latency more often. Every number of buckets up to MOST_BUCKETS is tried;
+    the fewest of the best is taken.
+    """
+    if numel < 1 or not cpu_elements_per_s > 0:
+        raise ValueError(f"numel = {numel}, cpu_elements_per_s = {cpu_elements_per_s}: both must be positive")
+    most = max(1, min(MOST_BUCKETS, numel // LEAST_BUCKET))
+    best = min(
+        range(1, most + 1),
+        key=lambda k: predict(Exchange.FLAT_ONE_BIT, network, numel, cpu_elements_per_s, k).seconds,
+    )
+    return round_up(-(-numel // best), BYTE)
