@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm.layout import BYTE, VectorLayout
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockTable:
     """The blocks of one chunk of a vector; made once, on the device of the vector. Positions count from the chunk.
 

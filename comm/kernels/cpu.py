@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,7 @@ MIN_BLOCKS = 16
 """What a thread must get to be worth waking: 64 Ki values, tens of microseconds."""
 
 _of_thread = threading.local()
+_known_blocks: WeakKeyDictionary[BlockTable, Blocks] = WeakKeyDictionary()
 
 
 class CpuKernels:
@@ -170,7 +172,11 @@ def _array(vector: Tensor) -> Array:
 
 
 def _blocks(table: BlockTable) -> Blocks:
-    return Blocks(table.starts.numpy(), table.live.numpy(), table.dead.numpy(), table.dead_starts.numpy())
+    found = _known_blocks.get(table)
+    if found is None:
+        arrays = Blocks(table.starts.numpy(), table.live.numpy(), table.dead.numpy(), table.dead_starts.numpy())
+        found = _known_blocks.setdefault(table, arrays)
+    return found
 
 
 def _rows(in_scale_nb: Tensor, in_bits_nB: Tensor) -> Rows:
