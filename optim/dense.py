@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
@@ -33,7 +34,7 @@ class Adam(FlatOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
     Arguments as in torch.optim.AdamW; group: the ranks (None: the default group, or this process alone);
-    max_grad_norm, non_finite: as in FlatOptimizer.
+    max_grad_norm, non_finite, overlap, bucket_elements: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -48,9 +49,19 @@ class Adam(FlatOptimizer[AdamState]):
         group: Group | None = None,
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -91,10 +102,20 @@ class Lamb(FlatOptimizer[AdamState]):
         group: Group | None = None,
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
         defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -151,9 +172,19 @@ class SGD(FlatOptimizer[SgdState]):
         group: Group | None = None,
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, group=group, max_grad_norm=max_grad_norm, non_finite=non_finite)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""

@@ -1,9 +1,10 @@
 """Parameters and gradients of a model as two flat vectors; the model's tensors become views into them.
 
-    p_N  |group 0: matrices, one after another | its vectors |group 1: ...|     every tensor starts at a multiple of 8
+    p_N  |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
 
-Inside a group the matrices come first and the vectors (biases, norms: fewer than two dimensions) last, so that small
-tensors of one kind are neighbours and share scales; a matrix is a segment of its own.
+Every tensor starts at a multiple of 8. Vectors (biases, norms: fewer than two dimensions) of a group are neighbours, so
+that they share scales; a matrix is a segment of its own. Vectors come first because gradients are sent from the end of
+the vector to its start: they are of all layers, so that backward has the last of them only at its end.
 
 The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot be a view of
 them: it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded.
@@ -11,6 +12,7 @@ them: it keeps its own memory, its part of p_N is its master, and after each ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,24 +43,20 @@ class FlatSpace:
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         dtype = compute_dtype(param_groups)
         self.tensors: list[FlatTensor] = []
-        self.spans: list[slice] = []
+        self.spans: list[slice] = [slice(0)] * len(param_groups)
         segments: list[tuple[int, int]] = []
         at = 0
-        for group, group_labels in zip(param_groups, labels(param_groups), strict=True):
+        groups = list(zip(range(len(param_groups)), param_groups, labels(param_groups), strict=True))
+        for index, group, group_labels in sorted(groups, key=lambda item: any(map(_is_matrix, item[1]["params"]))):
             group_start = at
-            vectors_start = None
             named = zip(group["params"], group_labels, strict=True)
-            for param, label in sorted(named, key=lambda pair: pair[0].dim() < 2):  # stable: matrices, then vectors
-                if param.dim() < 2 and vectors_start is None:
-                    vectors_start = at
-                self.tensors.append(FlatTensor(param, at, at + param.numel(), label))
+            for param, label in sorted(named, key=lambda pair: _is_matrix(pair[0])):  # stable: vectors, then matrices
                 stop = round_up(at + param.numel(), BYTE)
-                if param.dim() >= 2:
-                    segments.append((at, stop))
+                joins = not _is_matrix(param) and at > group_start
+                segments.append((segments.pop()[0] if joins else at, stop))
+                self.tensors.append(FlatTensor(param, at, at + param.numel(), label))
                 at = stop
-            if vectors_start is not None:
-                segments.append((vectors_start, at))
-            self.spans.append(slice(group_start, at))
+            self.spans[index] = slice(group_start, at)
         live = tuple((tensor.start, tensor.stop) for tensor in self.tensors)
         self.layout = VectorLayout(at, live, tuple(segments))
         self.p_N = torch.zeros(at, dtype=dtype, device=self.tensors[0].param.device)
@@ -73,6 +71,11 @@ class FlatSpace:
     def views(self, vector_N: Tensor) -> list[Tensor]:
         """The part of a flat vector that belongs to each of `tensors`, in the parameter's shape."""
         return [vector_N[tensor.start : tensor.stop].view(tensor.param.shape) for tensor in self.tensors]
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where one parameter group ends and another begins."""
+        return sorted(span.start for span in self.spans)[1:]
 
     @property
     def has_master(self) -> bool:
@@ -132,20 +135,23 @@ class FlatSpace:
         self.write_back()
 
     @torch.no_grad()
-    def gather_gradients(self) -> None:
+    def gather_gradients(self, done: Sequence[bool] = ()) -> None:
         """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
 
+        done: which tensors' are there already, and are left; none by default.
         Raises: ValueError, naming the parameter; then nothing is modified.
         """
-        grads = [tensor.param.grad for tensor in self.tensors]
-        for tensor, grad in zip(self.tensors, grads, strict=True):
+        left = [i for i in range(len(self.tensors)) if not (done and done[i])]
+        for i in left:
+            grad = self.tensors[i].param.grad
             if grad is not None:
-                refuse_unfit_gradient(grad, tensor.param, tensor.label)
+                refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
         missing, into, foreign = [], [], []
-        for grad, view in zip(grads, self._gradients, strict=True):
+        for i in left:
+            grad, view = self.tensors[i].param.grad, self._gradients[i]
             if grad is None:
                 missing.append(view)
-            elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            elif not _is_same(grad, view):
                 into.append(view)
                 foreign.append(grad)
         if missing:
@@ -153,6 +159,26 @@ class FlatSpace:
         if foreign:
             torch._foreach_copy_(into, foreign)
         self._show_gradients()
+
+    @torch.no_grad()
+    def take_gradient(self, index: int) -> None:
+        """As gather_gradients, of one tensor. Raises: ValueError, naming the parameter."""
+        tensor, view = self.tensors[index], self._gradients[index]
+        grad = tensor.param.grad
+        if grad is None:
+            view.zero_()
+        else:
+            refuse_unfit_gradient(grad, tensor.param, tensor.label)
+            if not _is_same(grad, view):
+                view.copy_(grad)
+        if tensor.param.dtype == view.dtype:
+            tensor.param.grad = view
+
+    def shows_gradient(self, index: int) -> bool:
+        """Is the tensor's gradient its part of g_N, or one in low precision, which never is?"""
+        tensor, view = self.tensors[index], self._gradients[index]
+        grad = tensor.param.grad
+        return grad is not None and (tensor.param.dtype != view.dtype or _is_same(grad, view))
 
     def shorten_gradient(self, max_norm: float | None) -> None:
         """G <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
@@ -180,6 +206,14 @@ class FlatSpace:
         for tensor, view in zip(self.tensors, self._gradients, strict=True):
             if tensor.param.dtype == view.dtype:
                 tensor.param.grad = view
+
+
+def _is_matrix(param: Tensor) -> bool:
+    return param.dim() >= 2
+
+
+def _is_same(grad: Tensor, view: Tensor) -> bool:
+    return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
 
 def _identity(param: Tensor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.error_feedback import ErrorFeedback
+from thinwire.comm.error_feedback import ErrorMemory
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
@@ -33,9 +33,12 @@ LARGE_CHANGE = 2
 class HasMoments(Protocol):
     """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
 
-    m_N: Tensor
     v_N: Tensor
-    momentum_error: ErrorFeedback
+    momentum_error: ErrorMemory
+
+    @property
+    def m_N(self) -> Tensor:
+        """The momentum."""
 
 
 FreezingState = TypeVar("FreezingState", bound=HasMoments)
@@ -63,13 +66,24 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         scale: Scale,
         max_grad_norm: float | None,
         non_finite: NonFinite,
+        overlap: bool,
+        bucket_elements: int,
     ) -> None:
         self.warmup = _checked_warmup(warmup, total_steps)
         self.settings = settings
         self.scale: Scale = scale
         self.stability: VarianceStability | None = None
         self._run_steps = (total_steps, lr_warmup_steps)
-        super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -99,7 +113,9 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block, self.scale)
+        return scaled_reducer(
+            self.settings.scales, group, self.space, self.param_groups, block, self.scale, self.bucket_elements
+        )
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
@@ -140,11 +156,12 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
             if self.frozen_at is None or "global_batch" not in self.saved:
                 self.saved["global_batch"] = size
             return False
+        self.refuse_between("set_global_batch")
         s = self.vectors
-        residual_N = s.momentum_error.residual()
+        m_N, residual_N = s.m_N, s.momentum_error.residual()
         s.momentum_error.restore(torch.zeros_like(residual_N))
         self.as_momentum_(residual_N)
-        s.m_N.add_(residual_N)
+        m_N.add_(residual_N)
         now, self.frozen_at = self.num_steps, None
         self.saved.update(global_batch=size, warmup_from=now)
         self.evidence.setdefault("rearmed", []).append([now, before, size])

@@ -17,12 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.exchanges import CompressedSum, Exchange, FusedMomentum
 from thinwire.optim.freezing import FreezingOptimizer
+from thinwire.optim.fused_momentum import Divisor, Momentum, next_momentum_
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS, OneBitSettings
 from thinwire.optim.optimizer import NonFinite
@@ -33,18 +36,31 @@ from thinwire.optim.state import Replicated, Residual, Scratch
 
 @dataclass(slots=True)
 class OneBitAdamState:
-    """Momentum, variance (frozen after warm-up), the error memory of the momentum, and one scratch vector."""
+    """Momentum, variance (frozen after warm-up), and the error memory of the momentum.
 
-    m_N: Replicated
+    z: scratch; in the compressed phase, where the exchange goes by bucket, the divisor is in it.
+
+    An element in fp32 takes 8 bytes as parameter and gradient, 12 as m, v and z, and 4 + 4 / ranks of error memory, in
+    both phases; rows of signs half a byte more. 4 more during the first compressed step and the one after a load or
+    state_dict(), which form what they send from float m. In the other compressed steps m is neither read nor written.
+    """
+
+    momentum: Momentum
     v_N: Replicated
     momentum_error: Residual
+    divisor: Divisor
     z_N: Scratch
+
+    @property
+    def m_N(self) -> Replicated:
+        """The momentum of all ranks, decoded where it is in received rows."""
+        return self.momentum.floats()
 
 
 def step(
     p_N: Tensor, g_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], plan: StepPlan, reduce: Reducer
 ) -> None:
-    """One 1-bit Adam step on this rank, in place.
+    """One 1-bit Adam step on this rank, in place; a compressed one where vectors are exchanged as a whole.
 
     p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the mean gradient in warm-up, later
     this rank's own; not modified.
@@ -63,6 +79,18 @@ def step(
         adam_math.descend_(p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.z_N[h.span])
 
 
+def receive(p_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], reduce: BucketedReducer) -> None:
+    """The second half of a compressed step by bucket: m is what was received, and x descends along it, in one pass.
+
+    p, s: modified. reduce: with an exchange that is finished, and then committed.
+    """
+    divisor_N = s.divisor.of(s.v_N, groups)
+    for h in groups:
+        reduce.descend_(p_N, divisor_N, h.lr, h.lr * h.weight_decay, h.span.start, h.span.stop)
+    reduce.commit()
+    s.momentum.received()
+
+
 class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     """1-bit Adam as a torch.optim.Optimizer: Adam for `warmup` steps, then 1/32 of fp32's bytes on the wire.
 
@@ -74,7 +102,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite: as in FlatOptimizer.
+    max_grad_norm, non_finite, overlap, bucket_elements: as in FlatOptimizer.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -97,6 +125,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         block: int = DEFAULT_BLOCK,
         scale: Scale = "l2",
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         super().__init__(
             params,
@@ -110,20 +140,44 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
         )
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""
-        p_N = self.space.p_N
+        p_N, slot, z_N = self.space.p_N, self.reduce.new_slot(), torch.zeros_like(self.space.p_N)
         return OneBitAdamState(
-            m_N=torch.zeros_like(p_N),
+            momentum=Momentum(p_N, self.bucketed, slot if isinstance(slot, KeptSums) else None),
             v_N=torch.zeros_like(p_N),
-            momentum_error=self.reduce.new_slot(),
-            z_N=torch.zeros_like(p_N),
+            momentum_error=slot,
+            divisor=Divisor(self.space.layout, z_N),
+            z_N=z_N,
         )
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """The mean gradient in warm-up; then the momentum, from the rows of the last one where there are such."""
+        s, g_N, reduce = self.vectors, self.space.g_N, self.bucketed
+        if plan.momentum is not Wire.COMPRESSED:
+            return super().begin_exchange(plan)
+        assert reduce is not None
+        assert isinstance(s.momentum_error, KeptSums)
+        beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
+        if s.momentum.in_rows:
+            return FusedMomentum(reduce, s.momentum_error, g_N, beta1_K)
+        m_N, z_N = s.momentum.floats(), torch.empty_like(g_N)
+
+        def form(k: int, at: slice) -> None:
+            next_momentum_(z_N[at], m_N[at], g_N[at], beta1_K[k])
+
+        return CompressedSum(reduce, s.momentum_error, z_N, form)
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
+        if plan.momentum is Wire.COMPRESSED and self.bucketed is not None:
+            self.overlap.complete(lambda: self.begin_exchange(plan))
+            receive(self.space.p_N, self.vectors, groups, self.bucketed)
+            return
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
         step(self.space.p_N, self.space.g_N, self.vectors, groups, plan, self.reduce)

@@ -24,11 +24,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.exchanges import CompressedSum, Exchange
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.lamb_math import LambHyper
@@ -66,18 +68,13 @@ def step(
     bounds: LambHyper,
     settings: OneBitSettings,
     plan: StepPlan,
-    reduce: Reducer,
 ) -> None:
-    """One 1-bit LAMB step on this rank, in place.
+    """One 1-bit LAMB step on this rank after its communication, in place.
 
-    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the mean gradient in warm-up, later
-    this rank's own; not modified.
+    p, s: modified. g: the mean gradient in warm-up, not modified. s.z: in the compressed phase k m, as all ranks have
+    received it.
     """
     if plan.momentum is Wire.COMPRESSED:
-        for h, segments in groups:
-            adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
-            s.z_N[h.span].mul_(segments.expand(s.scaling_T[segments.tensors]))
-        reduce.compressed_(s.z_N, s.momentum_error)
         for h, segments in groups:
             s.z_N[h.span].div_(segments.expand(s.scaling_T[segments.tensors]))
             _refresh_variance_(s.fresh_v_N[h.span], s.z_N[h.span], s.m_N[h.span], h)
@@ -92,6 +89,13 @@ def step(
         average_t = s.coeff_T[segments.tensors]
         moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
+
+
+def propose_(g_N: Tensor, s: OneBitLambState, at: slice, tensors: Iterable[tuple[int, slice]], beta1: float) -> None:
+    """Z <- k (beta1 m + (1 - beta1) g) in one slice. z: modified. tensors: each one's number and elements in there."""
+    adam_math.momentum_into(s.z_N[at], s.m_N[at], g_N[at], beta1)
+    for tensor, part in tensors:
+        s.z_N[part].mul_(s.scaling_T[tensor])
 
 
 def _refresh_variance_(fresh_v_s: Tensor, m_s: Tensor, m_prev_s: Tensor, h: AdamHyper) -> None:
@@ -135,7 +139,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
-    bias_correction, settings, block, scale, non_finite: as in OneBitAdam.
+    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements: as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -166,6 +170,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         block: int = DEFAULT_BLOCK,
         scale: Scale = "l2",
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         super().__init__(
@@ -180,6 +186,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
         )
 
     def make_state(self) -> OneBitLambState:
@@ -199,10 +207,38 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
+        s, space = self.vectors, self.space
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
+        elif self.bucketed is not None:
+            self.overlap.complete(lambda: self.begin_exchange(plan))
+            self.bucketed.decode_(s.z_N)
+            self.bucketed.commit()
+        else:
+            for h in groups:
+                propose_(space.g_N, s, h.span, self._tensors_in(h.span), h.beta1)
+            self.reduce.compressed_(s.z_N, s.momentum_error)
         pairs = list(zip(groups, self.segments, strict=True))
-        step(self.space.p_N, self.space.g_N, self.vectors, pairs, self.bounds, self.settings, plan, self.reduce)
+        step(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """The mean gradient in warm-up, then k times the momentum."""
+        s, g_N, reduce = self.vectors, self.space.g_N, self.bucketed
+        if plan.momentum is not Wire.COMPRESSED:
+            return super().begin_exchange(plan)
+        assert reduce is not None
+        assert isinstance(s.momentum_error, KeptSums)
+        beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
+
+        def form(k: int, at: slice) -> None:
+            propose_(g_N, s, at, self._tensors_in(at), beta1_K[k])
+
+        return CompressedSum(reduce, s.momentum_error, s.z_N, form)
+
+    def _tensors_in(self, at: slice) -> list[tuple[int, slice]]:
+        """The tensors with elements in a slice of the flat vectors, by number, and those elements."""
+        parts = [(i, max(t.start, at.start), min(t.stop, at.stop)) for i, t in enumerate(self.space.tensors)]
+        return [(i, slice(start, stop)) for i, start, stop in parts if start < stop]
 
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
@@ -211,7 +247,9 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s.factor_T.fill_(1)
         if self.corrects_bias:
             s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
-        sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
+        sizes_T = torch.empty_like(s.scaling_T)
+        for segments in self.segments:
+            sizes_T[segments.tensors] = segments.rms(s.m_N)
         moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
         s.scaling_T.fill_(1)
         if bool(moving_T.any()):

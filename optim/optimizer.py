@@ -9,6 +9,7 @@ import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim import saving
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.agreement import describe, refuse_other_models
+from thinwire.optim.exchanges import Exchange, MeanGradient
 from thinwire.optim.flat import FlatSpace
 from thinwire.optim.hyperparameters import check_adam_group, refuse_out_of_range
 from thinwire.optim.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.overlap import Overlap
 from thinwire.optim.parameters import compute_dtype
 from thinwire.optim.schedule import Phase, StepPlan, Wire
 from thinwire.optim.views import show_state
@@ -45,10 +48,14 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
     in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
+    overlap: gradients are sent while backward runs, wherever the step allows (optim.overlap). Then every backward but
+    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
+    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
 
-    Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
-    saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
-    such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first).
+    Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
+    algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
+    the state_dict), evidence (what it found, such as elements floored at the freeze; saved, and shown in stats()),
+    begun (what `saved` was at first).
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
@@ -65,17 +72,26 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         block: int = DEFAULT_BLOCK,
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         if max_grad_norm is not None:
             refuse_out_of_range(("max_grad_norm", max_grad_norm, "above 0", max_grad_norm > 0))
         if non_finite not in ("raise", "skip"):
             raise ValueError(f'non_finite = {non_finite!r}: must be "raise" or "skip"')
+        if type(bucket_elements) is not int or bucket_elements < 1:
+            raise ValueError(
+                f"bucket_elements = {bucket_elements!r}: what is sent at a time, a whole number, at least 1"
+            )
         super().__init__(params, defaults)
         self.block = block
+        self.bucket_elements = bucket_elements
+        self.overlaps = overlap
         self.max_grad_norm = max_grad_norm
         self.non_finite = non_finite
         self.steps_skipped = 0
-        self._scaled = False
+        self._scaled: bool | None = None  # not known before a step
+        self._waits_for: str | None = None
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -91,7 +107,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
-        return default_reducer(group, self.space.layout, self.space.p_N, block)
+        space, most = self.space, self.bucket_elements
+        return default_reducer(group, space.layout, space.p_N, block, bucket_elements=most, cuts=space.cuts)
 
     @abstractmethod
     def plan(self, step: int) -> StepPlan:
@@ -117,12 +134,40 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         beta1, beta2 = group["betas"]
         return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
+    def group_at(self, position: int) -> dict[str, Any]:
+        """The parameter group that owns this element of the flat vectors."""
+        spans = zip(self.param_groups, self.space.spans, strict=True)
+        return next(group for group, span in spans if span.start <= position < span.stop)
+
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
 
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """What this plan exchanges, opened, where the reducer has buckets; the mean gradient for most algorithms."""
+        assert self.bucketed is not None
+        return MeanGradient(self.bucketed, self.space.g_N)
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
+        if self._group.size == 1:
+            return "one rank sends nothing"
+        if self.bucketed is None:
+            return "this reducer has no buckets: it exchanges a vector as a whole"
+        if self._scaled is None:
+            return "the first step finds out whether a GradScaler calls it"
+        if self._scaled:
+            return "a GradScaler's gradients are divided by their scale in step()"
+        if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
+            return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
+        return None
+
     def mean_gradient_(self) -> None:
         """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
-        self.reduce.full_(self.space.g_N)
+        reduce, g_N = self.bucketed, self.space.g_N
+        if reduce is None:
+            self.reduce.full_(g_N)
+        else:
+            self.overlap.complete(lambda: MeanGradient(reduce, g_N))
         self.space.shorten_gradient(self.max_grad_norm)
 
     @property
@@ -147,7 +192,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     @property
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
-        return self.non_finite == "skip" or self._scaled
+        return self.non_finite == "skip" or bool(self._scaled)
 
     @property
     def at_sync(self) -> bool:
@@ -159,7 +204,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
 
         Raises: PeerLost, and NonFiniteInput unless such steps are skipped, as they are under a torch.amp.GradScaler;
-        alike on every rank. Parameters, state and step count are then exactly as before the call; gradients are not.
+        alike on every rank. Parameters, state and step count are then as before the call, bit for bit, error memory to
+        rounding; gradients are not. With overlap also RuntimeError, for gradients that were written after they had
+        been sent.
         """
         loss = None
         if closure is not None:
@@ -172,11 +219,18 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             raise
         return loss
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, a backward only adds to gradients: for all micro-steps but the last. Only overlap needs it."""
+        return self.overlap.suspended()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
 
-        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim.
+        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap,
+        what a backward has sent that no step() followed is undone first: a collective that all ranks call. Parameters
+        and state are as before that backward, error memory to rounding. Raises: PeerLost.
         """
+        self.overlap.abandon()
         self.space.zero_gradients(set_to_none)
 
     def refresh_master(self) -> None:
@@ -195,6 +249,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
             return
+        self.refuse_between("add_param_group")
         if self.num_steps:
             raise ValueError(
                 f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
@@ -224,7 +279,18 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
             "steps_skipped": self.steps_skipped,
+            **({"overlapped": self.overlapped()} if self.overlaps else {}),
             **self.evidence,
+        }
+
+    def overlapped(self) -> dict[str, Any]:
+        """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
+        launches = self.overlap.launches
+        return {
+            "buckets": self.overlap.num_buckets,
+            "in_backward": launches.in_backward,
+            "in_step": launches.in_step,
+            "waits_for": self._waits_for,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,8 +300,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
-        changed.
+        changed. RuntimeError where gradients are on their way (overlap).
         """
+        self.refuse_between("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self.space.take_changes()
@@ -250,43 +317,62 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
 
-        Raises: ValueError saying what differs; then nothing has changed.
+        Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
+        self.refuse_between("load_state_dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saving.apply(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def refuse_between(self, call: str) -> None:
+        """Raises: RuntimeError where backward has sent gradients and step() has not followed."""
+        if self.overlap.exchange is not None:
+            raise RuntimeError(
+                f"{call}() between backward and step(): gradients are on their way. Call it after step(), or after "
+                "zero_grad() to drop them"
+            )
+
     def _lay_out(self) -> None:
         """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
         for param_group in self.param_groups:
             self.check_group(param_group)
         compute_dtype(self.param_groups)
-        header = f"{type(self).__name__} with blocks of {self.block}"
+        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
         device = self.param_groups[0]["params"][0].device
         refuse_other_models(self._group, [header, *describe(self.param_groups)], device)
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
         self.space = FlatSpace(self.param_groups)
         self.reduce = self.make_reducer(self._group, self.block)
+        self.bucketed = self.reduce if isinstance(self.reduce, BucketedReducer) else None
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
         show_state(self.state, self.space, self.vectors, self.shown, self._step)
+        whole = ((0, self.space.layout.numel),)
+        spans = whole if self.bucketed is None else self.bucketed.buckets.spans
+        self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
+
+    def _begin_early(self) -> Exchange | None:
+        """What hooks of the backward that begins now may send."""
+        plan = self.plan(self.num_steps + 1)
+        waits_for = self.waits_for(plan)
+        if waits_for is not None and waits_for != self._waits_for:
+            logger.info("not_overlapped step=%d phase=%s reason=%s", self.num_steps + 1, plan.phase, waits_for)
+        self._waits_for = waits_for
+        return None if waits_for is not None else self.begin_exchange(plan)
 
     def _step_once(self) -> None:
-        self.space.take_changes()
-        self.space.gather_gradients()
-        self._scaled = is_scaled(self)
-        unscale_(self.space.g_N, self)
-        plan = self.plan(self.num_steps + 1)
-        if plan.gradient is Wire.LOCAL:
-            self.space.shorten_gradient(self.max_grad_norm)
-        groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
         try:
+            self._prepare_gradients()
+            plan = self.plan(self.num_steps + 1)
+            if plan.gradient is Wire.LOCAL:
+                self.space.shorten_gradient(self.max_grad_norm)
+            groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
             self.update(plan, groups)
         except NonFiniteInput as error:
             if not self.skips_non_finite:
@@ -294,5 +380,26 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             self.steps_skipped += 1
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
             return
+        finally:
+            self.overlap.abandon()  # nothing is left of it, unless something was refused before the exchange was over
         self.num_steps += 1
         self.space.write_back()
+
+    def _prepare_gradients(self) -> None:
+        """Bring together what step() is given. Raises: ValueError, RuntimeError."""
+        self.space.take_changes()
+        scaled = is_scaled(self)
+        if scaled and self.overlap.exchange is not None:
+            self._scaled = True
+            raise RuntimeError(
+                "a GradScaler calls step() for the first time after gradients have been sent as they were, scaled: "
+                "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
+            )
+        self._scaled = scaled
+        if not scaled and self.overlap.was_written():
+            raise RuntimeError(
+                "gradients were written between backward and step(), and with overlap they may have been sent before: "
+                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
+            )
+        self.space.gather_gradients(self.overlap.ready)
+        unscale_(self.space.g_N, self)

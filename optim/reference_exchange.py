@@ -133,14 +133,18 @@ def tensor_units(tensors: Sequence[Tensor]) -> list[Span]:
     return units
 
 
-def block_units(layout: VectorLayout, num_workers: int, block: int = DEFAULT_BLOCK) -> list[Span]:
+def block_units(
+    layout: VectorLayout, num_workers: int, block: int = DEFAULT_BLOCK, buckets: Sequence[Span] = ()
+) -> list[Span]:
     """The scale units of our wire: blocks of comm.layout, cut where a server's chunk ends, as spans of live values.
 
     The reference lays tensors end to end without padding, so dead elements are counted out. num_workers = 1 gives
-    the blocks that know of no server.
+    the blocks that know of no server. buckets: spans that are cut into chunks by themselves; one by default.
     """
-    partition = Partition(layout.numel, num_workers)
-    blocks = [span for rank in range(num_workers) for span in layout.blocks(block, *partition.bounds(rank))]
+    blocks = []
+    for start, stop in sorted(buckets) or [(0, layout.numel)]:
+        chunks = [Partition(stop - start, num_workers).bounds(rank) for rank in range(num_workers)]
+        blocks += [span for low, high in chunks for span in layout.blocks(block, start + low, start + high)]
 
     def live_before(position: int) -> int:
         return sum(max(0, min(stop, position) - start) for start, stop in layout.live)

@@ -14,8 +14,8 @@ from thinwire.optim.state import replicated, slots
 if TYPE_CHECKING:
     from thinwire.optim.optimizer import FlatOptimizer
 
-FORMAT = 2
-"""Version of what is collected."""
+FORMAT = 3
+"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
 KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
 
@@ -26,6 +26,7 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     Raises: PeerLost; then nothing has changed.
     """
     errors, groups = slots(optimizer.vectors), optimizer.param_groups
+    vectors = replicated(optimizer.vectors)  # before the error memory moves: a momentum may still be in received rows
     residuals = {name: slot.residual() for name, slot in errors.items()}
     for name, slot in errors.items():
         slot.restore(residuals[name])
@@ -36,7 +37,7 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
         "saved": copy.deepcopy(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
         "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
-        "vectors": {name: vector.clone() for name, vector in replicated(optimizer.vectors).items()},
+        "vectors": {name: vector.clone() for name, vector in vectors.items()},
         "residuals": residuals,
         **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.comm import default_reducer
 from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
-from thinwire.comm.layout import Span
+from thinwire.comm.layout import DEFAULT_BUCKET, Span
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.comm.vector_scales import deepspeed_reducer, whole_vector_reducer
 from thinwire.optim.flat import FlatSpace
@@ -35,11 +35,13 @@ def scaled_reducer(
     param_groups: list[dict[str, Any]],
     block: int,
     scale: Scale = "l2",
+    bucket_elements: int = DEFAULT_BUCKET,
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
-    only. Collective. Raises: ValueError, WireMismatch, PeerLost.
+    only. bucket_elements: the most that is sent at a time, there with "l2". Collective.
+    Raises: ValueError, WireMismatch, PeerLost.
     """
     if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
         allowed = '"l2" or "l1"' if scales is Scales.BLOCK else f'"l2" where settings.scales = {scales.value!r}'
@@ -49,7 +51,9 @@ def scaled_reducer(
     every = [run for runs in by_group for run in runs]
     match scales:
         case Scales.BLOCK:
-            return default_reducer(group, space.layout, space.p_N, block, scale)
+            return default_reducer(
+                group, space.layout, space.p_N, block, scale, bucket_elements=bucket_elements, cuts=space.cuts
+            )
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)
         case Scales.TENSOR:

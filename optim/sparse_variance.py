@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.reference import Scale
+from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
@@ -53,11 +54,22 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
         scale: Scale,
         max_grad_norm: float | None,
         non_finite: NonFinite,
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         self.settings = settings
         self.freeze = freeze
         self.scale: Scale = scale
-        super().__init__(params, defaults, group=group, block=block, max_grad_norm=max_grad_norm, non_finite=non_finite)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -75,7 +87,13 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(self.settings.scales, group, self.space, self.param_groups, block, self.scale)
+        return scaled_reducer(
+            self.settings.scales, group, self.space, self.param_groups, block, self.scale, self.bucket_elements
+        )
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """Why nothing can be sent before step(). The same on every rank."""
+        return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
 
     def ends_warmup(self, step: int) -> bool:
         """Is `step`, under the rates of now, the last one that may update the variance, or a later one?"""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
@@ -64,7 +64,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
     shortened; the mean of all is as short. (In DeepSpeed's first stage: as in FlatOptimizer.)
-    block: values that share a scale, in our settings; scale: the norm that it keeps. non_finite: as in FlatOptimizer.
+    block: values that share a scale, in our settings; scale: the norm that it keeps. non_finite, bucket_elements: as in
+    FlatOptimizer. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -93,6 +94,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         block: int = DEFAULT_BLOCK,
         scale: Scale = "l2",
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
     ) -> None:
         for name, value in (
             ("var_update_scaler", var_update_scaler),
@@ -116,6 +119,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             scale=scale,
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
         )
 
     def begin(self) -> None:

@@ -73,6 +73,11 @@ def in_pieces(optimizer, vector_N):
     return [view.double().clone() for view in optimizer.space.views(vector_N)]
 
 
+def buckets_of(optimizer):
+    """The spans that it exchanges one by one; none where it exchanges the vector as a whole."""
+    return optimizer.bucketed.buckets.spans if optimizer.bucketed else ()
+
+
 def literal(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
     """The reference of `make(name, ...)`; start: its tensors, in flat order."""
     if name == "sgd":
@@ -84,7 +89,7 @@ def literal(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
         return ReferenceAdam(start, hyper)
     if name == "lamb":
         return ReferenceLamb(start, hyper, min_coeff=0.01, max_coeff=10.0)
-    units = block_units(layout, size, block)
+    units = block_units(layout, size, block, buckets_of(optimizer))
     ours = {
         "exchange": TwoPhase(units) if size > 1 else exact_mean,
         "bias_correction": True,

@@ -4,7 +4,7 @@ import torch
 
 from tests.optim.small_problem import gradients, start
 from thinwire.comm import run_threads
-from thinwire.comm.layout import Partition
+from thinwire.comm.layout import Buckets, Partition
 from thinwire.optim.reference import Hyper
 from thinwire.optim.reference_deepspeed import DeepSpeedExchange
 from thinwire.optim.reference_exchange import TwoPhase, block_units, exact_mean, floor_of
@@ -103,7 +103,8 @@ def exchange_of(scales, size, space, parameters):
     lengths = [parameter.numel() for parameter in parameters]
     total, split = sum(lengths), sum(lengths[: len(GROUPS[0])])
     if scales is Scales.BLOCK:
-        ours = TwoPhase(block_units(space.layout, size, BLOCK)) if size > 1 else exact_mean
+        buckets = Buckets.cut(space.layout, cuts=space.cuts).spans
+        ours = TwoPhase(block_units(space.layout, size, BLOCK, buckets)) if size > 1 else exact_mean
         return FlatOrder(ours, space, parameters)
     if scales is Scales.WHOLE:
         bounds = [Partition(-(-total // 8) * 8, size).bounds(rank) for rank in range(size)]

@@ -105,7 +105,7 @@ def test_sgd_equals_the_literal_one_and_torch(size):
             (net(x) - torch.sin(2 * x)).square().mean().backward()
             theirs.step()
         for tensor, expected in zip(
-            results[0][0].space.tensors, sorted(net.parameters(), key=lambda p: p.dim() < 2), strict=False
+            results[0][0].space.tensors, sorted(net.parameters(), key=lambda p: p.dim() >= 2), strict=False
         ):
             torch.testing.assert_close(tensor.param, expected, rtol=0, atol=1e-12)
 

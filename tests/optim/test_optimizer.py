@@ -36,7 +36,7 @@ def test_parameters_are_views_in_whole_bytes_and_keep_their_values():
 
 def test_vectors_of_a_group_share_one_segment_and_matrices_have_their_own():
     layout = Adam(model().parameters()).space.layout
-    assert layout.segments == ((0, 48), (48, 72), (72, 72 + 16 + 16 + 16 + 8))
+    assert layout.segments == ((0, 16 + 16 + 16 + 8), (56, 104), (104, 128))
 
 
 def test_foreign_and_missing_gradients_are_taken_as_torch_takes_them():

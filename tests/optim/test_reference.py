@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.optim.literal import buckets_of
 from tests.optim.small_problem import EXACT, HYPER, SHAPES, SHARED, SIZES, assert_same, gradients, run, start
 from thinwire.comm import run_threads
 from thinwire.comm.layout import VectorLayout
@@ -329,7 +330,9 @@ def test_onebit_adam_follows_the_reference_in_float64(size, block):
         ],  # in the order of the flat vector
         [hypers[0], hypers[0], hypers[1], hypers[1]],
         warmup=warmup,
-        exchange=TwoPhase(block_units(space.layout, size, block)) if size > 1 else exact_mean,
+        exchange=TwoPhase(block_units(space.layout, size, block, buckets_of(results[0][2])))
+        if size > 1
+        else exact_mean,
         bias_correction=True,
         floor=floor_of(block_units(space.layout, 1, block)),
     )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.optim.literal import buckets_of
 from tests.optim.zero_one_problem import FREEZE, HYPER, MODELS, SIZES, backward, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim.reference import Fresh, Hyper, ReferenceZeroOneAdam
@@ -45,7 +46,7 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
     def flat_order(tensors):
         return [tensors[i] for i in order]
 
-    units = block_units(optimizer.space.layout, size)
+    units = block_units(optimizer.space.layout, size, buckets=buckets_of(optimizer))
     syncs = {t for t in range(1, steps + 1) if t <= 12 or (t <= 18 and t % 2 == 0) or (t > 18 and (t - 18) % 4 == 0)}
     reference = ReferenceZeroOneAdam(
         flat_order(results[0][0]),

@@ -1,0 +1,108 @@
+"""What can a step send, bucket by bucket? The mean gradient, a sum with error feedback, or the momentum in one pass.
+
+Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by step(), and finished in step():
+
+    MeanGradient       g_N <- mean_i g_i                                             dense steps and warm-ups
+    CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     1-bit LAMB, first compressed steps
+    FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam
+
+What two compressed ones leave is taken from the reducer, by decode_ or descend_, then commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from thinwire.comm.kept_sums import KeptSums
+from thinwire.comm.protocol import BucketedReducer
+
+
+class Exchange(Protocol):
+    """One step's exchange. Every rank calls alike. After an error, and after abandon(), it is over and undone."""
+
+    def launch(self, k: int) -> None:
+        """Send bucket k; its part of the gradient is final and stays as it is. A lost peer is told by finish()."""
+
+    def finish(self) -> None:
+        """Wait for all K. Raises: PeerLost; NonFiniteInput, alike on every rank."""
+
+    def abandon(self) -> None:
+        """Undo what was launched. Collective. Raises: PeerLost."""
+
+
+class MeanGradient:
+    """G <- the mean over ranks, in full. After a failure, and after abandon(), g is undefined."""
+
+    def __init__(self, reduce: BucketedReducer, g_N: Tensor) -> None:
+        self._full = reduce.full
+        self._g_N = g_N
+        self._full.begin()
+
+    def launch(self, k: int) -> None:
+        """Start the mean of bucket k."""
+        self._full.launch(k, self._g_N)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._full.finish()
+
+    def abandon(self) -> None:
+        """End it; nobody will use it."""
+        self._full.abandon()
+
+
+class CompressedSum:
+    """Z through the codec. form(k, slice): writes bucket k of z, these elements, from gradients that are final.
+
+    z: float[N], its own until the commit. slot: modified; as before, to rounding, where it fails or is abandoned.
+    """
+
+    def __init__(
+        self, reduce: BucketedReducer, slot: KeptSums, z_N: Tensor, form: Callable[[int, slice], None]
+    ) -> None:
+        self._reduce = reduce
+        self._z_N = z_N
+        self._form = form
+        reduce.begin(slot)
+
+    def launch(self, k: int) -> None:
+        """Form bucket k of z, encode it and send it."""
+        self._form(k, slice(*self._reduce.buckets.spans[k]))
+        self._reduce.launch_sum(k, self._z_N)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()
+
+
+class FusedMomentum:
+    """The next momentum, formed from the rows of the last and from g in the pass that encodes it.
+
+    g: float[N], not to be written until the commit. beta1_K: of each bucket. slot: as in CompressedSum; its last result
+    is the momentum (has_momentum).
+    """
+
+    def __init__(self, reduce: BucketedReducer, slot: KeptSums, g_N: Tensor, beta1_K: Sequence[float]) -> None:
+        self._reduce = reduce
+        self._g_N = g_N
+        self._beta1_K = beta1_K
+        reduce.begin(slot)
+
+    def launch(self, k: int) -> None:
+        """Encode bucket k and send it."""
+        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k])
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()
