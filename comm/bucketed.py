@@ -17,11 +17,11 @@ from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.error_feedback import ErrorMemory
 from thinwire.comm.exchange import BucketExchange
 from thinwire.comm.fidelity import Fidelity, alignment, density, sampled_elements
+from thinwire.comm.fingerprint import agree, exchange_facts
 from thinwire.comm.full_mean import FullMean
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import Group
-from thinwire.comm.reduce import agree
 
 
 class BucketedAllReduce(BucketExchange):
@@ -47,7 +47,7 @@ class BucketedAllReduce(BucketExchange):
         if not isinstance(codec, SignCodec) or codec.scale != "l2":
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
-        agree(group, layout, codec, like, buckets.fingerprint())
+        agree(group, exchange_facts(layout, codec, buckets), like)
         self.size = group.size
         self.stats = group.stats
         super().__init__(group, buckets, codec.block, like, threads)

@@ -14,11 +14,15 @@ class CommError(RuntimeError):
 
 
 class PeerLost(CommError):
-    """A peer died or fell silent in a collective. `rank` is the peer, where the transport can tell."""
+    """A peer died, left or fell silent in a collective.
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    ranks: all peers that are lost, as far as the transport can tell. rank: the one, where it is known to be one.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank
+        self.ranks = ranks or (() if rank is None else (rank,))
 
 
 class NonFiniteInput(CommError):

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.error_feedback import ErrorFeedback, ErrorMemory
-from thinwire.comm.errors import NonFiniteInput, WireMismatch
+from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.fidelity import Fidelity, alignment, density, sampled_elements
+from thinwire.comm.fingerprint import agree, exchange_facts
 from thinwire.comm.layout import Partition, VectorLayout, round_up
 from thinwire.comm.protocol import Codec, Group, RowCodec
 
 HEADER_BYTES = 8
 """One flag (1: all values finite), padded so that scales of any dtype are aligned."""
-WIRE_VERSION = 1
-NUM_FACTS = 8
-"""Numbers that ranks compare at the start, unused ones 0: as many in every version, so that versions can differ."""
 
 
 class CompressedAllReduce:
@@ -38,7 +36,7 @@ class CompressedAllReduce:
         self._layout = layout
         self._dtype = like.dtype
         self._device = like.device
-        agree(group, layout, codec, like)
+        agree(group, exchange_facts(layout, codec), like)
         self._partition = Partition(layout.numel, group.size)
         self._bounds = [self._partition.bounds(rank) for rank in range(group.size)]
         self._rows: list[RowCodec] = [codec.row(layout, start, stop, like) for start, stop in self._bounds]
@@ -177,23 +175,3 @@ def non_finite(flags: Tensor) -> NonFiniteInput:
         "step before",
         ranks,
     )
-
-
-def agree(group: Group, layout: VectorLayout, codec: Codec, like: Tensor, buckets: int = 0) -> None:
-    """All ranks compare what they are about to exchange. Collective.
-
-    buckets: fingerprint of the cut into buckets, 0 where there is none. Raises: PeerLost; WireMismatch, naming both
-    sides.
-    """
-    mine = [WIRE_VERSION, layout.numel, layout.fingerprint(), codec.fingerprint(), like.element_size(), buckets]
-    names = ("wire version", "elements", "layout", "codec", "bytes an element", "buckets")
-    own = torch.tensor(mine + [0] * (NUM_FACTS - len(mine)), dtype=torch.int64, device=like.device)
-    everyone = torch.zeros((group.size, own.numel()), dtype=torch.int64, device=like.device)
-    group.all_gather(everyone.view(torch.uint8), own.view(torch.uint8))
-    for rank, theirs in enumerate(everyone.tolist()):
-        for name, here, there in zip(names, mine, theirs, strict=False):
-            if here != there:
-                raise WireMismatch(
-                    f"rank {group.rank} has {name} {here}, rank {rank} has {there}: all ranks must build the same "
-                    "model with the same settings and the same version of thinwire"
-                )

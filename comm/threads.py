@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -21,28 +22,38 @@ from thinwire.comm.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class Meeting:
+    """What the ranks of one group share: where they wait, what they show, who has left and how often each has come."""
+
+    barrier: threading.Barrier
+    shown: list[Tensor]
+    came: list[int]
+    left: dict[int, str] = field(default_factory=dict)
+
+
 class ThreadGroup(Blocking):
     """One rank's end of a group of threads; `ThreadGroup.create(n)` makes all n ends."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shown: list[Tensor]) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = size
         self.stats = Stats()
-        self._barrier = barrier
-        self._shown = shown
+        self._meeting = meeting
 
     @classmethod
     def create(cls, size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
         """Make the ends of a group of `size` ranks. A rank that waits longer than `timeout_s` raises PeerLost."""
         if size < 1:
             raise ValueError(f"size = {size}: a group has at least one rank")
-        barrier = threading.Barrier(size, timeout=timeout_s)
-        shown = [torch.empty(0)] * size
-        return [cls(rank, size, barrier, shown) for rank in range(size)]
+        meeting = Meeting(threading.Barrier(size, timeout=timeout_s), [torch.empty(0)] * size, [0] * size)
+        return [cls(rank, size, meeting) for rank in range(size)]
 
-    def leave(self) -> None:
-        """Break the group: every rank that waits, now or later, raises PeerLost."""
-        self._barrier.abort()
+    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+        """Break the group: every rank that waits, now or later, raises PeerLost, which names the first that left."""
+        if not self._meeting.barrier.broken:  # else this rank leaves because another one did
+            self._meeting.left[self.rank] = reason
+        self._meeting.barrier.abort()
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
@@ -87,18 +98,29 @@ class ThreadGroup(Blocking):
         return total
 
     def _show(self, tensor: Tensor) -> list[Tensor]:
-        self._shown[self.rank] = tensor
+        self._meeting.shown[self.rank] = tensor
         self._wait()
-        return self._shown
+        return self._meeting.shown
 
     def _wait(self) -> None:
+        self._meeting.came[self.rank] += 1
         try:
-            self._barrier.wait()
+            self._meeting.barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise PeerLost(
-                f"rank {self.rank} of {self.size} lost a peer: another thread of the group raised, left, or did not "
-                "come within the time-out"
-            ) from error
+            raise self._lost() from error
+
+    def _lost(self) -> PeerLost:
+        came = self._meeting.came
+        lost = {rank: f"it left: {reason}" for rank, reason in self._meeting.left.items()}
+        if not lost:
+            late = [rank for rank in range(self.size) if came[rank] < came[self.rank]]
+            lost = dict.fromkeys(late, "it did not come within the time-out")
+        who = "; ".join(f"rank {rank} ({why})" for rank, why in lost.items())
+        return PeerLost(
+            f"rank {self.rank} of {self.size} lost {who or 'its peers, which gave up waiting for it at the time-out'}",
+            next(iter(lost)) if len(lost) == 1 else None,
+            tuple(lost),
+        )
 
 
 def run_threads(size: int, work: Callable[[ThreadGroup], T], timeout_s: float = 60.0) -> list[T]:
@@ -114,7 +136,7 @@ def run_threads(size: int, work: Callable[[ThreadGroup], T], timeout_s: float = 
             results[group.rank] = work(group)
         except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
             errors[group.rank] = error
-            group.leave()
+            group.leave(f"{type(error).__name__}: {error}")
 
     threads = [
         threading.Thread(target=body, args=(group,), daemon=True) for group in ThreadGroup.create(size, timeout_s)

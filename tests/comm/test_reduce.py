@@ -235,7 +235,7 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(collect
 def test_ranks_that_disagree_are_told_so_with_both_sides(other):
     def work(group):
         codec = SignCodec(block=64) if group.rank == 0 else other
-        with pytest.raises(WireMismatch, match=r"rank \d has codec \d+, rank \d has \d+"):
+        with pytest.raises(WireMismatch, match=r"rank 0 has codec sign:64:l2, rank 1 has codec sign:(128:l2|64:l1)"):
             CompressedAllReduce(group, LAYOUT, codec, torch.zeros(1))
         return True
 
