@@ -12,6 +12,7 @@ from thinwire.service.commands import installed_commands
 from thinwire.service.config import Settings
 from thinwire.service.metrics import ServiceMetrics
 from thinwire.workers.metric_names import METRICS
+from thinwire.workers.wire_meter import WIRE_INTERFACE_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
@@ -81,6 +82,7 @@ def test_every_command_target_and_variable_that_is_named_exists(document):
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
         assert target in targets, f"{document.name}: make {target}"
     variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
+    variables.add(WIRE_INTERFACE_VARIABLE)
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
 
 

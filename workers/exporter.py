@@ -16,6 +16,8 @@ from thinwire.workers.reports import Health
 if TYPE_CHECKING:
     from prometheus_client import Metric as MetricFamily
 
+    from thinwire.workers.wire_meter import WireAccount
+
 
 class WorkerMetrics:
     """This worker's metrics, and the port on which they are scraped. Its methods may be called from any thread."""
@@ -47,6 +49,7 @@ class WorkerMetrics:
         rounds_skipped_total: int,
         validation_loss: float | None = None,
         health: Health | None = None,
+        wire: WireAccount | None = None,
     ) -> None:
         """Take the values after a step. None leaves the last value standing.
 
@@ -71,6 +74,14 @@ class WorkerMetrics:
                 self._set("thinwire_validation_loss", validation_loss)
             if health is not None:
                 self._set_health(health)
+            if wire is not None:
+                self._set_wire(wire)
+
+    def _set_wire(self, wire: WireAccount) -> None:
+        self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)
+        self._set("thinwire_wire_predicted_bytes_total", wire.predicted_bytes)
+        if wire.unexplained is not None:
+            self._set("thinwire_wire_unexplained_ratio", wire.unexplained)
 
     def _set_health(self, health: Health) -> None:
         for name, value, *labels in (

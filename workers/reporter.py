@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import JsonValue
 
 from thinwire.workers.history import FILE_NAME, History
 from thinwire.workers.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient, WorkerMetrics
+
+if TYPE_CHECKING:
+    from thinwire.workers.wire_meter import WireMeter
 
 DELIVER_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
@@ -74,8 +77,11 @@ class Silent:
 class ServiceReporter:
     """Metrics and a registration on every rank; rank 0 also writes history.jsonl and posts to the service."""
 
-    def __init__(self, run_dir: Path, job_id: str, rank: int, attempt: int, address: str) -> None:
-        """`address`: the network address on which this worker's metrics are served."""
+    def __init__(
+        self, run_dir: Path, job_id: str, rank: int, attempt: int, address: str, wire: WireMeter | None = None
+    ) -> None:
+        """`address`: the network address on which this worker's metrics are served. `wire`: where it is measured."""
+        self._wire = wire
         self._metrics = WorkerMetrics(job_id, rank)
         self._metrics.start_http_server(addr=address)
         self._client = ServiceClient(run_dir, rank, attempt)
@@ -117,6 +123,7 @@ class ServiceReporter:
             rounds_skipped_total=self._rounds_skipped,
             validation_loss=last.validation_loss,
             health=last.health,
+            wire=None if self._wire is None else self._wire.account(),
         )
 
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:

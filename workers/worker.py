@@ -29,9 +29,11 @@ def train_worker(config: dict[str, Any]) -> None:
     import ray.util
 
     from thinwire.comm import PeerLost, TorchGroup
+    from thinwire.comm.link_classes import exchange_boxes
     from thinwire.workers import report
     from thinwire.workers.loop import Run, train
     from thinwire.workers.reporter import RunSuperseded, ServiceReporter
+    from thinwire.workers.wire_meter import wire_meter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -42,10 +44,13 @@ def train_worker(config: dict[str, Any]) -> None:
     group = TorchGroup()
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
     address = ray.util.get_node_ip_address()
-    reporter = ServiceReporter(run_dir, job["job_id"], group.rank, run.attempt, address)
+    device = ray.train.torch.get_device()
+    # On every rank, asked for or not: which nodes measure their wire is each node's own affair.
+    wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
+    reporter = ServiceReporter(run_dir, job["job_id"], group.rank, run.attempt, address, wire)
     logger.info("worker_started rank=%d world_size=%d pid=%d", group.rank, group.size, os.getpid())
     try:
-        summary = train(TrainSpec.model_validate(job["spec"]), run, group, ray.train.torch.get_device(), reporter)
+        summary = train(TrainSpec.model_validate(job["spec"]), run, group, device, reporter)
         if group.rank == 0:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)

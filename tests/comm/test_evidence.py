@@ -127,4 +127,4 @@ def test_the_command_says_what_does_not_fit(
     ):
         assert main(["check", str(tmp_path / name)]) == 1
         assert why in capsys.readouterr().out
-    assert main(["chek"]) == 2
+    assert main(["verify"]) == 2

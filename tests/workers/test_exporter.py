@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from thinwire.workers.metric_names import METRICS, PHASES
 from thinwire.workers.reports import Health
 from thinwire.workers.telemetry import WorkerMetrics
+from thinwire.workers.wire_meter import WireAccount
 
 
 @pytest.fixture
@@ -47,6 +48,7 @@ def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **c
         "rounds_skipped_total": 2,
         "validation_loss": 2.75,
         "health": HEALTH,
+        "wire": WireAccount(1000 * step, 990.0 * step),
     }
     metrics.update(**{**known, **changes})
 
