@@ -70,7 +70,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load over a network. budget_s: timed rounds begin until it is spent; there are fewest to most of them."""
+    """A load over a network. budget_s: timed rounds begin until it is spent; there are fewest to most of them.
+
+    patience_s: a collective that takes so much longer than it should is given up. plugins: modules that add methods of
+    their own to METHODS when they are imported.
+    """
 
     load: Load
     network: Network
@@ -78,6 +82,8 @@ class Case:
     budget_s: float = 60.0
     fewest_rounds: int = 3
     most_rounds: int = 15
+    patience_s: float = 60.0
+    plugins: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

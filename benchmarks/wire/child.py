@@ -19,6 +19,7 @@ import traceback
 import zlib
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Orders:
     most_rounds: int
     timeout_s: float
     answers: str | None
+    plugins: tuple[str, ...] = ()
 
 
 class Rank:
@@ -144,7 +146,7 @@ class Rank:
             parameters = self.families[family].parameters()
             checksum = 0
             for parameter in parameters:
-                checksum = zlib.crc32(parameter.detach().view(-1).view(torch.uint8).numpy(), checksum)
+                checksum = zlib.crc32(parameter.detach().view(-1).view(torch.uint8).numpy().data, checksum)
             low = torch.tensor([checksum, -checksum])
             dist.all_reduce(low, dist.ReduceOp.MIN)
             finite = all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
@@ -169,6 +171,8 @@ class Rank:
 
 def run(orders: Orders) -> None:
     """All of it, for this rank."""
+    for plugin in orders.plugins:
+        import_module(plugin)
     rank = Rank(orders)
     methods = rank.make([known(name) for name in orders.methods])
     for method in methods:

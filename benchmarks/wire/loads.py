@@ -67,7 +67,7 @@ class Handed(nn.Module):
         """A scalar that depends on every parameter. gradients: one box a parameter, emptied by backward."""
         x = torch.zeros((), requires_grad=True)
         for value, box in zip(self.values, gradients, strict=True):
-            x = _HandOver.apply(x, value, box)
+            x = _HandOver.apply(x, value, box)  # type: ignore[no-untyped-call]
         return x
 
 
@@ -78,7 +78,7 @@ class _HandOver(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
         return dx, ctx.box.pop(), None
 
 

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ class Listener:
 
 def measure(case: Case, command: str, tell: Tell = lambda _: None) -> Result:
     """Run the case. Raises: CaseFailed, NetError, ProvenanceError; KeyboardInterrupt ends all it started."""
+    for plugin in case.plugins:
+        import_module(plugin)
     made_by = provenance()
     started_at, began = datetime.now(UTC), time.monotonic()
     load_average = list(os.getloadavg())
@@ -198,8 +201,9 @@ def _run(case: Case, net: Net, methods: Sequence[Method], tell: Tell) -> tuple[H
             budget_s=case.budget_s,
             fewest_rounds=case.fewest_rounds,
             most_rounds=case.most_rounds,
-            timeout_s=60 + 5 * full_s,
+            timeout_s=case.patience_s + 5 * full_s,
             answers=None if answers is None else str(answers),
+            plugins=case.plugins,
         )
         argv = [sys.executable, "-m", "benchmarks.wire.child", child.argument(orders)]
         # Start and set-up; then so many rounds at half the speed expected. A round sends five full gradients at most.

@@ -31,8 +31,9 @@ class Setting:
 class Family(Protocol):
     """A model with its optimizer on one rank; every rank calls alike."""
 
-    overlap: bool | None
-    """Does it exchange while backward runs? None: it exchanges nothing."""
+    @property
+    def overlap(self) -> bool | None:
+        """Does it exchange while backward runs? None: it exchanges nothing. Asked after settle()."""
 
     def settle(self, inputs: Inputs) -> None:
         """The steps that a method needs before those that count; all ranks have the same inputs in them."""
@@ -98,16 +99,16 @@ HANDED_VECTORS = 2.0
 
 
 _MAKERS = {
-    COMPUTE: ("ddp", "ComputeAlone"),
-    "ddp": ("ddp", "PlainDdp"),
-    "ddp_cast": ("ddp", "CastDdp"),
-    "powersgd": ("ddp", "PowerSgdDdp"),
-    "chain_tensor": ("ours", "ChainPerTensor"),
-    "chain_flat": ("ours", "ChainFlat"),
-    "adam": ("ours", "DenseAdam"),
-    "onebit_adam": ("ours", "OneBit"),
-    "onebit_lamb": ("ours", "OneBitLambFamily"),
-    "zero_one_adam": ("ours", "ZeroOne"),
+    COMPUTE: ("benchmarks.wire.ddp", "ComputeAlone"),
+    "ddp": ("benchmarks.wire.ddp", "PlainDdp"),
+    "ddp_cast": ("benchmarks.wire.ddp", "CastDdp"),
+    "powersgd": ("benchmarks.wire.ddp", "PowerSgdDdp"),
+    "chain_tensor": ("benchmarks.wire.ours", "ChainPerTensor"),
+    "chain_flat": ("benchmarks.wire.ours", "ChainFlat"),
+    "adam": ("benchmarks.wire.ours", "DenseAdam"),
+    "onebit_adam": ("benchmarks.wire.ours", "OneBit"),
+    "onebit_lamb": ("benchmarks.wire.ours", "OneBitLambFamily"),
+    "zero_one_adam": ("benchmarks.wire.ours", "ZeroOne"),
 }
 """Module and class of each family, imported when it is made: what cannot be imported fails alone."""
 
@@ -121,10 +122,16 @@ def known(name: str) -> Method:
     return METHODS[name]
 
 
+def add_method(method: Method, module: str, maker_name: str) -> None:
+    """For plugins: one more method, of a family that `maker_name` in `module` makes."""
+    METHODS[method.name] = method
+    _MAKERS[method.family] = (module, maker_name)
+
+
 def maker(family: str) -> Callable[[Setting], Family]:
     """What makes a family. Raises: KeyError."""
     module, name = _MAKERS[family]
-    found: Callable[[Setting], Family] = getattr(import_module(f"benchmarks.wire.{module}"), name)
+    found: Callable[[Setting], Family] = getattr(import_module(module), name)
     return found
 
 

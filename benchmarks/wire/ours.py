@@ -5,7 +5,6 @@ Values and the inputs of the first steps are the same on every rank, so that not
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +46,6 @@ class Optimized:
         self._clock = setting.clock
         self._group = SeededGroup(setting.process_group)
         watch_group(setting.clock, self._group)
-        self.overlap: bool | None = False
         self.optimizer: FlatOptimizer[Any] = self.make(list(self._model.parameters()), self._group)
         watch_reducer(setting.clock, self.optimizer.reduce)
 
@@ -55,10 +53,10 @@ class Optimized:
         """The optimizer."""
         raise NotImplementedError
 
-    def overlapped(self, kind: type[FlatOptimizer[Any]]) -> dict[str, bool]:
-        """overlap=True where this version of the optimizer has it."""
-        self.overlap = "overlap" in inspect.signature(kind).parameters
-        return {"overlap": True} if self.overlap else {}
+    @property
+    def overlap(self) -> bool | None:
+        """Has the last step sent anything before its backward was over? All are asked to."""
+        return bool(self.optimizer.overlapped()["in_backward"])
 
     def settle(self, inputs: Inputs) -> None:
         """Past the freeze."""
@@ -92,7 +90,7 @@ class DenseAdam(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """As torch.optim.AdamW."""
-        return Adam(params, lr=LR, group=group, **self.overlapped(Adam))
+        return Adam(params, lr=LR, group=group, overlap=True)
 
 
 class OneBit(Optimized):
@@ -100,7 +98,7 @@ class OneBit(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitAdam(params, lr=LR, warmup=1, group=group, **self.overlapped(OneBitAdam))
+        return OneBitAdam(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class OneBitLambFamily(Optimized):
@@ -108,7 +106,7 @@ class OneBitLambFamily(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitLamb(params, lr=LR, warmup=1, group=group, **self.overlapped(OneBitLamb))
+        return OneBitLamb(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class ZeroOne(Optimized):
@@ -116,7 +114,6 @@ class ZeroOne(Optimized):
 
     settle_steps = 7
     """One that updates the variance, and so many more that the counted interval has reached the longest."""
-    optimizer: ZeroOneAdam
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """With a sync at every step, until `use` says otherwise."""
@@ -127,11 +124,12 @@ class ZeroOne(Optimized):
             local_step_scaler=1,
             local_step_clipper=1,
             group=group,
-            **self.overlapped(ZeroOneAdam),
+            overlap=True,
         )
 
     def use(self, variant: str) -> int:
         """variant: steps from one sync to the next. A turn ends with a sync, so the next one begins after one."""
+        assert isinstance(self.optimizer, ZeroOneAdam)
         self.optimizer.local_step_clipper = int(variant)
         return int(variant)
 

@@ -35,6 +35,8 @@ COLUMNS = (
     "turns",
     "spread",
 )
+ONLY_WIDE = ("steps/s", "payload MB", "wire limit ms", "CPU limit ms", "overlap", "turns", "spread")
+WIDE = 200
 NOTE = (
     "Methods take turns in one run; medians over turns; a step ends with its slowest rank. Phases: milliseconds a "
     "step, mean over ranks, of what is not hidden behind something else; wire is waiting. Of DDP, wire is what its "
@@ -51,16 +53,18 @@ MODEL_NOTE = (
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
-    """Print every case, then where compression stops paying."""
+    """Print every case, then where compression stops paying. A narrow terminal gets fewer columns, but every method."""
+    shown = [at for at, column in enumerate(COLUMNS) if console.width >= WIDE or column not in ONLY_WIDE]
     for result in results:
         table = Table(title=heading(result), title_justify="left")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "method" else "right")
+        for at in shown:
+            table.add_column(COLUMNS[at], justify="left" if at == 0 else "right", no_wrap=at == 0)
         for row in rows(result):
-            table.add_row(*cells(row))
-        for name, why in failures(result).items():
-            table.add_row(METHODS[name].title, f"FAILED: {why.splitlines()[0][:80]}")
+            whole = cells(row)
+            table.add_row(*(whole[at] for at in shown))
         console.print(table)
+        for name, why in failures(result).items():
+            console.print(f"{METHODS[name].title} FAILED: {_one_line(why)}", markup=False)
     console.print(NOTE, style="dim", markup=False)
     for line in told(results):
         console.print(line, markup=False)
