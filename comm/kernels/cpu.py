@@ -134,9 +134,9 @@ class CpuKernels:
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_serve."""
-        rows = _rows(in_scale_nb, in_bits_nB)
-        given = _array(b_c), _array(scale_b), rows, _array(written_scale_b), _blocks(table)
-        self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given))
+        b, rows = _array(b_c), _rows(in_scale_nb, in_bits_nB)
+        given = b, _array(scale_b), rows, _array(written_scale_b), _blocks(table)
+        self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, b)))
 
     def all_finite(self, scale_b: Tensor) -> bool:
         """As fused_reference.all_finite, on the host: nothing waits for a device here."""

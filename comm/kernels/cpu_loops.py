@@ -120,10 +120,11 @@ def serve(
     """B <- e + mean of the rows."""
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
-        sent = splat8(scale[block])
+        _add_up(rows, block, low, high, new)
+        sent, num_rows = splat8(scale[block]), splat8(scale.dtype.type(rows.num_rows))
         for at in range(low, high, BYTE):
             kept = load8(b, at)
-            store(new, at - low, kept - signed_as(kept, sent) + _mean(rows, block, at // BYTE))
+            store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
         _finish(block, new, blocks, b, scale, out_scale, out_bits)
 
 
@@ -195,12 +196,17 @@ def undo_momentum(
 
 
 @compiled
-def undo_serve(first: int, stop: int, b: Array, scale: Array, rows: Rows, written_scale: Array, blocks: Blocks) -> None:
-    """B <- b - mean of the rows where written."""
+def undo_serve(
+    first: int, stop: int, b: Array, scale: Array, rows: Rows, written_scale: Array, blocks: Blocks, new: Array
+) -> None:
+    """B <- b - mean of the rows where written. new: scratch as above."""
+    num_rows = splat8(scale.dtype.type(rows.num_rows))
     for block in range(first, stop):
         if not np.isnan(written_scale[block]):
-            for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-                store(b, at, load8(b, at) - _mean(rows, block, at // BYTE))
+            low, high = blocks.starts[block], blocks.starts[block + 1]
+            _add_up(rows, block, low, high, new)
+            for at in range(low, high, BYTE):
+                store(b, at, load8(b, at) - load8(new, at - low) / num_rows)
             scale[block] = 0
             _zero_dead(block, blocks, b)
 
@@ -221,14 +227,15 @@ def _momentum(g: Any, weight: Any, m: Any) -> Any:
 
 
 @compiled
-def _mean(rows: Rows, block: int, byte: int) -> Any:
-    """Of 8 values."""
-    number = rows.scales.dtype.type
-    total = splat8(number(0))
+def _add_up(rows: Rows, block: int, low: int, high: int, total: Array) -> None:
+    """Total <- the sum of the rows' blocks, in their order. A pass for each: its scale stays in a register."""
+    for k in range(high - low):
+        total[k] = 0
     for row in range(rows.num_rows):
         size = splat8(rows.scales[row * rows.scale_stride + block])
-        total = total + signed_by_bits(rows.bits[row * rows.bits_stride + byte], size)
-    return total / splat8(number(rows.num_rows))
+        bits = rows.bits[row * rows.bits_stride + low // BYTE : row * rows.bits_stride + high // BYTE]
+        for byte in range(bits.size):
+            store(total, byte * BYTE, load8(total, byte * BYTE) + signed_by_bits(bits[byte], size))
 
 
 @compiled

@@ -4,7 +4,8 @@ numba has no vector type, and LLVM's vectoriser gives up on packing, or does not
 numbers are one value here, as in LLVM's own language, which has code for it on every processor. Nothing is ever
 reassociated or contracted: an operation on a vector rounds each lane as the same operation on numbers.
 
-Used inside functions that numba compiles only. Nothing checks bounds.
+Used inside functions that numba compiles only. Nothing checks bounds. numba's cache looks at the file of the compiled
+function alone: after a change here, touch cpu_loops.py, or the old code runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.datamodel import models
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, register_model
@@ -166,25 +167,6 @@ def folded(typingctx: Any, vector: Any) -> Any:
         return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
 
     return vector.dtype(vector), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typingctx: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache line of array[at], which may lie outside the array."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8)
-        pointer, _ = _pointer(context, builder, sig.args[0], args, byte)
-        number = ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [byte.as_pointer(), number, number, number]),
-            "llvm.prefetch.p0",
-        )
-        builder.call(function, [pointer, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.none(array, at), codegen
 
 
 def _load(array: Any, at: Any, lanes: int) -> Any:
