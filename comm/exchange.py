@@ -25,7 +25,7 @@ from thinwire.comm.bucket_wire import BucketWire
 from thinwire.comm.error_feedback import ErrorMemory
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kept_sums import KeptSums
-from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import Buckets
 from thinwire.comm.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.protocol import Group, Pending
@@ -53,6 +53,8 @@ class BucketExchange:
         self._lane = group.second_lane()
         self._like = like.new_empty(0)
         self._kernels = kernels_for(like.device, like.dtype, threads)
+        if like.device.type == "cpu":
+            warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
         layout = buckets.layout
         self._wires = [BucketWire(bucket, layout, block, group.rank, group.size, like) for bucket in buckets]
         self._received = Received(self._wires, layout, block, self._kernels)

@@ -94,7 +94,7 @@ class KeptSums:
 
     @property
     def largest(self) -> float:
-        """The largest |c| that is kept here: what the rounding of an undone exchange is measured by."""
+        """The largest |c| that is kept here now: what the rounding of an undone exchange is measured by."""
         served = self._sum_s.abs().max() if self._sum_s.numel() else self._sum_s.new_zeros(())
         return float(torch.maximum(self._sum_N.abs().max(), served))
 
