@@ -16,8 +16,8 @@ from thinwire.comm import PeerLost, TorchGroup
 rank, size, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 torch.set_num_threads(1)
 
-def join(host_store_on_rank_0=False):
-    if host_store_on_rank_0:
+def join(tcp_store_on_rank_0=False):
+    if tcp_store_on_rank_0:
         port_file = os.path.join(folder, "port")
         if rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
