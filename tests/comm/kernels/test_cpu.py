@@ -58,6 +58,32 @@ def test_all_finite_finds_one_bad_scale(bad):
         assert not kernels.all_finite(scale_b)
 
 
+def test_torch_allocates_nothing():
+    case, kernels = Case([64, 4096], [3], num_rows=2), CpuKernels()
+    t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
+    ((out_scale,), (out_bits,)), ((m_scale,), (m_bits,)) = case.row("row"), case.row("m")
+    in_scale, in_bits = case.row("rows")
+
+    def every_kernel():
+        kernels.encode_sum(c, s, x, t, out_scale, out_bits)
+        kernels.encode_momentum(c, s, x, 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
+        kernels.serve(c, s, in_scale, in_bits, t, out_scale, out_bits)
+        kernels.all_finite(out_scale)
+        kernels.undo_serve(c, s, in_scale, in_bits, out_scale, t)
+        kernels.undo_momentum(c, s, x, 0.9, m_scale, m_bits, out_scale, t)
+        kernels.undo_sum(c, s, x, out_scale, t)
+        kernels.decode(m_scale, m_bits, t, x)
+        kernels.descend(c, x, m_scale, m_bits, 0.1, 0.0, t)
+
+    every_kernel()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        every_kernel()
+    assert "[memory]" not in {event.name for event in profile.events()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fused_reference.encode_sum(c, s, x, t, out_scale, out_bits)
+    assert "[memory]" in {event.name for event in profile.events()}  # it would have been seen
+
+
 def test_what_is_not_contiguous_is_refused():
     case = Case([64], [], num_rows=1)
     twice = torch.zeros(128)[::2]

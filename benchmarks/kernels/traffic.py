@@ -1,0 +1,93 @@
+"""How many bytes of memory each kernel must move per value of float32, array by array: the floor it is counted by.
+
+Scales are left out: with blocks of 4096 values each array of them is 0.001 B a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BIT = 1 / 8
+FLOAT = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One array that is read, written or both. Bytes a value."""
+
+    array: str
+    read: float
+    written: float
+
+
+def _changed(array: str) -> Access:
+    return Access(array, FLOAT, FLOAT)
+
+
+def _read(array: str, size: float = FLOAT) -> Access:
+    return Access(array, size, 0)
+
+
+def _written(array: str, size: float = FLOAT) -> Access:
+    return Access(array, 0, size)
+
+
+def floor(num_rows: int) -> dict[str, list[Access]]:
+    """By kernel; each array is read at most once and written at most once. num_rows: what a server adds up."""
+    rows = _read(f"bits of {num_rows} received rows", num_rows * BIT)
+    own_bits, m_bits = _written("bits of the own row", BIT), _read("bits of the momentum", BIT)
+    return {
+        "copy": [_read("source"), _written("target")],
+        "encode_sum": [_changed("kept sums c"), _read("x"), own_bits],
+        "encode_momentum": [_changed("kept sums c"), _read("gradient"), m_bits, own_bits],
+        "serve": [_changed("kept sums b"), rows, own_bits],
+        "decode": [m_bits, _written("out")],
+        "descend": [_changed("parameters"), _read("divisor"), m_bits],
+        "undo_sum": [_changed("kept sums c"), _read("x")],
+        "undo_momentum": [_changed("kept sums c"), _read("gradient"), m_bits],
+        "undo_serve": [_changed("kept sums b"), rows],
+    }
+
+
+_ENCODE = [
+    Access("square", 4, 4),
+    Access("sum of 8", 4, 0.5),
+    Access("segment sums", 0.5, 0),
+    Access("x >= 0", 4, 1),
+    Access("to uint8", 1, 1),
+    Access("shift", 1, 1),
+    Access("sum to bytes", 1, BIT),
+]
+_DECODE = [
+    Access("shift", BIT, 1),
+    Access("mask", 1, 1),
+    Access("to float", 1, 4),
+    Access("x 2", 4, 4),
+    Access("- 1", 4, 4),
+    Access("scales, repeated", 0, 0.5),
+    Access("x scale", 4.5, 4),
+]
+_ERROR = [*_DECODE, Access("negate", 4, 4), Access("+ sums", 8, 4)]
+
+
+def chain(num_rows: int) -> dict[str, list[Access]]:
+    """The same for the chain of torch operations of `chain.py`, operation by operation."""
+    return {
+        "encode_sum": [Access("+ error", 8, 4), *_ENCODE, *_ERROR],
+        "encode_momentum": [Access("lerp", 8, 4), Access("+ error", 8, 4), *_ENCODE, *_ERROR],
+        "serve": [
+            Access("zero", 0, 4),
+            *[*_DECODE, Access("+ row", 8, 4)] * num_rows,
+            Access("/ n", 4, 4),
+            Access("+ error", 8, 4),
+            *_ENCODE,
+            *_ERROR,
+        ],
+        "decode": _DECODE,
+        "descend": [*_DECODE, Access("x divisor", 8, 4), Access("x (1 - decay)", 4, 4), Access("- lr step", 8, 4)],
+    }
+
+
+def total(accesses: list[Access]) -> float:
+    """Bytes a value, read and written."""
+    return sum(access.read + access.written for access in accesses)
