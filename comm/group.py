@@ -69,7 +69,7 @@ class TorchGroup:
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """X <- x of rank `src` of this group. Raises: PeerLost."""
-        self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src))
+        self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> TorchPending:
