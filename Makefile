@@ -1,12 +1,16 @@
 # make run       set up, train the quickstart through the service, write runs/quickstart/
 # make serve     set up, keep a service on 127.0.0.1 with its state in .thinwire/
-# make test      set up, run the checks and the tests; make test-all adds the slow ones
+# make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
 # make check     formatting, lint, types, import rules, spelling
 
 PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest
+TEST_JOBS ?= 2
+# Tests of computations run side by side; those of processes and of the one Ray run after them, one at a time.
+SIDE_BY_SIDE := tests/optim tests/comm tests/workers tests/benchmarks
+ONE_BY_ONE := $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 .PHONY: run serve test test-all check clean
 
@@ -17,10 +21,12 @@ serve: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
 
 test: check
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not slow and not gpu" $(ONE_BY_ONE)
 
 test-all: check
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(ONE_BY_ONE)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""One Ray head for the whole test session, started only when a test asks for it."""
+"""What all tests share: one Ray head, started only when a test asks for it; threads of torch; how many examples."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import importlib.util
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import settings
 
 from thinwire.service.launch.local import LocalLauncher, worker_command
 
 _COMMAND_FILE = "command"
+
+settings.register_profile("usual", max_examples=100)
+settings.register_profile("thorough", max_examples=200)  # make test-all: twice as many of each
+settings.load_profile("usual")
 
 
 def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
@@ -30,6 +36,13 @@ def missing(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_a_rank() -> None:
+    """Ranks are threads and test processes run side by side: more threads below each only get in the way."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

@@ -102,7 +102,15 @@ def problems(draw, dtypes=(torch.float32, torch.float64)):
 
 def examples(count):
     ignored = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=ignored)
+    """Twice as many of these in `make test-all`: the profiles are in tests/conftest.py."""
+    share = settings.default.max_examples / 100
+    return settings(
+        max_examples=round(count * share),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=ignored,
+    )
 
 
 def agreed(optimizer):
