@@ -32,7 +32,10 @@ class Send:
 
 
 def sends(call: Call, size: int) -> Iterator[Send]:
-    """Every rank's messages in one collective of `size` ranks. Raises: ValueError for a kind that is unknown."""
+    """Every rank's messages in one collective of `size` ranks: as many bytes and messages in each of them.
+
+    Raises: ValueError for a kind that is unknown.
+    """
     kind, num_bytes, root = call
     if kind not in KINDS:
         raise ValueError(f"collective {kind!r}: it is not known who sends what in it; known are {', '.join(KINDS)}")

@@ -10,8 +10,12 @@ import pytest
 
 from thinwire.comm.evidence import BoxCounters, GroupCalls, Run, check, evidence, load, main, write
 from thinwire.comm.evidence_check import digest
+from thinwire.comm.evidence_counters import gather_counters, lab_counters
 from thinwire.comm.headers import HeaderModel
+from thinwire.comm.interface_counters import InterfaceCounters
+from thinwire.comm.lab import HostCounters
 from thinwire.comm.link_classes import Box, Boxes
+from thinwire.comm.threads import ThreadGroup, run_threads
 
 BOXES = Boxes((Box("00000000000000aa", "a"), Box("00000000000000bb", "b")))
 
@@ -110,6 +114,30 @@ def test_every_field_is_needed(whole: dict[str, Any]) -> None:
 def test_parts_that_do_not_fit_make_no_file() -> None:
     with pytest.raises(ValueError, match="counters: are of boxes"):
         evidence(Run("adam", 1), BOXES, [counters(BOXES.of_rank[0], 9)], [GroupCalls((0, 1), {})], HeaderModel())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_rank_learns_what_the_first_of_each_box_has_read(size: int) -> None:
+    boxes = Boxes(tuple(Box(f"{rank // 2:016x}", "x") for rank in range(size)))
+
+    def work(group: ThreadGroup) -> list[BoxCounters]:
+        before = InterfaceCounters(f"eth{group.rank}", 10, 2**40 + group.rank, 0, 0)
+        after = InterfaceCounters(f"eth{group.rank}", 20, 2**41 + group.rank, 0, 0)
+        return gather_counters(group, boxes, before, after)
+
+    found = run_threads(size, work)
+    assert found == [found[0]] * size
+    assert found[0] == [
+        BoxCounters(box, "interface", f"eth{2 * at}", 2**40 + 2 * at, 2**41 + 2 * at, 10, 20)
+        for at, box in enumerate(boxes.ids)
+    ]
+
+
+def test_as_many_boxes_as_hosts() -> None:
+    host = HostCounters(0, 1, 100, 0, 0, 0, 0)
+    assert lab_counters(BOXES, [host] * 2, [host] * 2)[1].box == BOXES.ids[1]
+    with pytest.raises(ValueError, match="boxes"):
+        lab_counters(BOXES, [host], [host])
 
 
 def test_the_command_says_what_does_not_fit(

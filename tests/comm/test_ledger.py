@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.comm.evidence import BoxCounters, GroupCalls, Run, check, evidence
-from thinwire.comm.headers import HeaderModel
+from thinwire.comm.evidence import GroupCalls, Run, check, evidence
+from thinwire.comm.evidence_counters import lab_counters
+from thinwire.comm.headers import Frames, HeaderModel
 from thinwire.comm.interface_counters import read_interface, read_interfaces
 from thinwire.comm.lab import Lab, LabError, LabSpec
 from thinwire.comm.ledger import Ledger, entries, leaving, unexplained_ratio
@@ -114,6 +115,22 @@ def test_a_ring_crosses_each_box_once_and_all_to_all_as_often_as_it_has_pairs() 
     assert found[("all_to_all", LinkClass.INSIDE)] == 8 * 3 * 100
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "per_box"), [(2, 1), (3, 2), (8, 3), (8, 4)])
+def test_frames_that_leave_a_box_are_those_of_each_message_that_does(kind: str, size: int, per_box: int) -> None:
+    boxes, headers, call = boxes_of(size, per_box), HeaderModel(), (kind, 70_000, 1)
+    for box in boxes.ids:
+        total = Frames()
+        for send in sends(call, size):
+            src, dst = boxes.of_rank[send.src].id, boxes.of_rank[send.dst].id
+            if src == box != dst:
+                total += headers.forward(send.num_bytes, send.messages)
+            if dst == box != src:
+                total += headers.backward(send.num_bytes, send.messages)
+        found = leaving(call, boxes, box, headers)
+        assert (found.num, found.num_bytes) == pytest.approx((total.num, total.num_bytes))
+
+
 def test_what_stays_inside_a_box_puts_nothing_on_the_wire() -> None:
     boxes = boxes_of(4, per_box=4)
     for kind in KINDS:
@@ -189,18 +206,7 @@ def test_the_ledger_explains_the_frames_that_the_kernel_counted(hosts: int) -> N
     content = evidence(
         Run("1-bit exchange", steps=33, rate_mbit=spec.rate_mbit),
         boxes,
-        [
-            BoxCounters(
-                boxes.of_rank[host].id,
-                "tbf",
-                "eth0",
-                before.sent_bytes,
-                after.sent_bytes,
-                before.sent_frames,
-                after.sent_frames,
-            )
-            for host, (before, after) in enumerate(zip(result.counters_before, result.counters_after, strict=True))
-        ],
+        lab_counters(boxes, result.counters_before, result.counters_after),
         [GroupCalls(tuple(range(hosts)), calls)],
         HeaderModel(),
     )

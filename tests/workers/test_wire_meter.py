@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import logging
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from tests.workers.stub_service import Service
 from thinwire.comm.interface_counters import InterfaceCounters
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.link_classes import Box, Boxes
 from thinwire.comm.protocol import Stats
 from thinwire.workers import wire_meter as module
+from thinwire.workers.reporter import ServiceReporter
+from thinwire.workers.reports import Sample
 from thinwire.workers.wire_meter import WIRE_INTERFACE_VARIABLE, WireAccount, WireMeter, wire_meter
 
 TWO_BOXES = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
+WIRE_METRICS = tuple(
+    f"thinwire_wire_{name}" for name in ("counted_bytes_total", "predicted_bytes_total", "unexplained_ratio")
+)
 
 
 class Interface:
@@ -88,3 +96,23 @@ def test_a_wrong_interface_is_said_and_fails_no_run(
     monkeypatch.setenv(WIRE_INTERFACE_VARIABLE, "no-such0")
     assert wire_meter(Stats(), TWO_BOXES, 0) is None
     assert "no-such0" in caplog.text
+
+
+def test_a_worker_that_measures_exports_all_three_and_another_none(service: Service) -> None:
+    interface, stats = Interface(), Stats()
+    meter = WireMeter(Ledger(stats, TWO_BOXES), "aa", "eth0", interface.read)
+    found = []
+    for wire in (meter, None):
+        reporter = ServiceReporter(service.run_dir, "j-1", 1, attempt=2, address="127.0.0.1", wire=wire)
+        stats.count("all_to_all", 1_000_000)
+        interface.sent_bytes += 500_000
+        reporter.steps([Sample(step=1, phase="compressed", world_size=3, time=1.0)], 1, {"optimizer": 1})
+        text = httpx.get(f"http://{reporter._metrics.address}/metrics", trust_env=False).text
+        values = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
+        found.append({name: value for name, value in values.items() if name in WIRE_METRICS})
+        reporter.close()
+    counted, predicted, ratio = (found[0][name] for name in WIRE_METRICS)
+    assert counted == 500_000
+    assert predicted > 1_000_000
+    assert ratio == pytest.approx((predicted - counted) / counted)
+    assert found[1] == {}
