@@ -80,8 +80,8 @@ def up(
             lab.detach()
             typer.echo("It stays up. `thinwire lab down` ends it.")
             return
-        typer.echo("Ctrl-C ends it, and every process in it.")
         with contextlib.suppress(KeyboardInterrupt):
+            typer.echo("Ctrl-C ends it, and every process in it.")
             lab.wait()
             raise LabError("the lab was ended by someone else")
     typer.echo("The lab is down.")

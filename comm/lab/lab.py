@@ -101,15 +101,26 @@ class Lab:
         return tuple(self.holder.namespaces[network.namespace_of(host)].pid for host in range(self.spec.hosts))
 
     def start(
-        self, host: int, argv: Sequence[str], env: Mapping[str, str], stdin: int, stdout: int, stderr: int
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stdout: int = 1,
+        stderr: int = 2,
     ) -> HostProcess:
-        """Start one command on a host, with exactly this environment and copies of these descriptors.
+        """Start one command on a host and return at once. For a command per rank use run().
 
-        It runs until it ends, is signalled or the lab goes. For a command per rank use run().
+        It runs until it ends, is signalled or the lab goes. env: its whole environment; default is this process's own
+        (rank_env() makes a rank of it). stdin, stdout, stderr: descriptors that it gets copies of; default is an empty
+        stdin, and this process's own stdout and stderr. Raises: LabError where there is no such host.
         """
         if not 0 <= host < self.spec.hosts:
             raise LabError(f"host {host} is not in this lab: it has hosts 0 to {self.spec.hosts - 1}")
-        return self.holder.spawn(network.namespace_of(host), argv, env, stdin, stdout, stderr)
+        with open(os.devnull, "rb") as nothing:
+            given = nothing.fileno() if stdin is None else stdin
+            environment = os.environ if env is None else env
+            return self.holder.spawn(network.namespace_of(host), argv, environment, given, stdout, stderr)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -80,9 +81,8 @@ class HostProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to it and its process group; nothing where it has ended."""
-        while self.returncode is None and not self.inner_pid:
-            readable([self._status_fd], COMMAND_TIME_LIMIT_S)
-            self.poll()
+        while self.poll() is None and not self.inner_pid:
+            readable([self._status_fd], None)
         if self.returncode is None:
             self._holder.request({"op": "signal", "pid": self.inner_pid, "signal": int(number)})
 
@@ -157,22 +157,27 @@ class Holder:
 
     def outputs(self, namespaces: Sequence[int], argv: Sequence[str], texts: Sequence[str]) -> list[str]:
         """The same in several namespaces at once."""
-        running = []
-        for namespace, text in zip(namespaces, texts, strict=True):
-            given, printed = os.memfd_create("given", os.MFD_CLOEXEC), os.memfd_create("printed", os.MFD_CLOEXEC)
-            os.write(given, text.encode())
-            os.lseek(given, 0, os.SEEK_SET)
-            running.append((self.spawn(namespace, argv, os.environ, given, printed, printed, cwd="/"), printed))
-            os.close(given)
-        said = []
-        failed: list[str] = []
-        for process, printed in running:
-            code = process.wait(COMMAND_TIME_LIMIT_S)
-            with os.fdopen(printed, "rb") as file:
-                file.seek(0)
-                said.append(file.read().decode(errors="replace"))
-            if code != 0:
-                failed.append(f"`{' '.join(argv)}` ended with {code}: {process.error or said[-1].strip()}")
+        what = f"`{' '.join(argv)}`"
+        running, said, failed = [], [], []
+        with contextlib.ExitStack() as files:
+            for namespace, text in zip(namespaces, texts, strict=True):
+                given, printed = (
+                    files.enter_context(os.fdopen(os.memfd_create(name), "w+b")) for name in ("in", "out")
+                )
+                given.write(text.encode())
+                given.seek(0)
+                fds = given.fileno(), printed.fileno(), printed.fileno()
+                running.append((self.spawn(namespace, argv, os.environ, *fds, cwd="/"), printed))
+            for process, printed in running:
+                try:
+                    code = process.wait(COMMAND_TIME_LIMIT_S)
+                except TimeoutError as error:
+                    process.signal(signal.SIGKILL)
+                    raise LabError(f"{what} did not end: {error}") from None
+                printed.seek(0)
+                said.append(printed.read().decode(errors="replace"))
+                if code != 0:
+                    failed.append(f"{what} ended with {code}: {process.error or said[-1].strip()}")
         if failed:
             raise LabError(failed[0])
         return said

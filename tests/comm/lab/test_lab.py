@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import threading
 import time
 
 import pytest
 
-from thinwire.comm.lab import Lab, LabRunFailed, LabSpec, Line, difference
+from thinwire.comm.lab import Lab, LabError, LabRunFailed, LabSpec, Line, difference
 from thinwire.comm.lab.goodput import measure
 
 PAYLOAD = 2_000_000
@@ -183,6 +185,29 @@ def test_an_error_of_the_one_who_listens_ends_the_ranks(lab):
     while "sleep 96" in lab.holder.output(0, ["sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '"]):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_single_command_can_be_started_and_killed(lab):
+    process = lab.start(1, ["sleep", "94"])
+    assert process.poll() is None
+    process.signal(signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGKILL
+    process.signal(signal.SIGKILL)  # it has ended: nothing happens
+    with pytest.raises(LabError, match="hosts 0 to 1"):
+        lab.start(2, ["true"])
+    with pytest.raises(TimeoutError):
+        lab.start(0, ["sleep", "94"]).wait(0.05)
+
+
+def test_runs_leave_no_descriptors_open(lab):
+    lab.run(["true"]).check()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        lab.run(["true"]).check()
+        lab.counters()
+        with pytest.raises(LabError, match="no-such-command"):
+            lab.holder.output(1, ["no-such-command"])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_counters_can_be_read_while_ranks_run(lab):
