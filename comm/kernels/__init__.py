@@ -1,8 +1,8 @@
 """The inner loops of codecs and exchange, one interface, several implementations held against plain torch.
 
-    reference           signs to bits and back, scales: what the codecs use
-    fused_reference     the kernels of the exchange in plain torch: the definition, and what runs on other devices
-    cpu, cpu_loops      the same in numba, on the short vectors of `vectors`
-    blocks              where the blocks of a chunk lie
-    choose              which of them a vector gets
+reference           signs to bits and back, scales: what the codecs use
+fused_reference     the kernels of the exchange in plain torch: the definition, and what runs on other devices
+cpu, cpu_loops      the same in numba, on the short vectors of `vectors`
+blocks              where the blocks of a chunk lie
+choose              which of them a vector gets
 """

@@ -14,13 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import cpu_loops
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.kernels.cpu_loops import Array, Blocks, Rows
 from thinwire.comm.kernels.fused_reference import require_same
-from thinwire.comm.kernels.vectors import WORD
+from thinwire.comm.kernels.vectors import BYTE, WORD
 
 MIN_BLOCKS = 16
 """What a thread must get to be worth waking: 64 Ki values, tens of microseconds."""
@@ -42,8 +43,8 @@ class CpuKernels:
         self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out_scale_b: Tensor, out_bits_B: Tensor
     ) -> None:
         """As fused_reference.encode_sum."""
-        tail = _blocks(table), _array(out_scale_b), _array(out_bits_B)
-        given = _array(c_c), _array(scale_b), _array(x_c), *tail
+        tail = _blocks(table), _scales(out_scale_b, table), _bits(out_bits_B, table)
+        given = _values(c_c, table), _scales(scale_b, table), _values(x_c, table), *tail
         self._split(table, lambda first, stop: cpu_loops.encode_sum(first, stop, *given, _scratch(table, given[0])))
 
     def encode_momentum(
@@ -61,9 +62,16 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.encode_momentum."""
         require_same(m_table, table)
-        c = _array(c_c)
-        momentum = _array(g_c), c.dtype.type(1 - beta1), _array(m_scale_b), _array(m_bits_B)
-        given = c, _array(scale_b), *momentum, _blocks(table), _array(out_scale_b), _array(out_bits_B)
+        c = _values(c_c, table)
+        momentum = _values(g_c, table), c.dtype.type(1 - beta1), _scales(m_scale_b, table), _bits(m_bits_B, table)
+        given = (
+            c,
+            _scales(scale_b, table),
+            *momentum,
+            _blocks(table),
+            _scales(out_scale_b, table),
+            _bits(out_bits_B, table),
+        )
         self._split(table, lambda first, stop: cpu_loops.encode_momentum(first, stop, *given, _scratch(table, c)))
 
     def serve(
@@ -77,13 +85,13 @@ class CpuKernels:
         out_bits_B: Tensor,
     ) -> None:
         """As fused_reference.serve."""
-        b, rows = _array(b_c), _rows(in_scale_nb, in_bits_nB)
-        given = b, _array(scale_b), rows, _blocks(table), _array(out_scale_b), _array(out_bits_B)
+        b, rows = _values(b_c, table), _rows(in_scale_nb, in_bits_nB, table)
+        given = b, _scales(scale_b, table), rows, _blocks(table), _scales(out_scale_b, table), _bits(out_bits_B, table)
         self._split(table, lambda first, stop: cpu_loops.serve(first, stop, *given, _scratch(table, b)))
 
     def decode(self, scale_b: Tensor, bits_B: Tensor, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
-        given = _array(scale_b), _array(bits_B), _blocks(table), _array(out_c)
+        given = _scales(scale_b, table), _bits(bits_B, table), _blocks(table), _values(out_c, table)
         self._split(table, lambda first, stop: cpu_loops.decode(first, stop, *given))
 
     def descend(
@@ -97,14 +105,20 @@ class CpuKernels:
         table: BlockTable,
     ) -> None:
         """As fused_reference.descend."""
-        p = _array(p_c)
+        p = _values(p_c, table)
         rates = p.dtype.type(lr), p.dtype.type(1 - decay)
-        given = p, _array(divisor_c), _array(scale_b), _array(bits_B), *rates, _blocks(table)
+        given = p, _values(divisor_c, table), _scales(scale_b, table), _bits(bits_B, table), *rates, _blocks(table)
         self._split(table, lambda first, stop: cpu_loops.descend(first, stop, *given))
 
     def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written_scale_b: Tensor, table: BlockTable) -> None:
         """As fused_reference.undo_sum."""
-        given = _array(c_c), _array(scale_b), _array(x_c), _array(written_scale_b), _blocks(table)
+        given = (
+            _values(c_c, table),
+            _scales(scale_b, table),
+            _values(x_c, table),
+            _scales(written_scale_b, table),
+            _blocks(table),
+        )
         self._split(table, lambda first, stop: cpu_loops.undo_sum(first, stop, *given))
 
     def undo_momentum(
@@ -119,9 +133,9 @@ class CpuKernels:
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_momentum."""
-        c = _array(c_c)
-        momentum = _array(g_c), c.dtype.type(1 - beta1), _array(m_scale_b), _array(m_bits_B)
-        given = c, _array(scale_b), *momentum, _array(written_scale_b), _blocks(table)
+        c = _values(c_c, table)
+        momentum = _values(g_c, table), c.dtype.type(1 - beta1), _scales(m_scale_b, table), _bits(m_bits_B, table)
+        given = c, _scales(scale_b, table), *momentum, _scales(written_scale_b, table), _blocks(table)
         self._split(table, lambda first, stop: cpu_loops.undo_momentum(first, stop, *given))
 
     def undo_serve(
@@ -134,13 +148,13 @@ class CpuKernels:
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_serve."""
-        b, rows = _array(b_c), _rows(in_scale_nb, in_bits_nB)
-        given = b, _array(scale_b), rows, _array(written_scale_b), _blocks(table)
+        b, rows = _values(b_c, table), _rows(in_scale_nb, in_bits_nB, table)
+        given = b, _scales(scale_b, table), rows, _scales(written_scale_b, table), _blocks(table)
         self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, b)))
 
     def all_finite(self, scale_b: Tensor) -> bool:
         """As fused_reference.all_finite, on the host: nothing waits for a device here."""
-        return bool(cpu_loops.all_finite(_array(scale_b)))
+        return bool(cpu_loops.all_finite(_array(scale_b, scale_b.numel())))
 
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:
         """Run the loop over all blocks: a share a thread, one of them this thread's."""
@@ -164,11 +178,32 @@ class CpuKernels:
         return self._pool[1]
 
 
-def _array(vector: Tensor) -> Array:
-    """A view. numba compiles for contiguous vectors only, so that a stride is an error here and not a slow variant."""
-    if not vector.is_contiguous():
-        raise ValueError(f"a vector of {tuple(vector.shape)} with strides {vector.stride()} must be contiguous")
+def _values(vector_c: Tensor, table: BlockTable) -> Array:
+    return _array(vector_c, table.numel)
+
+
+def _scales(scale_b: Tensor, table: BlockTable) -> Array:
+    return _array(scale_b, table.num_blocks)
+
+
+def _bits(bits_B: Tensor, table: BlockTable) -> Array:
+    return _array(_whole_bytes(bits_B), table.numel // BYTE)
+
+
+def _array(vector: Tensor, length: int) -> Array:
+    """A view. The loops check no bounds and want numbers side by side, so both are checked here."""
+    if vector.shape != (length,) or not vector.is_contiguous():
+        raise ValueError(
+            f"a vector of shape {tuple(vector.shape)} with strides {vector.stride()} must be contiguous and of shape "
+            f"({length},), as the table of its blocks says"
+        )
     return vector.numpy()
+
+
+def _whole_bytes(bits: Tensor) -> Tensor:
+    if bits.dtype != torch.uint8:
+        raise ValueError(f"bits of {bits.dtype} must be torch.uint8")
+    return bits
 
 
 def _blocks(table: BlockTable) -> Blocks:
@@ -179,14 +214,19 @@ def _blocks(table: BlockTable) -> Blocks:
     return found
 
 
-def _rows(in_scale_nb: Tensor, in_bits_nB: Tensor) -> Rows:
-    return Rows(*_strided(in_scale_nb), *_strided(in_bits_nB), in_bits_nB.shape[0])
+def _rows(in_scale_nb: Tensor, in_bits_nB: Tensor, table: BlockTable) -> Rows:
+    """Scales and bits of the received rows as one vector each, with the distance from row to row."""
+    num_rows = in_bits_nB.shape[0]
+    scales = _strided(in_scale_nb, num_rows, table.num_blocks)
+    return Rows(*scales, *_strided(_whole_bytes(in_bits_nB), num_rows, table.numel // BYTE), num_rows)
 
 
-def _strided(rows: Tensor) -> tuple[Array, int]:
-    num_rows, length = rows.shape
-    if length > 1 and rows.stride(1) != 1:
-        raise ValueError(f"rows with strides {rows.stride()} must each be contiguous")
+def _strided(rows: Tensor, num_rows: int, length: int) -> tuple[Array, int]:
+    if rows.shape != (num_rows, length) or (length > 1 and rows.stride(1) != 1):
+        raise ValueError(
+            f"rows of shape {tuple(rows.shape)} with strides {rows.stride()} must each be contiguous and of shape "
+            f"({num_rows}, {length}), as the table of their blocks says"
+        )
     stride = rows.stride(0)
     span = (num_rows - 1) * stride + length if num_rows and length else 0
     return rows.as_strided((span,), (1,)).numpy(), stride

@@ -8,6 +8,7 @@ they may be written is known only when all of them have been squared and added; 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ from thinwire.comm.kernels.vectors import (
     zeros64,
 )
 
+logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,7 +55,12 @@ class Rows(NamedTuple):
 
 def compiled(function: Function) -> Function:
     """Compile it at its first call, or take it from the cache; it runs without the interpreter's lock."""
-    return njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)  # type: ignore[no-any-return]
+    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+    except RuntimeError as error:  # numba's, where it finds no folder that it may write
+        logger.warning("kernels_not_cached function=%s reason=%r set=NUMBA_CACHE_DIR", function.__name__, str(error))
+        return njit(**options)(function)  # type: ignore[no-any-return]
 
 
 @compiled

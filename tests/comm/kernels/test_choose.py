@@ -54,3 +54,16 @@ def test_the_cache_goes_where_it_is_told(tmp_path):
     )
     assert done.stdout.strip() == "True"
     assert list(tmp_path.rglob("cpu_loops.all_finite*.nbi"))
+
+
+def test_without_any_folder_for_the_cache_kernels_are_compiled_all_the_same(monkeypatch, caplog):
+    from numba.core import caching
+
+    from thinwire.comm.kernels.cpu_loops import compiled
+
+    def add(a, b):
+        return a + b
+
+    monkeypatch.setattr(caching.FunctionCache._impl_class, "_locator_classes", [])
+    assert compiled(add)(1, 2) == 3
+    assert "kernels_not_cached function=add" in caplog.text

@@ -42,9 +42,10 @@ def test_any_number_of_threads_gives_the_same(name, threads):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_an_empty_chunk_is_left_alone(name):
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+def test_an_empty_chunk_is_left_alone(name, kernels):
     case = Case([], [], num_rows=2)
-    assert_same(run(CpuKernels(), name, case), case)
+    assert_same(run(kernels, name, case), case)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -84,16 +85,23 @@ def test_torch_allocates_nothing():
     assert "[memory]" in {event.name for event in profile.events()}  # it would have been seen
 
 
-def test_what_is_not_contiguous_is_refused():
-    case = Case([64], [], num_rows=1)
-    twice = torch.zeros(128)[::2]
-    (out_scale,), (out_bits,) = case.row("row")
-    with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous"):
-        CpuKernels().encode_sum(twice, case.scale(), case.slice("x"), case.table, out_scale, out_bits)
+def test_what_does_not_fit_the_table_is_refused_before_memory_is_touched():
+    case, kernels = Case([64], [], num_rows=1), CpuKernels()
+    c, x, s, t = case.slice("c"), case.slice("x"), case.scale(), case.table
+    ((out_scale,), (out_bits,)) = case.row("row")
     in_scale, _ = case.row("rows")
-    in_bits = torch.zeros((1, 16), dtype=torch.uint8)[:, ::2]
-    with pytest.raises(ValueError, match=r"rows with strides \(16, 2\)"):
-        CpuKernels().serve(case.slice("c"), case.scale(), in_scale, in_bits, case.table, out_scale, out_bits)
+    with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous"):
+        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out_scale, out_bits)
+    with pytest.raises(ValueError, match=r"shape \(56,\) .* of shape \(64,\)"):
+        kernels.encode_sum(c, s, x[:56], t, out_scale, out_bits)
+    with pytest.raises(ValueError, match=r"of shape \(8,\)"):
+        kernels.encode_sum(c, s, x, t, out_scale, out_bits[:7])
+    with pytest.raises(ValueError, match=r"bits of torch.int8 must be"):
+        kernels.encode_sum(c, s, x, t, out_scale, out_bits.view(torch.int8))
+    with pytest.raises(ValueError, match=r"strides \(16, 2\) must each be contiguous"):
+        kernels.serve(c, s, in_scale, torch.zeros((1, 16), dtype=torch.uint8)[:, ::2], t, out_scale, out_bits)
+    with pytest.raises(ValueError, match=r"of shape \(2, 1\)"):
+        kernels.serve(c, s, in_scale, torch.zeros((2, 8), dtype=torch.uint8), t, out_scale, out_bits)
 
 
 def test_no_threads_are_refused():
