@@ -113,7 +113,7 @@ class TorchGroup:
         destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
         """
         self._roll.leave(reason)
-        if dist.get_backend(self._process_group()) == dist.Backend.NCCL:
+        if "nccl" in dist.get_backend_config(self._process_group()):
             self._process_group().abort()
 
     def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
@@ -226,7 +226,7 @@ def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
         # In the order of `first`, which sorting, the default, would lose; torch 2.11 may not have the argument.
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         # Local: ranks of the world outside of this group need not know of it.
-        lane = dist.new_group(ranks, timeout, dist.get_backend(first), use_local_synchronization=True, **order)
+        lane = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
         _second_lanes[first] = weakref.ref(lane)
     return lane
 

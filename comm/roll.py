@@ -152,7 +152,8 @@ class Watch:
         self._look = look
         self._stop = threading.Event()
         self._seen = threading.Event()
-        threading.Thread(target=self._run, name="thinwire-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
+        self._thread.start()
 
     @property
     def seen(self) -> bool:

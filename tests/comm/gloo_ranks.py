@@ -16,7 +16,7 @@ from thinwire.comm import PeerLost, TorchGroup
 rank, size, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 torch.set_num_threads(1)
 
-def join(tcp_store_on_rank_0=False):
+def join(tcp_store_on_rank_0=False, backend="gloo"):
     if tcp_store_on_rank_0:
         port_file = os.path.join(folder, "port")
         if rank == 0:
@@ -31,7 +31,7 @@ def join(tcp_store_on_rank_0=False):
     else:
         store = dist.FileStore(os.path.join(folder, "store"), size)
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 def say(name, text):
     with open(os.path.join(folder, f"{rank}.{name}"), "w") as file:

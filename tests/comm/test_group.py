@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.comm import CompressedAllReduce, PeerLost, ThreadGroup, TorchGroup, run_threads
+from thinwire.comm import CompressedAllReduce, ThreadGroup, TorchGroup, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.layout import VectorLayout
 
@@ -73,46 +73,6 @@ def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tm
         assert saved["sent"] == sent
     for rank in range(size - 1):
         assert f"rank {rank} of 3 lost rank 2 (its process" in (tmp_path / f"{rank}.lost").read_text()
-
-
-def test_threads_mean_broadcast_gather():
-    def work(group: ThreadGroup):
-        x = torch.tensor([float(group.rank), 1.0])
-        group.mean_(x)
-        y = torch.tensor([group.rank])
-        group.broadcast_(y, src=2)
-        rows = torch.zeros((3, 1), dtype=torch.uint8)
-        group.all_gather(rows, torch.tensor([group.rank], dtype=torch.uint8))
-        return x.tolist(), y.item(), rows.flatten().tolist()
-
-    assert run_threads(3, work) == [([1.0, 1.0], 2, [0, 1, 2])] * 3
-
-
-def test_a_thread_that_raises_frees_its_peers_and_its_error_is_the_one_raised():
-    seen = []
-
-    def work(group: ThreadGroup):
-        if group.rank == 1:
-            raise KeyError("cause")
-        try:
-            group.mean_(torch.zeros(1))
-        except PeerLost as error:
-            seen.append(error)
-            raise
-
-    with pytest.raises(KeyError, match="cause"):
-        run_threads(3, work)
-    assert len(seen) == 2
-
-
-def test_a_silent_thread_is_a_lost_peer_after_the_timeout():
-    def work(group: ThreadGroup):
-        if group.rank == 0:
-            with pytest.raises(PeerLost, match="time-out"):
-                group.mean_(torch.zeros(1))
-        return True
-
-    assert run_threads(2, work, timeout_s=0.2) == [True, True]
 
 
 def test_a_group_needs_a_rank_and_torch_needs_initialising():

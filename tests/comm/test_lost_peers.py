@@ -7,7 +7,6 @@ import time
 import pytest
 
 from tests.comm.gloo_ranks import said, start
-from thinwire.comm import PeerLost, run_threads
 from thinwire.comm.birth import Birth
 
 IN_A_COLLECTIVE = """
@@ -106,18 +105,6 @@ def test_a_rank_that_leaves_is_named_with_its_reason_while_its_process_lives(tmp
         assert rank == 2
         assert "rank 2 (it left: no data)" in message
         assert seconds < 15
-
-
-def test_a_thread_that_leaves_is_named():
-    def work(group):
-        if group.rank == 2:
-            group.leave("no data")
-            return None
-        with pytest.raises(PeerLost, match=r"lost rank 2 \(it left: no data\)") as raised:
-            group.mean_(x=__import__("torch").zeros(1))
-        return raised.value.rank
-
-    assert run_threads(3, work) == [2, 2, None]
 
 
 def test_a_process_is_known_by_its_birth():
