@@ -47,7 +47,7 @@ def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
         )
     inputs, targets = data.validation
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device, PRECISIONS[spec.precision])
-    optimizer = OPTIMIZERS[spec.optimizer.name](model.parameters(), group=group, **_hyper(spec))
+    optimizer = OPTIMIZERS[spec.optimizer.name](model.parameters(), group=group, overlap=spec.overlap, **_hyper(spec))
     return Training(spec, group, device, model, optimizer, data.batches, (inputs.to(device), targets.to(device)))
 
 

@@ -20,14 +20,17 @@ class Meter:
         self._loaded_bytes: dict[str, int] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Book what happens inside on `name`. On a GPU the host's time, which the step's last read synchronises."""
+    def part(self, name: str, bytes_on: str | None = None) -> Iterator[None]:
+        """Book what happens inside on `name`. On a GPU the host's time, which the step's last read synchronises.
+
+        bytes_on: another part that the bytes belong to, such as those of a step that begin to leave in backward.
+        """
         began, sent = time.perf_counter(), self._stats.sent_bytes
         try:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - began
-            self.sent_bytes[name] += self._stats.sent_bytes - sent
+            self.sent_bytes[bytes_on or name] += self._stats.sent_bytes - sent
 
     def state(self) -> dict[str, dict[str, float]]:
         """Both accounts, for a checkpoint."""

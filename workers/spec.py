@@ -209,6 +209,9 @@ class TrainSpec(_Frozen):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"
     )
+    overlap: bool = Field(
+        True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
+    )
     recipe: Recipe = GptRecipe()
     data: Data = PythonStdlib()
     optimizer: Optimizer

@@ -21,7 +21,7 @@ def train_step(training: Training, step: int, meter: Meter) -> torch.Tensor:
     Raises: NonFiniteInput, alike on every rank; PeerLost. Then the model is as before the step.
     """
     group, optimizer = training.group, training.optimizer
-    with meter.part("forward_backward"):
+    with meter.part("forward_backward", bytes_on="optimizer"):  # with overlap buckets leave during backward
         inputs, targets = training.batches.local(step, group.rank, group.size)
         weight = len(inputs) * group.size / training.spec.global_batch
         optimizer.zero_grad()
