@@ -95,8 +95,8 @@ def deviation(got, expected):
     return max(float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, expected, strict=True))
 
 
-def worst_deviation(size, described, silent, scaler=3, **given):
-    """From the reference: of x, m and v, at every step, on every rank."""
+def trained(size, silent, scaler=3, **given):
+    """A run of STEPS: what `deviations` compares with references."""
     of = silent_gradients(silent)
     made = {}
 
@@ -109,16 +109,24 @@ def worst_deviation(size, described, silent, scaler=3, **given):
         return optimizer
 
     paths, _ = drive(size, ordered_start(), make, lambda step: of(step, size), STEPS, rate)
-    reference = reference_of(described, size, made["space"], made["parameters"], scaler)
-    worst = 0.0
+    return paths, of, lambda described: reference_of(described, size, made["space"], made["parameters"], scaler)
+
+
+def deviations(run, described):
+    """At each step the largest difference from the reference: of x, m and v, on every rank."""
+    paths, of, reference_in = run
+    reference = reference_in(described)
     for step in range(1, STEPS + 1):
         for hyper in reference.hyper:
             hyper.lr = rate(step)
-        reference.step(of(step, size))
-        for rank, path in enumerate(paths):
-            due = reference.x[rank], reference.m[rank], reference.v
-            worst = max(worst, *(deviation(*pair) for pair in zip(path[step], due, strict=True)))
-    return worst
+        reference.step(of(step, len(paths)))
+        dues = [(reference.x[rank], reference.m[rank], reference.v) for rank in range(len(paths))]
+        pairs = [pair for path, due in zip(paths, dues, strict=True) for pair in zip(path[step], due, strict=True)]
+        yield max(deviation(*pair) for pair in pairs)
+
+
+def worst_deviation(size, described, silent, **given):
+    return max(deviations(trained(size, silent, **given), described))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -173,8 +181,9 @@ def test_each_difference_can_be_switched_alone_and_is_one(name):
     if name == "deepspeed, not negated":  # seen where a sum is 0: no decay in it, no gradient exchanged in one bit
         unswitched = replace(DEEPSPEED, decay=Decay.OF_SUM)
         given |= {"silent": True, "scaler": 20}
-    assert worst_deviation(3, settings, **given) < 1e-12
-    assert worst_deviation(3, unswitched, **given) > 1e-6
+    run = trained(3, **given)
+    assert max(deviations(run, settings)) < 1e-12
+    assert any(differs > 1e-6 for differs in deviations(run, unswitched))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
