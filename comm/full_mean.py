@@ -7,6 +7,8 @@ In place and uncompressed: after a failure x is undefined, and there is nothing 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ class FullMean:
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._peaks = list(self._peak_K.unbind())
         self._own_peak, self._peak = self._peak_K.new_zeros(()), self._peak_K.new_zeros(())
+        self._size = self._peak_K.new_tensor(group.size)  # a Python number would become a tensor in every division
         self._pending: list[Pending] = []
         self._launched: list[Tensor] = []
         self._error: CommError | None = None
@@ -73,10 +76,10 @@ class FullMean:
             raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
         torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
         for x_b, peak in zip(launched, self._peaks, strict=True):
-            x_b.div_(self._group.size)
+            x_b.div_(self._size)
             torch.linalg.vector_norm(x_b, torch.inf, out=peak)
         torch.amax(self._peak_K, 0, out=self._peak)
-        if not torch.isfinite(self._peak):
+        if not math.isfinite(float(self._peak)):
             raise non_finite(gather_flags(self._group, torch.isfinite(self._own_peak)))
 
     def abandon(self) -> None:

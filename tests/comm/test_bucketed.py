@@ -250,7 +250,7 @@ def test_what_is_refused_at_construction():
         with pytest.raises(ValueError, match='scale "l2"'):
             BucketedAllReduce(group, LAYOUT, SignCodec(64, "l1"), like)
         bucket_elements = 64 if group.rank == 0 else 128
-        with pytest.raises(WireMismatch, match=r"rank \d has buckets \d+, rank \d has \d+"):
+        with pytest.raises(WireMismatch, match=r"rank \d has buckets .*rank \d has buckets "):
             make(group, bucket_elements=bucket_elements)
         with pytest.raises(WireMismatch, match="buckets"):
             make(group) if group.rank else CompressedAllReduce(group, LAYOUT, SignCodec(64), like.double())

@@ -117,7 +117,7 @@ def test_at_sync_tells_where_ranks_hold_the_same_and_saving_there_sends_nothing(
         optimizer.prepare_to_save()
         assert optimizer.at_sync
         assert group.stats.collectives == sent + 2
-        assert [kind for kind, num in group.stats.bytes_by_kind.items() if num > by_kind[kind]] == ["mean"]
+        assert [kind for kind, num in group.stats.bytes_by_kind.items() if num > by_kind[kind]] == ["sum"]
         return seen, bits(optimizer.space.p_N, optimizer.vectors.m_N)
 
     results = run_threads(2, work)

@@ -51,8 +51,21 @@ def bits(*tensors):
     return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
 
 
-def snapshot(optimizer):
+def errors(optimizer):
+    slot = optimizer.vectors.update_error
+    return torch.cat([slot.worker_N, slot.server_c])
+
+
+def assert_errors_undone(optimizer, before):
+    """To 4 ulp of the largest sum that was kept on the way: an error and what the exchange added to it."""
+    after = errors(optimizer)
+    given = optimizer.vectors.z_N.nan_to_num(0, 0, 0)
+    largest = float(before.abs().max() + given.abs().max())
+    assert (after - before).abs().max() <= 4 * torch.finfo(before.dtype).eps * largest
+
+
+def snapshot(optimizer, *, with_errors=True):
     s = optimizer.vectors
-    slot = s.update_error
-    tensors = (optimizer.space.p_N, s.m_N, s.v_N, s.u_N, s.divisor_N, slot.worker_N, slot.server_c)
+    tensors = [optimizer.space.p_N, s.m_N, s.v_N, s.u_N, s.divisor_N]
+    tensors += [errors(optimizer)] if with_errors else []
     return bits(*tensors), copy.deepcopy(optimizer.saved), optimizer.num_steps, optimizer.frozen_at
