@@ -6,6 +6,7 @@ Each finished case is one file; the same command goes on from the files that are
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def _run_all(console: Console, cases: Sequence[Case], out: Path, done: dict[str,
                 return 1
             except CaseFailed as error:
                 progress.console.print(f"FAILED {error}", markup=False)
+                code = 1
+            except Exception:  # noqa: BLE001 - told, and a set of an hour goes on with its next case
+                progress.console.print(f"FAILED {case.name}: {traceback.format_exc()}", markup=False)
                 code = 1
             else:
                 write(out, case, result)

@@ -140,8 +140,8 @@ class Rank:
         dist.broadcast(flag, 0)
         return bool(flag)
 
-    def check_replicas(self, methods: list[Method]) -> None:
-        """Do all ranks hold the same parameters, bit by bit? Each family, after its last sync."""
+    def check_families(self, methods: list[Method]) -> None:
+        """Tell of each family: do all ranks hold the same bits after its last sync? Did it overlap?"""
         for family in dict.fromkeys(method.family for method in methods):
             parameters = self.families[family].parameters()
             checksum = 0
@@ -151,7 +151,8 @@ class Rank:
             dist.all_reduce(low, dist.ReduceOp.MIN)
             finite = all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
             if self.rank == 0:
-                self.say("replicas", family=family, equal=int(low[0]) == -int(low[1]), finite=finite)
+                equal, overlap = int(low[0]) == -int(low[1]), self.families[family].overlap
+                self.say("family", family=family, equal=equal, finite=finite, overlap=overlap)
 
     def _read_counters(self, method: Method, round_number: int, when: str) -> None:
         """Let the parent read the frame counters while nothing is on its way."""
@@ -206,7 +207,7 @@ def run(orders: Orders) -> None:
         gc.collect()
         if rank.rank == 0:
             rank.say("round", round=done, seconds=time.monotonic() - began)
-    rank.check_replicas(methods)
+    rank.check_families(methods)
     rank.say("end", rounds=done)
     dist.barrier()
 

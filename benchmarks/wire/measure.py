@@ -48,12 +48,11 @@ class CaseFailed(Exception):
 class Heard:
     """What the ranks of one sitting have said so far."""
 
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
     turns: dict[str, dict[int, dict[int, dict[str, Any]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(dict))
     )
     failed: dict[str, str] = field(default_factory=dict)
-    replicas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    families: dict[str, dict[str, Any]] = field(default_factory=dict)
     frames: dict[tuple[str, int], dict[str, list[int]]] = field(default_factory=lambda: defaultdict(dict))
     now: str | None = None
     ended: bool = False
@@ -76,13 +75,15 @@ class Listener:
 
     def __call__(self, rank: int, line: str) -> None:
         """One line of one rank."""
-        if not line.startswith(child.MARK):
+        before, mark, told = line.partition(child.MARK)
+        if before or not mark:  # a library's message may lack its line end
             with self._lock:
                 words = self.heard.other[rank]
-                words.append(line)
+                words.append(before)
                 del words[:-LAST_WORDS]
+        if not mark:
             return
-        said = json.loads(line[len(child.MARK) :])
+        said = json.loads(told)
         if said["kind"] == "count":
             self._count(said)
             return
@@ -94,17 +95,17 @@ class Listener:
         if kind == "begin" and said["rank"] == 0:
             heard.now = said["method"]
             self._tell(f"{known(said['method']).title}, {said['what']}")
-        elif kind == "made":
-            heard.made[said["method"]] = said
         elif kind == "turn":
             heard.turns[said["method"]][said["round"]][said["rank"]] = said
         elif kind == "failed":
-            why = f"rank {said['rank']}: {said['error']}" if said["error"] else None
-            # A rank that has no error of its own says so too; the reason of one that has stands.
-            if why or said["method"] not in heard.failed:
-                heard.failed[said["method"]] = why or "another rank failed"
-        elif kind == "replicas":
-            heard.replicas[said["family"]] = said
+            # Every rank says so, with its own error or none: which one was the cause a reader must judge.
+            why = [
+                heard.failed.get(said["method"], ""),
+                f"rank {said['rank']}: {said['error']}" if said["error"] else "",
+            ]
+            heard.failed[said["method"]] = "; ".join(filter(None, why))
+        elif kind == "family":
+            heard.families[said["family"]] = said
         elif kind == "end":
             heard.ended = heard.ended or said["rank"] == 0
 
@@ -222,9 +223,9 @@ def _code(code: int | None) -> str:
 def _put_together(heard: Heard, hosts: int) -> dict[str, Measured]:
     """One Measured for each method whose turns every rank has told."""
     found = {}
-    for name, made in heard.made.items():
+    for name, rounds in heard.turns.items():
         turns = []
-        for number, ranks in sorted(heard.turns[name].items()):
+        for number, ranks in sorted(rounds.items()):
             if len(ranks) < hosts:
                 continue
             told = [ranks[rank] for rank in range(hosts)]
@@ -245,13 +246,13 @@ def _put_together(heard: Heard, hosts: int) -> dict[str, Measured]:
                     else None,
                 )
             )
-        replicas = heard.replicas.get(known(name).family, {})
+        family = heard.families.get(known(name).family, {})
         if turns:
             found[name] = Measured(
-                overlap=made["overlap"],
+                overlap=family.get("overlap"),
                 turns=turns,
-                replicas_equal=replicas.get("equal"),
-                finite=replicas.get("finite"),
+                replicas_equal=family.get("equal"),
+                finite=family.get("finite"),
             )
     return found
 

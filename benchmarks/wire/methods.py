@@ -33,7 +33,7 @@ class Family(Protocol):
 
     @property
     def overlap(self) -> bool | None:
-        """Does it exchange while backward runs? None: it exchanges nothing. Asked after settle()."""
+        """Does it exchange while backward runs? None: it exchanges nothing. Asked after the last step."""
 
     def settle(self, inputs: Inputs) -> None:
         """The steps that a method needs before those that count; all ranks have the same inputs in them."""

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -152,8 +152,9 @@ def open_net(network: Network) -> Iterator[Net]:
         return
     from thinwire.comm.lab import Lab, LabError, LabSpec
 
-    try:
-        with Lab(LabSpec(hosts=network.hosts, rate_mbit=float(network.rate_mbit))) as lab:
-            yield InLab(lab)
-    except LabError as error:
-        raise NetError(str(error)) from error
+    with ExitStack() as stack:
+        try:
+            lab = stack.enter_context(Lab(LabSpec(hosts=network.hosts, rate_mbit=float(network.rate_mbit))))
+        except LabError as error:
+            raise NetError(str(error)) from error
+        yield InLab(lab)

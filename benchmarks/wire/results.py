@@ -40,9 +40,9 @@ class Turn(_Frozen):
 
 
 class Measured(_Frozen):
-    """A method in one sitting. overlap: does it exchange during backward; None where it exchanges nothing.
+    """A method in one sitting. overlap: did it exchange during backward in its last step; None: nothing to exchange.
 
-    replicas_equal: all ranks held the same bits after the last turn; finite: and no NaN. None: not told.
+    replicas_equal: all ranks held the same bits after the last turn; finite: and no NaN. None: it failed before.
     """
 
     overlap: bool | None
