@@ -242,6 +242,6 @@ def test_a_model_that_is_converted_after_construction_is_refused_by_name():
     optimizer = Adam(net.named_parameters())
     before = optimizer.space.p_N.clone()
     net.bfloat16()
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0 '0\.weight'.*was torch.float32.*is now.*bfloat16"):
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 '0\.bias'.*was torch.float32.*is now.*bfloat16"):
         optimizer.step()
     assert torch.equal(optimizer.space.p_N, before)
