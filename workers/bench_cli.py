@@ -33,11 +33,11 @@ Methods = Annotated[str | None, typer.Option(help="Some methods only, by comma; 
 
 @app.command()
 def kernels(quick: Quick = False, out: Out = None) -> None:
-    """Time the kernels on one core, against the rate at which it copies.
+    """Time the fused kernels, on one core and on all, against the rate at which they copy memory.
 
     Example: `thinwire bench kernels --quick`
     """
-    _benchmark("kernels").run(quick, out)
+    _benchmark("kernels.__main__").main(quick, out)
 
 
 @app.command()
