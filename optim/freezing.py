@@ -156,7 +156,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
             if self.frozen_at is None or "global_batch" not in self.saved:
                 self.saved["global_batch"] = size
             return False
-        self.refuse_between("set_global_batch")
+        self.overlap.refuse_between("set_global_batch")
         s = self.vectors
         m_N, residual_N = s.m_N, s.momentum_error.residual()
         s.momentum_error.restore(torch.zeros_like(residual_N))

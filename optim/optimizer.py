@@ -91,7 +91,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.non_finite = non_finite
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
-        self._waits_for: str | None = None
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -249,7 +248,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
             return
-        self.refuse_between("add_param_group")
+        self.overlap.refuse_between("add_param_group")
         if self.num_steps:
             raise ValueError(
                 f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
@@ -279,18 +278,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
             "steps_skipped": self.steps_skipped,
-            **({"overlapped": self.overlapped()} if self.overlaps else {}),
+            **({"overlapped": self.overlap.told()} if self.overlaps else {}),
             **self.evidence,
-        }
-
-    def overlapped(self) -> dict[str, Any]:
-        """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
-        launches = self.overlap.launches
-        return {
-            "buckets": self.overlap.num_buckets,
-            "in_backward": launches.in_backward,
-            "in_step": launches.in_step,
-            "waits_for": self._waits_for,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +291,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
         changed. RuntimeError where gradients are on their way (overlap).
         """
-        self.refuse_between("state_dict")
+        self.overlap.refuse_between("state_dict")
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self.space.take_changes()
@@ -319,20 +308,12 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
-        self.refuse_between("load_state_dict")
+        self.overlap.refuse_between("load_state_dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         saving.apply(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def refuse_between(self, call: str) -> None:
-        """Raises: RuntimeError where backward has sent gradients and step() has not followed."""
-        if self.overlap.exchange is not None:
-            raise RuntimeError(
-                f"{call}() between backward and step(): gradients are on their way. Call it after step(), or after "
-                "zero_grad() to drop them"
-            )
 
     def _lay_out(self) -> None:
         """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
@@ -357,14 +338,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         spans = whole if self.bucketed is None else self.bucketed.buckets.spans
         self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
 
-    def _begin_early(self) -> Exchange | None:
-        """What hooks of the backward that begins now may send."""
+    def _begin_early(self) -> Exchange | str:
+        """What hooks of the backward that begins now may send, or why they may not."""
         plan = self.plan(self.num_steps + 1)
-        waits_for = self.waits_for(plan)
-        if waits_for is not None and waits_for != self._waits_for:
-            logger.info("not_overlapped step=%d phase=%s reason=%s", self.num_steps + 1, plan.phase, waits_for)
-        self._waits_for = waits_for
-        return None if waits_for is not None else self.begin_exchange(plan)
+        return self.waits_for(plan) or self.begin_exchange(plan)
 
     def _step_once(self) -> None:
         try:
@@ -396,10 +373,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
                 "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
             )
         self._scaled = scaled
-        if not scaled and self.overlap.was_written():
-            raise RuntimeError(
-                "gradients were written between backward and step(), and with overlap they may have been sent before: "
-                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
-            )
+        if not scaled:
+            self.overlap.refuse_written()
         self.space.gather_gradients(self.overlap.ready)
         unscale_(self.space.g_N, self)

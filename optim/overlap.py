@@ -13,11 +13,13 @@ and a backward whose step() never comes is undone when zero_grad() is called. Al
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +29,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.comm.layout import Span
 from thinwire.optim.exchanges import Exchange
 from thinwire.optim.flat import FlatSpace
-
-
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """How many buckets of the last step were launched where."""
-
-    in_backward: int = 0
-    in_step: int = 0
 
 
 @dataclass(slots=True)
@@ -49,6 +43,8 @@ class _Round:
     """Of g_N when the last hook ended: another one in step() says that gradients were written since."""
 
 
+logger = logging.getLogger(__name__)
+
 _owners = WeakTensorKeyDictionary()
 """The Overlap that a parameter's hooks belong to, weakly: a new optimizer takes the parameters over."""
 
@@ -56,18 +52,18 @@ _owners = WeakTensorKeyDictionary()
 class Overlap:
     """The buckets of one optimizer's gradients, and the hooks that launch them.
 
-    spans: the buckets, in order of launch. begin: what the next step exchanges, or None where that cannot go early;
+    spans: the buckets, in order of launch. begin: what the next step exchanges, or why that cannot go before step();
     called by the first hook of a backward, held weakly. hooks: whether there are any; without them all is launched in
     step().
     """
 
     def __init__(
-        self, space: FlatSpace, spans: Sequence[Span], begin: Callable[[], Exchange | None], *, hooks: bool
+        self, space: FlatSpace, spans: Sequence[Span], begin: Callable[[], Exchange | str], *, hooks: bool
     ) -> None:
-        self.launches = Launches()
-        self.hooked = hooks
+        self._in_backward = self._in_step = 0
+        self._waits_for: str | None = None
         self._space = space
-        self._begin = weakref.WeakMethod(begin)
+        self._begin = weakref.WeakMethod(begin)  # an optimizer is to go when it is dropped, and its hooks with it
         self.num_buckets = len(spans)
         self._buckets = [
             [k for k, (start, stop) in enumerate(spans) if start < tensor.stop and tensor.start < stop]
@@ -107,13 +103,34 @@ class Overlap:
         finally:
             self._suspended -= 1
 
-    def was_written(self) -> bool:
-        """Have gradients been written since backward left them in g_N?"""
+    def told(self) -> dict[str, Any]:
+        """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
+        return {
+            "buckets": self.num_buckets,
+            "in_backward": self._in_backward,
+            "in_step": self._in_step,
+            "waits_for": self._waits_for,
+        }
+
+    def refuse_between(self, call: str) -> None:
+        """Raises: RuntimeError where backward has begun to send and step() has not followed."""
+        if self.exchange is not None:
+            raise RuntimeError(
+                f"{call}() between backward and step(): gradients are on their way. Call it after step(), or after "
+                "zero_grad() to drop them"
+            )
+
+    def refuse_written(self) -> None:
+        """Raises: RuntimeError where gradients have been written since backward left them in g_N."""
         here = self._round
         if here is None:
-            return False
+            return
         shown = all(self._space.shows_gradient(i) for i, ready in enumerate(here.ready) if ready)
-        return not shown or here.version != self._space.g_N._version
+        if not shown or here.version != self._space.g_N._version:
+            raise RuntimeError(
+                "gradients were written between backward and step(), and with overlap they may have been sent before: "
+                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
+            )
 
     def complete(self, begin: Callable[[], Exchange]) -> None:
         """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
@@ -128,7 +145,7 @@ class Overlap:
         for k in range(num_launched, self.num_buckets):
             exchange.launch(k)
         exchange.finish()
-        self.launches = Launches(num_launched, self.num_buckets - num_launched)
+        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
 
     def abandon(self) -> None:
         """Undo what hooks have sent, if anything. Collective where a backward has begun to send; all ranks alike.
@@ -141,7 +158,6 @@ class Overlap:
 
     def close(self) -> None:
         """Remove the hooks: the parameters have another optimizer now."""
-        self.hooked = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -190,7 +206,12 @@ class Overlap:
             for k in buckets:
                 missing_K[k] += 1
         self._round = _Round(None, [False] * len(self._space.tensors), missing_K)
-        self._round.exchange = None if begin is None else begin()
+        found = "the optimizer is gone" if begin is None else begin()
+        waits_for = found if isinstance(found, str) else None
+        if waits_for is not None and waits_for != self._waits_for:
+            logger.info("not_overlapped reason=%s", waits_for)
+        self._waits_for = waits_for
+        self._round.exchange = None if isinstance(found, str) else found
         return self._round
 
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:

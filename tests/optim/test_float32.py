@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.optim.literal import COMPRESSED, in_pieces, literal, parameters_of
+from tests.optim.literal import COMPRESSED, buckets_of, in_pieces, literal, parameters_of
 from tests.optim.test_properties import examples, problems
 from thinwire.comm import run_threads
+from thinwire.comm.layout import Partition
 from thinwire.optim.reference_exchange import Errors, TwoPhase, laid_end_to_end, split_like
 
 EPS = torch.finfo(torch.float32).eps
@@ -94,7 +95,13 @@ def watch(reference, states, optimizer):
     """The exchange of the reference <- the same, watched, with the ranks' errors."""
     if not isinstance(reference.exchange, TwoPhase):
         return None
-    server_N = torch.cat([state["server_c"] for state in states])
+    server_N = torch.zeros(optimizer.space.layout.numel, dtype=torch.float64)
+    for rank, state in enumerate(states):
+        at = 0
+        for start, stop in sorted(buckets_of(optimizer)) or [(0, len(server_N))]:
+            low, high = Partition(stop - start, len(states)).bounds(rank)
+            server_N[start + low : start + high] = state["server_c"][at : at + high - low]
+            at += high - low
     server = laid_end_to_end(in_pieces(optimizer, server_N))
     slot = "update" if hasattr(optimizer.vectors, "update_error") else "momentum"
     errors = Errors([state["worker"] for state in states], server)
