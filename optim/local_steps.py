@@ -99,6 +99,13 @@ def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) ->
             s.z_N[h.span].addcmul_(s.divisor_N[h.span], p_N[h.span], value=h.lr * h.weight_decay)
 
 
+def cut_(u_N: Tensor, divisor_N: Tensor, longest: float, scratch_N: Tensor) -> None:
+    """U <- u where |u / d| <= longest, else +-longest d. u, scratch: modified. NaN stays."""
+    torch.mul(divisor_N, longest, out=scratch_N)
+    torch.minimum(u_N, scratch_N, out=u_N)
+    torch.maximum(u_N, scratch_N.neg_(), out=u_N)
+
+
 def agree_(
     p_N: Tensor, start_N: Tensor, u_N: Tensor, s: ZeroOneAdamState, spans: Iterable[slice], kept: Iterable[float]
 ) -> None:

@@ -18,6 +18,7 @@ float64 is what the laws are tested in. Steps count from 1. Nothing that is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -254,7 +255,8 @@ class ReferenceZeroOneAdam:
     m_i stays, and where that holds for all tensors nothing is exchanged; the formula would divide by zero.
     Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
     1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
-    slowest_fall: S is taken as at least this part of the divisor of the last sync. skip_idle: lr = 0 leaves m alone.
+    slowest_fall: S is taken as at least this part of the divisor of the last sync. longest_step: what a sync gives out
+    moves no element of x by more than this times that divisor. skip_idle: lr = 0 leaves m alone.
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
@@ -277,6 +279,7 @@ class ReferenceZeroOneAdam:
         freeze_at: int | None = None,
         floor: Floor | None = None,
         slowest_fall: float = 0.0,
+        longest_step: float = float("inf"),
         skip_idle: bool = False,
         decay_in_sum: bool = False,
         gradient_stage: int = 0,
@@ -289,7 +292,7 @@ class ReferenceZeroOneAdam:
         self.sync_step, self.variance_step = sync_step, variance_step
         self.exchange = exchange or TwoPhase()
         self.eps_outside, self.fresh = eps_outside, fresh
-        self.slowest_fall, self.skip_idle = slowest_fall, skip_idle
+        self.slowest_fall, self.longest_step, self.skip_idle = slowest_fall, longest_step, skip_idle
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
         self.decay_in_sum, self.gradient_stage = decay_in_sum, gradient_stage
         self.t = self.variance_updates = 0
@@ -331,9 +334,12 @@ class ReferenceZeroOneAdam:
             return
         us = split_like(self.exchange([laid_end_to_end(u) for u in self.u], "update"), self.x_s)
         for at, (u_mean, root) in enumerate(zip(us, self.roots(), strict=True)):
-            self.x_s[at] = self.x_s[at] - u_mean / root
             if self.S[at]:
                 self.divisor[at] = max(self.S[at], self.slowest_fall * self.divisor[at])
+                if isfinite(self.longest_step):
+                    longest = self.longest_step * self.divisor[at] * root
+                    u_mean = torch.minimum(torch.maximum(u_mean, -longest), longest)
+            self.x_s[at] = self.x_s[at] - u_mean / root
             for x, m, u in zip(self.x, self.m, self.u, strict=True):
                 x[at] = self.x_s[at].clone()
                 m[at] = u_mean / self.divisor[at] if self.S[at] else m[at]

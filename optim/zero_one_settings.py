@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from math import inf
 
 from thinwire.optim.scales import Scales
 
@@ -35,6 +36,7 @@ class ZeroOneSettings:
     fresh: when v is updated before its use. NEVER divides by the eps alone until the first update.
     bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
     floor: under the v of every step. slowest_fall: S of a sync is at least this part of the divisor before.
+    longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.
     gradient_stage: until the freeze there are no local steps; the gradient is exchanged, in full where v is updated,
     in one bit elsewhere, and m and x are Adam's. deliver_errors: its error memory goes into the gradient of its last
@@ -49,6 +51,7 @@ class ZeroOneSettings:
     eps_outside: bool = True
     floor: bool = True
     slowest_fall: float = 0.95
+    longest_step: float = 4.0
     decay: Decay = Decay.OF_SUM
     gradient_stage: bool = False
     deliver_errors: bool = True
@@ -63,7 +66,13 @@ class ZeroOneSettings:
 
 OURS = ZeroOneSettings()
 LITERAL = ZeroOneSettings(
-    fresh=Fresh.NEVER, bias_correction=False, eps_outside=False, floor=False, slowest_fall=0.0, scales=Scales.WHOLE
+    fresh=Fresh.NEVER,
+    bias_correction=False,
+    eps_outside=False,
+    floor=False,
+    slowest_fall=0.0,
+    longest_step=inf,
+    scales=Scales.WHOLE,
 )
 """Lu et al. 2022, Alg. 1. Weight decay, which it does not have, is ours."""
 DEEPSPEED = ZeroOneSettings(
@@ -71,6 +80,7 @@ DEEPSPEED = ZeroOneSettings(
     bias_correction=False,
     floor=False,
     slowest_fall=0.0,
+    longest_step=inf,
     decay=Decay.IN_SUM,
     gradient_stage=True,
     deliver_errors=False,

@@ -117,6 +117,7 @@ def literal(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
         fresh=Fresh.AT_FIRST,
         freeze_at=warmup,
         slowest_fall=OURS.slowest_fall,
+        longest_step=OURS.longest_step,
         skip_idle=True,
         **ours,
     )

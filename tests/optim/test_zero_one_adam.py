@@ -1,10 +1,13 @@
 """0/1 Adam against the paper's recursion, and the laws that follow from it."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 import torch
 
 from tests.optim.literal import buckets_of
-from tests.optim.zero_one_problem import FREEZE, HYPER, MODELS, SIZES, backward, make, synced, train
+from tests.optim.zero_one_problem import FREEZE, HYPER, MODELS, SIZES, backward, bits, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim.reference import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.optim.reference_exchange import TwoPhase, block_units, exact_mean, floor_of
@@ -60,6 +63,7 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
         bias_correction=True,
         freeze_at=FREEZE,
         slowest_fall=OURS.slowest_fall,
+        longest_step=OURS.longest_step,
         skip_idle=True,
         floor=floor_of(block_units(optimizer.space.layout, 1)),
     )
@@ -72,13 +76,40 @@ def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("longest", [0.25, 4.0])
+def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(longest):
+    def work(group):
+        model, optimizer = make(group, settings=replace(OURS, longest_step=longest))
+        s, cut = optimizer.vectors, 0
+        for step in range(1, 39):  # ends with a sync
+            start = optimizer.space.p_N.clone() if optimizer.at_sync else s.x_s_N.clone()
+            backward(model, optimizer, step, group.rank)
+            optimizer.step()
+            if synced(optimizer):
+                bound = longest * optimizer.saved["divisors"][0]
+                moves = (optimizer.space.p_N - start).abs()
+                assert float(moves.max()) <= bound * (1 + 1e-12)
+                if step > FREEZE:  # the divisor of this step is still there
+                    assert float((s.m_N / s.divisor_N).abs().max()) <= longest * (1 + 1e-12)
+                cut += int((moves > bound * (1 - 1e-9)).sum())
+        assert synced(optimizer)
+        return cut, bits(optimizer.space.p_N, s.m_N)
+
+    results = run_threads(3, work)
+    assert all(torch.equal(state, results[0][1]) for _, state in results)
+    assert results[0][0] > 0 or longest > 1
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("size", SIZES)
 def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(size, weight_decay):
-    """y = mean_i x_i - R / d: before, with this step's local part done by hand; after, with the new R."""
+    """y = mean_i x_i - R / d: before, with this step's local part done by hand; after, with the new R.
+
+    Where nothing is cut off.
+    """
 
     def work(group):
-        model, optimizer = make(group, weight_decay=weight_decay)
+        model, optimizer = make(group, weight_decay=weight_decay, settings=replace(OURS, longest_step=inf))
         s, worst = optimizer.vectors, 0.0
         lr, beta1 = HYPER["lr"], HYPER["betas"][0]
         train(model, optimizer, FREEZE, group.rank)

@@ -4,6 +4,7 @@ With parity="deepspeed" it also takes the steps that DeepSpeed 0.19.6 was record
 """
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -83,6 +84,7 @@ def reference_of(settings, size, space, parameters, scaler):
         freeze_at=FREEZE,
         floor=floor_in_flat_order(space, parameters) if settings.floor else None,
         slowest_fall=settings.slowest_fall,
+        longest_step=settings.longest_step,
         skip_idle=True,
         decay_in_sum=settings.decay is Decay.IN_SUM,
         gradient_stage=FREEZE if settings.gradient_stage else 0,
@@ -153,6 +155,8 @@ SWITCHED = {
     "ours, eps inside the root": replace(OURS, eps_outside=False),
     "ours, no floor": replace(OURS, floor=False),
     "ours, divisors unbounded": replace(OURS, slowest_fall=0.0),
+    "ours, steps of any length": replace(OURS, longest_step=inf),
+    "ours, shorter steps": replace(OURS, longest_step=1.0),
     "ours, decay in the sum": replace(OURS, decay=Decay.IN_SUM),
     "ours, gradients first": replace(OURS, gradient_stage=True),
     "ours, gradients first, their errors dropped": replace(OURS, gradient_stage=True, deliver_errors=False),
