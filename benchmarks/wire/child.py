@@ -90,7 +90,6 @@ class Rank:
             group = dist.new_group(timeout=timedelta(seconds=self.orders.timeout_s))
             try:
                 family = maker(method.family)(Setting(self.load, group, self.clock))
-                family.use(method.variant)
                 family.settle(self.inputs)
             except Exception as caught:  # noqa: BLE001 - told as the result of the method
                 error = _told(caught)
@@ -107,7 +106,6 @@ class Rank:
     def turn(self, method: Method, round_number: int, counted: bool) -> bool:
         """One turn; round 0 and below are not counted. Returns whether it went well on every rank."""
         family = self.families[method.family]
-        steps = family.use(method.variant)
         self.say("begin", method=method.name, what=f"round {round_number}")
         if counted:
             self._read_counters(method, round_number, "before")
@@ -116,7 +114,7 @@ class Rank:
         sent_before = family.sent_bytes()
         self.clock.take()
         try:
-            for _ in range(steps):
+            for _ in range(family.use(method.variant)):
                 arguments = self.inputs.next()
                 began = time.perf_counter()
                 family.step(arguments)
@@ -176,20 +174,13 @@ def run(orders: Orders) -> None:
         import_module(plugin)
     rank = Rank(orders)
     methods = rank.make([known(name) for name in orders.methods])
-    for method in methods:
-        overlap = rank.families[method.family].overlap
-        if rank.rank == 0:
-            rank.say(
-                "made", method=method.name, overlap=overlap, steps=rank.families[method.family].use(method.variant)
-            )
     gc.collect()
     gc.disable()  # a collection of one rank in the middle of a turn would hold up all
     began = time.monotonic()
     methods = [method for method in methods if rank.turn(method, 0, counted=False)]
     warm_s = time.monotonic() - began
-    if rank.go_on(
-        warm_s < orders.budget_s / 8
-    ):  # where rounds are cheap: DDP has its buckets only from the second step
+    # Where rounds are cheap one more: DDP has its buckets only from the second step.
+    if rank.go_on(warm_s < orders.budget_s / 8):
         methods = [method for method in methods if rank.turn(method, -1, counted=False)]
     began = time.monotonic()
     done = 0

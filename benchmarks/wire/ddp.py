@@ -72,7 +72,6 @@ class PlainDdp:
             process_group=setting.process_group,
             bucket_cap_mb=self.bucket_mb,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
             init_sync=False,
         )
         self._module: nn.Module = module

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 COPY_BYTES = 128 * 2**20
-COPY_TIMES = 5
+COPY_TIMES = 9
 
 
 def copy_rate(threads: int | None = None) -> float:

@@ -36,7 +36,7 @@ class Family(Protocol):
         """Does it exchange while backward runs? None: it exchanges nothing. Asked after the last step."""
 
     def settle(self, inputs: Inputs) -> None:
-        """The steps that a method needs before those that count; all ranks have the same inputs in them."""
+        """The steps that its methods need first, before any `use`; all ranks have the same inputs in them."""
 
     def use(self, variant: str) -> int:
         """From here on be this method. Returns the steps of one turn of it."""

@@ -56,7 +56,7 @@ class Optimized:
     @property
     def overlap(self) -> bool | None:
         """Has the last step sent anything before its backward was over? All are asked to."""
-        return bool(self.optimizer.overlapped()["in_backward"])
+        return bool(self.optimizer.stats()["overlapped"]["in_backward"])
 
     def settle(self, inputs: Inputs) -> None:
         """Past the freeze."""
@@ -110,7 +110,10 @@ class OneBitLambFamily(Optimized):
 
 
 class ZeroOne(Optimized):
-    """0/1 Adam after its freeze: a turn is a whole round, its local steps and the sync."""
+    """0/1 Adam after its freeze: a turn is a whole round, its local steps and the sync.
+
+    It syncs at every step until the first `use`, so that every turn begins right after a sync.
+    """
 
     settle_steps = 7
     """One that updates the variance, and so many more that the counted interval has reached the longest."""
@@ -130,6 +133,8 @@ class ZeroOne(Optimized):
     def use(self, variant: str) -> int:
         """variant: steps from one sync to the next. A turn ends with a sync, so the next one begins after one."""
         assert isinstance(self.optimizer, ZeroOneAdam)
+        if not self.optimizer.at_sync:
+            raise RuntimeError(f"step {self.optimizer.num_steps} was no sync: the turn before it was no whole round")
         self.optimizer.local_step_clipper = int(variant)
         return int(variant)
 

@@ -197,7 +197,9 @@ def _ms(seconds: float | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """Its beginning and its end, where the error is."""
+    line = " ".join(text.split())
+    return line if len(line) <= 400 else f"{line[:100]} ... {line[-300:]}"
 
 
 def _pipes(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
