@@ -237,3 +237,21 @@ def test_without_overlap_there_are_no_hooks_and_no_stats_of_it():
 def test_bucket_elements_out_of_range_is_refused(value):
     with pytest.raises(ValueError, match=f"bucket_elements = {value!r}"):
         OneBitLamb(NETS[0].parameters(), warmup=2, bucket_elements=value)
+
+
+def test_a_group_that_is_added_before_the_first_step_overlaps_too():
+    def work(group):
+        nets = [copy.deepcopy(NETS[0]) for _ in range(2)]
+        made = []
+        for net, overlap in zip(nets, (False, True), strict=True):
+            parameters = list(net.parameters())
+            optimizer = Adam(parameters[4:], group=group, overlap=overlap, bucket_elements=BUCKET)
+            backward(net, 1, group.rank)  # its hooks are of a layout that goes
+            optimizer.add_param_group({"params": parameters[:4], "lr": 1e-2})
+            train(net, optimizer, 4, group.rank)
+            made.append(optimizer)
+        return torch.equal(everything(made[0]), everything(made[1])), made[1].stats()["overlapped"]
+
+    for equal, told in run_threads(2, work):
+        assert equal
+        assert told["in_backward"]

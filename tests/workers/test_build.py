@@ -63,3 +63,21 @@ def test_zero_one_adam_is_told_when_the_rate_stops_rising_and_when_the_run_ends(
     spec = small_spec(optimizer={"name": "zero_one_adam"}, steps=100, lr_schedule={"warmup": 30})
     freeze = build(spec, SoloGroup(), torch.device("cpu")).optimizer.freeze
     assert (freeze.var_freeze_step, freeze.total_steps, freeze.lr_warmup_steps) == (None, 100, 30)
+
+
+def test_a_job_overlaps_unless_it_says_otherwise():
+    for chosen, overlaps in (({}, True), ({"overlap": True}, True), ({"overlap": False}, False)):
+        optimizer = build(small_spec(**chosen), SoloGroup(), torch.device("cpu")).optimizer
+        assert optimizer.overlaps is overlaps
+        assert ("overlapped" in optimizer.stats()) is overlaps
+
+
+def test_overlap_changes_neither_losses_nor_the_bytes_of_a_step(tmp_path):
+    """Bytes that leave in backward are the optimizer's all the same."""
+    told = []
+    for overlap in (True, False):
+        (summary, samples, _), *_ = run_small(tmp_path / str(overlap), small_spec(overlap=overlap), 2)
+        told.append([(sample.step, sample.loss, sample.payload_bytes_total) for sample in samples])
+        assert summary["replicas_bit_equal"] is True
+    assert told[0] == told[1]
+    assert told[0][-1][-1] > 0
