@@ -6,7 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.optim.zero_one_problem import COUNTED, FREEZE, HYPER, backward, bits, make, snapshot, synced, train
+from tests.optim.zero_one_problem import (
+    COUNTED,
+    FREEZE,
+    HYPER,
+    assert_errors_undone,
+    backward,
+    bits,
+    errors,
+    make,
+    snapshot,
+    synced,
+    train,
+)
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.optim import ZeroOneAdam
 from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS, Decay, Fresh
@@ -82,13 +94,14 @@ def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothi
     def work(group):
         model, optimizer = make(group, torch.float32, settings=settings)
         train(model, optimizer, at - 1, group.rank)
-        before = snapshot(optimizer)
+        before, left_out = snapshot(optimizer, with_errors=False), errors(optimizer)
         backward(model, optimizer, at, group.rank, factor=float("nan") if group.rank == 1 else 1.0)
         with pytest.raises(NonFiniteInput, match="rank 1"):
             optimizer.step()
-        after = snapshot(optimizer)
+        after = snapshot(optimizer, with_errors=False)
         assert torch.equal(after[0], before[0])
         assert after[1:] == before[1:]
+        assert_errors_undone(optimizer, left_out)
         train(model, optimizer, 1, group.rank)
         assert synced(optimizer)
         return bits(optimizer.space.p_N)
@@ -105,19 +118,21 @@ def test_a_peer_lost_in_any_collective_of_a_step_leaves_everything_as_it_was(at,
     def work(group):
         model, optimizer = make(group, torch.float32, settings=settings, weight_decay=0.1)
         train(model, optimizer, at - 1, group.rank)
-        before, collectives = snapshot(optimizer), group.stats.collectives
-        whole = {name: getattr(group, name) for name in ("mean_", "all_to_all", "all_gather")}
+        before, collectives = snapshot(optimizer, with_errors=False), group.stats.collectives
+        whole = {name: getattr(group, name) for name in ("mean_", "sum_", "all_to_all", "all_gather")}
         for lost_in in range(1, 10):
             calls = [0]
             for name, call in whole.items():
                 setattr(group, name, failing(call, calls, lost_in))
+            left_out = errors(optimizer)
             backward(model, optimizer, at, group.rank)
             try:
                 optimizer.step()
             except PeerLost:
-                after = snapshot(optimizer)
+                after = snapshot(optimizer, with_errors=False)
                 assert torch.equal(after[0], before[0])
                 assert after[1:] == before[1:]
+                assert_errors_undone(optimizer, left_out)
                 collectives = group.stats.collectives
             else:
                 return lost_in == group.stats.collectives - collectives + 1 > 1
