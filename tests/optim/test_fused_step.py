@@ -9,6 +9,8 @@ from tests.optim.literal import bits
 from tests.optim.test_overlap import NETS, WARMUP, backward, groups_of, make, train
 from thinwire.comm import run_threads
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.pending import Blocking
+from thinwire.comm.protocol import Stats
 from thinwire.comm.reduce import CompressedAllReduce
 from thinwire.optim import OneBitAdam
 from thinwire.optim.exchanges import CompressedSum, FusedMomentum
@@ -172,3 +174,71 @@ def test_the_divisor_follows_eps_and_a_loaded_variance():
         check()
 
     run_threads(2, work)
+
+
+class Mirror(Blocking):
+    """Two ranks on one thread: the other has the same gradients, and serves zeros."""
+
+    rank, size, serving = 0, 2, False
+
+    def __init__(self):
+        self.stats = Stats()
+
+    def all_to_all(self, out_nB, in_nB):
+        out_nB[0].copy_(in_nB[0])
+        out_nB[1].copy_(in_nB[0])
+
+    def all_gather(self, out_nB, in_B):
+        for out in out_nB:
+            out.view(-1).copy_(in_B.view(-1))
+        if self.serving:
+            out_nB[1, 1:] = 0  # but for the row's flag; a scale of 0 fits any row
+
+    def sum_(self, x):
+        x.mul_(2)
+
+    def mean_(self, x):
+        pass
+
+    def broadcast_(self, x, src=0):
+        pass
+
+
+def large_allocations(work, least_bytes):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    tree = profile.profiler.kineto_results.experimental_event_tree()
+    found = []
+
+    def walk(event):
+        size = getattr(event.extra_fields, "alloc_size", 0)
+        if event.name == "[memory]" and size >= least_bytes:
+            found.append(size)
+        for child in event.children:
+            walk(child)
+
+    for event in tree:
+        walk(event)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_makes_no_vector_after_the_first_compressed_one(overlap):
+    """Nothing as large as a sixteenth of a vector of signs; in the first compressed step the vector that is sent."""
+    net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+    group = Mirror()
+    optimizer = OneBitAdam(
+        net.parameters(), warmup=2, group=group, overlap=overlap, bucket_elements=1 << 15, block=1 << 12
+    )
+    group.serving = True  # until here ranks compare what they are
+    numel = optimizer.space.layout.numel
+    least = numel // 8 // 16
+    found = []
+    for step in range(7):
+        optimizer.zero_grad()
+        net(torch.randn(1, 256, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        found.append(large_allocations(optimizer.step, least))
+    assert optimizer.overlap.num_buckets > 2
+    assert found[3:] == [[]] * 4
+    if not overlap:
+        assert found[2].count(4 * numel) == 1
