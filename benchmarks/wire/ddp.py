@@ -27,13 +27,15 @@ Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class ComputeAlone:
-    """Forward and backward, and nothing else."""
+    """Forward and backward, and nothing else: a gradient is dropped as soon as it is there, as no method keeps it."""
 
     overlap: bool | None = None
 
     def __init__(self, setting: Setting) -> None:
         self._model = build(setting.load)
         self._clock = setting.clock
+        for parameter in self._model.parameters():
+            parameter.register_post_accumulate_grad_hook(_drop)
 
     def settle(self, inputs: Inputs) -> None:
         """Once, for the memory."""
@@ -46,7 +48,6 @@ class ComputeAlone:
     def step(self, arguments: tuple[Any, ...]) -> None:
         """Forward, backward."""
         forward_backward(self._model, arguments, self._clock)
-        self._model.zero_grad()
 
     def sent_bytes(self) -> int:
         """Nothing."""
@@ -171,6 +172,10 @@ class PowerSgdDdp(HookedDdp):
     def sent_bytes(self) -> int:
         """A ring all-reduce of what the states say is left after compression."""
         return sum(self.ring_bytes(4 * state.total_numel_after_compression) for state in self._states.values())
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _send_nothing(bucket: Any) -> torch.futures.Future[Tensor]:

@@ -80,9 +80,11 @@ def phase_seconds(measured: Measured) -> dict[str, float]:
 
 
 def compute_seconds(result: Result) -> float:
-    """Forward and backward alone; 0 where gradients are made outside the clock."""
-    alone = [sitting.measured[COMPUTE] for sitting in result.sittings if COMPUTE in sitting.measured]
-    return step_seconds(alone[0]) if alone and LOADS[result.load].computes else 0.0
+    """Forward and backward alone, the fastest turn, for it is part of a limit; 0 where no model computes."""
+    turns = [turn for one in result.sittings if COMPUTE in one.measured for turn in one.measured[COMPUTE].turns]
+    if not turns or not LOADS[result.load].computes:
+        return 0.0
+    return min(max(turn.rank_s) / turn.steps for turn in turns)
 
 
 def _row(result: Result, name: str, measured: Measured, base_s: float, alone: Measured | None) -> Row:

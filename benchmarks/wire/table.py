@@ -43,8 +43,8 @@ NOTE = (
     "backward takes longer than backward alone, the work of its hooks too. MB on the wire: frames that a host sent, as "
     "the kernel counted them; payload: a rank's, by our ledger, for DDP by formula. Limits: wire = payload at "
     f"{GOODPUT:g} of the rate; CPU = the least bytes of memory that all ranks must move at this machine's copy rate, "
-    "plus forward and backward alone; no such floor is worked out for PowerSGD. Spread: the middle half of the turns "
-    "over their median. Emulated hosts share this machine's cores with the emulation of their links."
+    "plus forward and backward alone, the fastest turn; no such floor is worked out for PowerSGD. Spread: the middle "
+    "half of the turns over their median. Emulated hosts share this machine's cores with the emulation of their links."
 )
 MODEL_NOTE = (
     f"{rate_text(MODELLED_MBIT)} is not measured: it is the fastest link measured, with the waiting for the wire "
