@@ -35,7 +35,7 @@ class ComputeAlone:
         self._model = build(setting.load)
         self._clock = setting.clock
         for parameter in self._model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop)
+            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
 
     def settle(self, inputs: Inputs) -> None:
         """Once, for the memory."""
