@@ -141,7 +141,7 @@ METHODS = {
             "1-bit Adam on one worker, not compressed",
             {"name": "onebit_adam"},
             baseline="adam",
-            tasks=("gpt",),
+            tasks=("gpt", "bert"),
             num_workers=1,
         ),
         Method(
@@ -149,7 +149,7 @@ METHODS = {
             "1-bit LAMB on one worker, not compressed",
             {"name": "onebit_lamb"},
             baseline="lamb",
-            tasks=("gpt",),
+            tasks=("gpt", "bert"),
             num_workers=1,
         ),
     )
@@ -157,7 +157,7 @@ METHODS = {
 
 RATES: dict[str, dict[str, float]] = {
     "gpt": {"adam": 2e-3, "lamb": 2e-2, "adam_bf16": 2e-3},
-    "bert": {"adam": 2e-3, "lamb": 1e-2},
+    "bert": {"adam": 4e-3, "lamb": 1e-2},
     "resnet": {"adam": 2e-3, "lamb": 1e-2},
 }
 """Learning rate by task and dense method, out of PILOT_RATES; a compressed method takes that of its baseline."""
