@@ -21,8 +21,12 @@ serve: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
 
 test: check
-	$(PYTEST) -m "not slow and not gpu" -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
-	$(PYTEST) -m "not slow and not gpu" $(ONE_BY_ONE)
+	@# The second half mostly waits for processes, so the first runs beside it; the first's output comes at the end.
+	@log=$$(mktemp); \
+	$(PYTEST) -m "not slow and not gpu" -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
+	trap 'kill $$beside' INT TERM; \
+	$(PYTEST) -m "not slow and not gpu" $(ONE_BY_ONE); waited=$$?; \
+	wait $$beside; computed=$$?; cat $$log; rm -f $$log; [ $$computed = 0 ] && [ $$waited = 0 ]
 
 test-all: check
 	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
