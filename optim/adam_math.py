@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.optim.kernels import updates
+
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
@@ -56,3 +58,15 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
     if h.weight_decay:
         p_N.mul_(1 - h.lr * h.weight_decay)
     p_N.addcdiv_(m_N, scratch_N, value=-h.lr / correction1)
+
+
+def step_(
+    p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor
+) -> None:
+    """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v, scratch: modified."""
+    if updates.fits(p_N):
+        updates.adam_(p_N, g_N, m_N, v_N, h, bias_step)
+        return
+    momentum_(m_N, g_N, h.beta1)
+    variance_(v_N, g_N, h.beta2)
+    descend_(p_N, m_N, v_N, h, bias_step, scratch_N)

@@ -77,9 +77,8 @@ class Adam(FlatOptimizer[AdamState]):
         s, space = self.vectors, self.space
         self.mean_gradient_()
         for h in groups:
-            adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
-            adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
-            adam_math.descend_(space.p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.scratch_N[h.span])
+            p, g, m, v, scratch = (x[h.span] for x in (space.p_N, space.g_N, s.m_N, s.v_N, s.scratch_N))
+            adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
 
 
 class Lamb(FlatOptimizer[AdamState]):

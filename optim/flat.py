@@ -186,6 +186,14 @@ class FlatSpace:
             factor = (max_norm / (torch.linalg.vector_norm(self.g_N) + 1e-6)).clamp_(max=1.0)
             self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
 
+    def drop_gradients(self) -> None:
+        """Gradients <- None: take_gradient then copies what backward made, one pass in place of a zero and an add.
+
+        g_N keeps what it held, until take_gradient or gather_gradients have brought the next ones.
+        """
+        for tensor in self.tensors:
+            tensor.param.grad = None
+
     def zero_gradients(self, set_to_none: bool = True) -> None:
         """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
         self.g_N.zero_()

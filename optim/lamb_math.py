@@ -49,7 +49,11 @@ def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None
 
 def trust_ratios(p_N: Tensor, u_N: Tensor, segments: TensorSegments, bounds: LambHyper) -> Tensor:
     """clip(||x_l|| / ||u_l||, min_coeff, max_coeff) of each tensor, float[t]; 1 where either norm is 0."""
-    p_norm, u_norm = segments.norms(p_N), segments.norms(u_N)
+    return clipped_ratios(segments.norms(p_N), segments.norms(u_N), bounds)
+
+
+def clipped_ratios(p_norm: Tensor, u_norm: Tensor, bounds: LambHyper) -> Tensor:
+    """trust_ratios of norms float[t]."""
     ratio = (p_norm / u_norm).clamp_(bounds.min_coeff, bounds.max_coeff)
     return torch.where((p_norm > 0) & (u_norm > 0), ratio, torch.ones_like(ratio))
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.kernels import updates
 from thinwire.optim.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.zero_one_settings import Decay
 
@@ -61,19 +63,22 @@ def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[A
     """
     finite = torch.isfinite(torch.linalg.vector_norm(g_N))
     s.lost.logical_or_(~finite)
-    g_N.masked_fill_(~finite, 0.0)
+    _fill_where_(g_N, ~finite, 0.0)
     for h in groups:
         if h.lr == 0:
             continue
-        p, m, u = p_N[h.span], s.m_N[h.span], s.u_N[h.span]
-        adam_math.momentum_(m, g_N[h.span], h.beta1)
+        p, g, m, u, divisor = (x[h.span] for x in (p_N, g_N, s.m_N, s.u_N, s.divisor_N))
+        if decay is Decay.OF_SUM and updates.fits(p):
+            updates.local_(p, g, m, u, divisor, h, kept_by(h))
+            continue
+        adam_math.momentum_(m, g, h.beta1)
         if h.weight_decay:
             if decay is Decay.OF_SUM:
                 u.mul_(kept_by(h))
             else:
-                u.addcmul_(s.divisor_N[h.span], p, value=h.lr * h.weight_decay)
+                u.addcmul_(divisor, p, value=h.lr * h.weight_decay)
             p.mul_(kept_by(h))
-        p.addcdiv_(m, s.divisor_N[h.span], value=-h.lr)
+        p.addcdiv_(m, divisor, value=-h.lr)
         u.add_(m, alpha=h.lr)
 
 
@@ -83,13 +88,16 @@ def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], deca
     With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
     """
     for h in groups:
-        z, u = s.z_N[h.span], s.u_N[h.span]
+        z, g, m, u = (x[h.span] for x in (s.z_N, g_N, s.m_N, s.u_N))
+        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
         if h.lr == 0:
             z.copy_(u)
-            continue
-        adam_math.momentum_into(z, s.m_N[h.span], g_N[h.span], h.beta1)
-        z.mul_(h.lr).add_(u, alpha=kept_by(h) if decay is Decay.OF_SUM else 1.0)
-    s.z_N.masked_fill_(s.lost, torch.nan)
+        elif updates.fits(z):
+            updates.propose_(z, g, m, u, h, keep)
+        else:
+            adam_math.momentum_into(z, m, g, h.beta1)
+            z.mul_(h.lr).add_(u, alpha=keep)
+    _fill_where_(s.z_N, s.lost, torch.nan)
 
 
 def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
@@ -97,6 +105,24 @@ def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) ->
     for h in groups:
         if h.lr and h.weight_decay:
             s.z_N[h.span].addcmul_(s.divisor_N[h.span], p_N[h.span], value=h.lr * h.weight_decay)
+
+
+def receive_(
+    p_N: Tensor, start_N: Tensor, s: ZeroOneAdamState, span: slice, weight: float, longest: float, kept: float
+) -> None:
+    """One group takes the sum that all ranks have received, z: the end of a round.
+
+    z <- cut(z, longest d);  m <- z / S;  x <- K x_s - z / d;  u_i <- 0.    start: x_s, may be p. p, s: modified.
+    """
+    p, start, z, divisor, m, u = (x[span] for x in (p_N, start_N, s.z_N, s.divisor_N, s.m_N, s.u_N))
+    if updates.fits(p):
+        updates.receive_(p, start, z, divisor, m, u, weight, longest, kept)
+        return
+    if isfinite(longest):
+        cut_(z, divisor, longest, scratch_N=u)
+    torch.div(z, weight, out=m)
+    _agree_(p, start, z, divisor, kept)
+    u.zero_()
 
 
 def cut_(u_N: Tensor, divisor_N: Tensor, longest: float, scratch_N: Tensor) -> None:
@@ -111,11 +137,23 @@ def agree_(
 ) -> None:
     """x <- K x_s - u / d, bit-equal on every rank; u_i <- 0.  start: x_s, may be p. p, s.u: modified."""
     for span, factor in zip(spans, kept, strict=True):
-        torch.mul(start_N[span], factor, out=p_N[span])
-        p_N[span].addcdiv_(u_N[span], s.divisor_N[span], value=-1)
+        _agree_(p_N[span], start_N[span], u_N[span], s.divisor_N[span], factor)
     s.u_N.zero_()
 
 
 def kept_by(h: AdamHyper) -> float:
     """What one step's decay leaves of x: 1 - a."""
     return 1 - h.lr * h.weight_decay
+
+
+def _agree_(p_s: Tensor, start_s: Tensor, u_s: Tensor, divisor_s: Tensor, kept: float) -> None:
+    torch.mul(start_s, kept, out=p_s)
+    p_s.addcdiv_(u_s, divisor_s, value=-1)
+
+
+def _fill_where_(x_N: Tensor, condition: Tensor, value: float) -> None:
+    """X <- value where the condition, one bool, holds. Does not wait for the device."""
+    if x_N.device.type != "cpu":
+        x_N.masked_fill_(condition, value)
+    elif bool(condition):  # a pass over x is saved
+        x_N.fill_(value)

@@ -70,13 +70,12 @@ def step(
             adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
         reduce.compressed_(s.z_N, s.momentum_error)
         s.m_N.copy_(s.z_N)
-    else:
-        for h in groups:
-            adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
     for h in groups:
-        if plan.update_variance:
-            adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
-        adam_math.descend_(p_N[h.span], s.m_N[h.span], s.v_N[h.span], h, plan.bias_step, s.z_N[h.span])
+        p, g, m, v, z = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
+        if plan.momentum is Wire.COMPRESSED:
+            adam_math.descend_(p, m, v, h, plan.bias_step, z)
+        else:
+            adam_math.step_(p, g, m, v, h, plan.bias_step, z)
 
 
 def receive(p_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], reduce: BucketedReducer) -> None:

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, DEFAULT_BUCKET, round_up
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.exchanges import CompressedSum, Exchange
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.hyperparameters import adam_defaults
+from thinwire.optim.kernels import updates
 from thinwire.optim.lamb_math import LambHyper
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
 from thinwire.optim.optimizer import NonFinite
@@ -76,10 +77,6 @@ def step(
     """
     if plan.momentum is Wire.COMPRESSED:
         for h, segments in groups:
-            s.z_N[h.span].div_(segments.expand(s.scaling_T[segments.tensors]))
-            _refresh_variance_(s.fresh_v_N[h.span], s.z_N[h.span], s.m_N[h.span], h)
-        s.m_N.copy_(s.z_N)
-        for h, segments in groups:
             _descend_compressed_(p_N, s, h, segments, bounds, settings)
         return
     for h, segments in groups:
@@ -91,17 +88,48 @@ def step(
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
 
 
-def propose_(g_N: Tensor, s: OneBitLambState, at: slice, tensors: Iterable[tuple[int, slice]], beta1: float) -> None:
-    """Z <- k (beta1 m + (1 - beta1) g) in one slice. z: modified. tensors: each one's number and elements in there."""
-    adam_math.momentum_into(s.z_N[at], s.m_N[at], g_N[at], beta1)
+def propose_(g_N: Tensor, s: OneBitLambState, tensors: Iterable[tuple[int, slice]], beta1: float) -> None:
+    """Z <- k (beta1 m + (1 - beta1) g) in some tensors: each one's number and elements. z: modified."""
     for tensor, part in tensors:
-        s.z_N[part].mul_(s.scaling_T[tensor])
+        z, g, m = s.z_N[part], g_N[part], s.m_N[part]
+        if updates.fits(z):
+            updates.scaled_momentum_(z, g, m, beta1, s.scaling_T[tensor : tensor + 1])
+        else:
+            adam_math.momentum_into(z, m, g, beta1)
+            z.mul_(s.scaling_T[tensor])
 
 
-def _refresh_variance_(fresh_v_s: Tensor, m_s: Tensor, m_prev_s: Tensor, h: AdamHyper) -> None:
-    """v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two decoded momenta imply."""
-    g_hat_s = torch.sub(m_s, m_prev_s, alpha=h.beta1).div_(1 - h.beta1)
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Of each tensor of a group, float[t]: the largest ratio of roots, the norms of u_0, of u and of x."""
+
+    ratio_t: Tensor
+    direction_t: Tensor
+    update_t: Tensor
+    size_t: Tensor
+
+
+def _receive_(p_N: Tensor, s: OneBitLambState, h: AdamHyper, segments: TensorSegments) -> _Found:
+    """M <- z / k, v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two received momenta imply.
+
+    s: m, v_fresh and z are modified; where it is a chain, u is in z then.
+    """
+    scaling_t = s.scaling_T[segments.tensors]
+    if segments.tiles is not None:
+        tiles, count = segments.tiles, len(segments.live)
+        updates.lamb_measure_(tiles, p_N, s.z_N, s.m_N, s.v_N, s.fresh_v_N, scaling_t, h)
+        return _Found(tiles.largest_t(0, count), *(tiles.norms_t(row, count) for row in (1, 2, 3)))
+    m_s, fresh_v_s, u_s = s.m_N[h.span], s.fresh_v_N[h.span], s.z_N[h.span]
+    u_s.div_(segments.expand(scaling_t))
+    g_hat_s = torch.sub(u_s, m_s, alpha=h.beta1).div_(1 - h.beta1)
     adam_math.variance_(fresh_v_s, g_hat_s, h.beta2)
+    m_s.copy_(u_s)
+    torch.div(s.v_N[h.span].sqrt().add_(h.eps), fresh_v_s.sqrt().add_(h.eps), out=u_s)
+    ratio_t = segments.maxima(s.z_N)
+    u_s.copy_(lamb_math.adam_direction(m_s, s.v_N[h.span], h, None))
+    direction_t = segments.norms(s.z_N)
+    u_s.add_(p_N[h.span], alpha=h.weight_decay)
+    return _Found(ratio_t, direction_t, segments.norms(s.z_N), segments.norms(p_N))
 
 
 def _descend_compressed_(
@@ -112,18 +140,13 @@ def _descend_compressed_(
     bounds: LambHyper,
     settings: OneBitSettings,
 ) -> None:
-    u_N = s.z_N
-    ratio_s = s.v_N[h.span].sqrt().add_(h.eps).div_(s.fresh_v_N[h.span].sqrt().add_(h.eps))
-    u_N[h.span] = ratio_s
-    factor_t = segments.maxima(u_N)
-    factor_t = torch.where(factor_t > 0, factor_t, torch.ones_like(factor_t))  # 0: every element was floored
-    u_N[h.span] = lamb_math.adam_direction(s.m_N[h.span], s.v_N[h.span], h, None)
-    if h.weight_decay:
-        direction_norm = segments.norms(u_N)
-        u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
-        if settings.weigh_ratio:  # the decay's part of the update does not depend on v, so it is not rescaled
-            part = (direction_norm / segments.norms(u_N)).nan_to_num_(1.0).clamp_(max=1.0)
-            factor_t = factor_t * part + (1 - part)
+    found = _receive_(p_N, s, h, segments)
+    # 0: every element was floored
+    factor_t = torch.where(found.ratio_t > 0, found.ratio_t, torch.ones_like(found.ratio_t))
+    if h.weight_decay and settings.weigh_ratio:
+        # the decay's part of the update does not depend on v, so it is not rescaled
+        part = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
+        factor_t = factor_t * part + (1 - part)
     factor_t.clamp_(bounds.factor_min, bounds.factor_max)
     before_t = s.factor_T[segments.tensors]
     threshold = bounds.factor_threshold
@@ -131,8 +154,12 @@ def _descend_compressed_(
     step_t = s.coeff_T[segments.tensors] * before_t
     if isfinite(settings.longest_step):
         # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
-        step_t = torch.minimum(step_t, settings.longest_step * lamb_math.trust_ratios(p_N, u_N, segments, bounds))
-    lamb_math.move_(p_N[h.span], u_N[h.span], step_t, h.lr, segments)
+        trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
+        step_t = torch.minimum(step_t, settings.longest_step * trust_t)
+    if segments.tiles is not None:
+        updates.lamb_move_(segments.tiles, p_N, s.m_N, s.v_N, step_t.mul_(h.lr), h)
+    else:
+        lamb_math.move_(p_N[h.span], s.z_N[h.span], step_t, h.lr, segments)
 
 
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
@@ -216,7 +243,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             self.bucketed.commit()
         else:
             for h in groups:
-                propose_(space.g_N, s, h.span, self._tensors_in(h.span), h.beta1)
+                propose_(space.g_N, s, self._tensors_in(h.span), h.beta1)
             self.reduce.compressed_(s.z_N, s.momentum_error)
         pairs = list(zip(groups, self.segments, strict=True))
         step(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
@@ -231,13 +258,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
 
         def form(k: int, at: slice) -> None:
-            propose_(g_N, s, at, self._tensors_in(at), beta1_K[k])
+            propose_(g_N, s, self._tensors_in(at), beta1_K[k])
 
         return CompressedSum(reduce, s.momentum_error, s.z_N, form)
 
     def _tensors_in(self, at: slice) -> list[tuple[int, slice]]:
-        """The tensors with elements in a slice of the flat vectors, by number, and those elements."""
-        parts = [(i, max(t.start, at.start), min(t.stop, at.stop)) for i, t in enumerate(self.space.tensors)]
+        """The tensors in a slice of the flat vectors, by number, and their elements there, dead ones behind them."""
+        tensors = enumerate(self.space.tensors)
+        parts = [(i, max(t.start, at.start), min(round_up(t.stop, BYTE), at.stop)) for i, t in tensors]
         return [(i, slice(start, stop)) for i, start, stop in parts if start < stop]
 
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:

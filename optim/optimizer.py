@@ -225,12 +225,16 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
 
-        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap,
-        what a backward has sent that no step() followed is undone first: a collective that all ranks call. Parameters
-        and state are as before that backward, error memory to rounding. Raises: PeerLost.
+        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap
+        all become None where set_to_none: a hook copies each into the flat gradient as soon as backward has made it.
+        And what a backward has sent that no step() followed is undone first: a collective that all ranks call.
+        Parameters and state are as before that backward, error memory to rounding. Raises: PeerLost.
         """
         self.overlap.abandon()
-        self.space.zero_gradients(set_to_none)
+        if self.overlaps and set_to_none:
+            self.space.drop_gradients()
+        else:
+            self.space.zero_gradients(set_to_none)
 
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from thinwire.comm.layout import Span
 from thinwire.optim.flat import FlatSpace
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.updates import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class TensorSegments:
     live: tuple[Span, ...]
     lengths_t: Tensor
     """int64[t]: elements from one tensor's start to the next one's, the dead ones between them included."""
+    tiles: Tiles | None
+    """The same elements for the loops of optim.kernels, where those fit."""
 
     def norms(self, x_N: Tensor) -> Tensor:
         """||x_l||_2 of each tensor, float[t]."""
@@ -51,14 +55,16 @@ def tensor_segments(space: FlatSpace) -> list[TensorSegments]:
     for span in space.spans:
         inside = [i for i, tensor in enumerate(space.tensors) if span.start <= tensor.start < span.stop]
         members = [space.tensors[i] for i in inside]
+        live = tuple((tensor.start, tensor.stop) for tensor in members)
         starts = [tensor.start for tensor in members]
         lengths = [after - start for start, after in zip(starts, [*starts[1:], span.stop], strict=True)]
         found.append(
             TensorSegments(
                 span=span,
                 tensors=slice(inside[0], inside[-1] + 1),
-                live=tuple((tensor.start, tensor.stop) for tensor in members),
+                live=live,
                 lengths_t=torch.tensor(lengths, dtype=torch.int64, device=space.p_N.device),
+                tiles=Tiles.of(live, space.p_N) if updates.fits(space.p_N) else None,
             )
         )
     return found

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -34,7 +33,16 @@ from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.hyperparameters import adam_defaults
-from thinwire.optim.local_steps import Round, ZeroOneAdamState, add_decay_, agree_, cut_, kept_by, local_step, propose_
+from thinwire.optim.local_steps import (
+    Round,
+    ZeroOneAdamState,
+    add_decay_,
+    agree_,
+    kept_by,
+    local_step,
+    propose_,
+    receive_,
+)
 from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.parity import Parity, chosen_settings
 from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
@@ -272,17 +280,15 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if early:
             self.update_variance(groups)
         if exchange:
-            divisors = self.saved["divisors"]
+            divisors, start_N = self.saved["divisors"], p_N if self.at_sync else s.x_s_N
             for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
-                if done.weight:
-                    # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
-                    divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
-                    if isfinite(longest := self.settings.longest_step * divisors[at]):
-                        # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
-                        cut_(s.z_N[h.span], s.divisor_N[h.span], longest, scratch_N=s.u_N[h.span])
-                    torch.div(s.z_N[h.span], divisors[at], out=s.m_N[h.span])
-            start_N = p_N if self.at_sync else s.x_s_N
-            agree_(p_N, start_N, s.z_N, s, self.space.spans, [done.kept for done in rounds])
+                if not done.weight:
+                    agree_(p_N, start_N, s.z_N, s, [h.span], [done.kept])
+                    continue
+                # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
+                divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
+                # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
+                receive_(p_N, start_N, s, h.span, divisors[at], self.settings.longest_step * divisors[at], done.kept)
             self.saved["num_syncs"] += 1
         elif plan.gradient is Wire.LOCAL:
             self.saved["rounds_skipped"] += 1

@@ -6,10 +6,8 @@ so the result does not depend on their number. Nothing is allocated by torch, an
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +17,10 @@ from torch import Tensor
 
 from thinwire.comm.kernels import cpu_loops
 from thinwire.comm.kernels.blocks import BlockTable
-from thinwire.comm.kernels.cpu_loops import Array, Blocks, Rows
+from thinwire.comm.kernels.compiled import Array
+from thinwire.comm.kernels.cpu_loops import Blocks, Rows
 from thinwire.comm.kernels.fused_reference import require_same
+from thinwire.comm.kernels.threads import Threads
 from thinwire.comm.kernels.vectors import BYTE, WORD
 
 MIN_BLOCKS = 16
@@ -34,10 +34,7 @@ class CpuKernels:
     """Kernels for contiguous vectors of float32 or float64. threads: cores that one call may use."""
 
     def __init__(self, threads: int = 1) -> None:
-        if threads < 1:
-            raise ValueError(f"threads = {threads}: must be at least 1")
-        self._threads = threads
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._threads = Threads(threads)
 
     def encode_sum(
         self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out_scale_b: Tensor, out_bits_B: Tensor
@@ -158,24 +155,7 @@ class CpuKernels:
 
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:
         """Run the loop over all blocks: a share a thread, one of them this thread's."""
-        num_blocks = table.num_blocks
-        parts = min(self._threads, -(-num_blocks // MIN_BLOCKS))
-        if parts <= 1:
-            loop(0, num_blocks)
-            return
-        bounds = [num_blocks * part // parts for part in range(parts + 1)]
-        others = [self._executor().submit(loop, bounds[i], bounds[i + 1]) for i in range(1, parts)]
-        try:
-            loop(0, bounds[1])
-        finally:
-            for other in others:
-                other.result()
-
-    def _executor(self) -> ThreadPoolExecutor:
-        # A forked child has the object but not its threads, and would wait for them for ever.
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(self._threads - 1, thread_name_prefix="thinwire-kernels")
-        return self._pool[1]
+        self._threads.split(table.num_blocks, MIN_BLOCKS, loop)
 
 
 def _values(vector_c: Tensor, table: BlockTable) -> Array:

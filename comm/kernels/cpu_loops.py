@@ -8,13 +8,11 @@ they may be written is known only when all of them have been squared and added; 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
     WORD,
@@ -28,10 +26,6 @@ from thinwire.comm.kernels.vectors import (
     store_signs,
     zeros64,
 )
-
-logger = logging.getLogger(__name__)
-Array = np.ndarray[Any, Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Blocks(NamedTuple):
@@ -51,16 +45,6 @@ class Rows(NamedTuple):
     bits: Array
     bits_stride: int
     num_rows: int
-
-
-def compiled(function: Function) -> Function:
-    """Compile it at its first call, or take it from the cache; it runs without the interpreter's lock."""
-    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
-    except RuntimeError as error:  # numba's, where it finds no folder that it may write
-        logger.warning("kernels_not_cached function=%s reason=%r set=NUMBA_CACHE_DIR", function.__name__, str(error))
-        return njit(**options)(function)  # type: ignore[no-any-return]
 
 
 @compiled

@@ -14,7 +14,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, register_model
@@ -130,6 +130,54 @@ def signed_as(typingctx: Any, x: Any, size: Any) -> Any:
         return builder.select(_not_negative(builder, args[0]), args[1], builder.fneg(args[1]))
 
     return size(x, size), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def root(typingctx: Any, x: Any) -> Any:
+    """The square root of each lane, rounded as that of a number."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(args[0].type, [args[0].type])
+        name = f"llvm.sqrt.v{sig.args[0].lanes}f{sig.args[0].dtype.bitwidth}"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return x(x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def larger(typingctx: Any, x: Any, y: Any) -> Any:
+    """The larger of two lanes; y where x is NaN, x where y is."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        x_value, y_value = args
+        unordered = builder.fcmp_unordered("uno", x_value, x_value)
+        takes_y = builder.or_(unordered, builder.fcmp_ordered(">", y_value, x_value))
+        return builder.select(takes_y, y_value, x_value)
+
+    return x(x, x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def cut(typingctx: Any, x: Any, bound: Any) -> Any:
+    """X where |x| <= bound, else bound or -bound; NaN stays."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        x_value, high = args
+        low = builder.fneg(high)
+        x_value = builder.select(builder.fcmp_ordered(">", x_value, high), high, x_value)
+        return builder.select(builder.fcmp_ordered("<", x_value, low), low, x_value)
+
+    return x(x, bound), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lane(typingctx: Any, x: Any, index: Any) -> Any:
+    """The number in one lane."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], args[1])
+
+    return x.dtype(x, index), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,0 +1,5 @@
+"""Updates of parameters and moments in one pass over memory, on the CPU.
+
+loops      what is computed, compiled by numba
+updates    the same for torch's vectors; `fits` says for which
+"""
