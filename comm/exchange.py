@@ -16,6 +16,7 @@ one only at commit().
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import Buckets
+from thinwire.comm.parts import Part, by_run, whole_chunks
 from thinwire.comm.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.protocol import Group, Pending
 from thinwire.comm.received import Received
@@ -35,10 +37,14 @@ from thinwire.comm.reduce import gather_flags, non_finite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What a bucket was launched with. vector: x, or g of a momentum with this beta1; None: nothing (abandoned)."""
+    """What a bucket was launched with. vector: x, or g of a momentum with this beta1; None: nothing (abandoned).
+
+    runs: what was read in place of parts of g.
+    """
 
     vector_N: Tensor | None
     beta1: float | None = None
+    runs: Sequence[Tensor | None] = ()
 
 
 class BucketExchange:
@@ -58,6 +64,8 @@ class BucketExchange:
         layout = buckets.layout
         self._wires = [BucketWire(bucket, layout, block, group.rank, group.size, like) for bucket in buckets]
         self._received = Received(self._wires, layout, block, self._kernels)
+        self._whole = [whole_chunks(wire) for wire in self._wires]
+        self._cut: list[list[Part]] = [[] for _ in self._wires]
         self._pipeline = self._make_pipeline()
         self._first: list[Pending | None] = [None] * len(buckets)
         self._second: list[Pending | None] = [None] * len(buckets)
@@ -106,45 +114,40 @@ class BucketExchange:
         change before commit(). Raises: RuntimeError, ValueError for a wrong call. A lost peer is told by finish().
         """
         slot = self._expect(k, x_N)
-        for kept, row, table, (start, stop) in zip(
-            slot.worker[k], self._wires[k].sent, self._wires[k].tables, self._wires[k].chunks, strict=True
-        ):
-            if start < stop:
-                self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_N[start:stop], table, row.scale_b, row.bits_B)
-                _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
+        for part in self._parts(k, ()):
+            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
+            self._kernels.encode_sum(sum_c, scale_b, part.given(x_N, ()), part.table, part.row.scale_b, part.row.bits_B)
+        self._flag(k)
         self._send(k, Given(x_N))
 
-    def launch_momentum(self, k: int, g_N: Tensor, beta1: float) -> None:
+    def launch_momentum(self, k: int, g_N: Tensor, beta1: float, runs: Sequence[Tensor | None] = ()) -> None:
         """As launch_sum of m + (1 - beta1) (g - m), m being the last committed result of this slot.
 
-        g: float[N]; must not change before commit(). Raises: RuntimeError where has_momentum(slot) is false.
+        g: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
+        be read in place of that part of g, or None; what is not in buckets.layout.alone() is read of g all the same.
+        Raises: RuntimeError where has_momentum(slot) is false.
         """
         slot = self._expect(k, g_N)
         if not self.has_momentum(slot):
             raise RuntimeError("no result of this slot has been committed since restore(): use launch_sum")
-        for kept, row, m, table, (start, stop) in zip(
-            slot.worker[k],
-            self._wires[k].sent,
-            self._received.rows(k),
-            self._wires[k].tables,
-            self._wires[k].chunks,
-            strict=True,
-        ):
-            if start < stop:
-                self._kernels.encode_momentum(
-                    kept.sum_c,
-                    kept.scale_b,
-                    g_N[start:stop],
-                    beta1,
-                    m.scale_b,
-                    m.bits_B,
-                    table,
-                    table,
-                    row.scale_b,
-                    row.bits_B,
-                )
-                _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
-        self._send(k, Given(g_N, beta1))
+        last = self._received.last
+        for part in self._parts(k, runs):
+            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
+            m, row = part.momentum[last], part.row
+            self._kernels.encode_momentum(
+                sum_c,
+                scale_b,
+                part.given(g_N, runs),
+                beta1,
+                m.scale_b,
+                m.bits_B,
+                part.table,
+                part.table,
+                row.scale_b,
+                row.bits_B,
+            )
+        self._flag(k)
+        self._send(k, Given(g_N, beta1, runs))
 
     def finish(self) -> None:
         """Wait for all buckets, and see that every rank could write all of its rows. Waits for the device once.
@@ -316,23 +319,33 @@ class BucketExchange:
                 )
         for k, given in enumerate(self._given):
             if given.vector_N is not None:
-                self._undo_worker(slot, k, given.vector_N, given.beta1)
+                self._undo_worker(slot, k, given, given.vector_N)
         self._close()
 
-    def _undo_worker(self, slot: KeptSums, k: int, vector_N: Tensor, beta1: float | None) -> None:
-        wire = self._wires[k]
-        for kept, row, m, table, (start, stop) in zip(
-            slot.worker[k], wire.sent, self._received.rows(k), wire.tables, wire.chunks, strict=True
-        ):
-            if start == stop:
-                continue
-            vector_c = vector_N[start:stop]
-            if beta1 is None:
-                self._kernels.undo_sum(kept.sum_c, kept.scale_b, vector_c, row.scale_b, table)
+    def _undo_worker(self, slot: KeptSums, k: int, given: Given, vector_N: Tensor) -> None:
+        for part in self._parts(k, given.runs):
+            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
+            x_c, m, written_b = part.given(vector_N, given.runs), part.momentum[self._received.last], part.row.scale_b
+            if given.beta1 is None:
+                self._kernels.undo_sum(sum_c, scale_b, x_c, written_b, part.table)
             else:
                 self._kernels.undo_momentum(
-                    kept.sum_c, kept.scale_b, vector_c, beta1, m.scale_b, m.bits_B, row.scale_b, table
+                    sum_c, scale_b, x_c, given.beta1, m.scale_b, m.bits_B, written_b, part.table
                 )
+
+    def _parts(self, k: int, runs: Sequence[Tensor | None]) -> list[Part]:
+        """What bucket k is encoded in: whole chunks where all of it is in the vector."""
+        if not runs:
+            return self._whole[k]
+        if not self._cut[k]:
+            self._cut[k] = by_run(self._wires[k], self.buckets.layout)
+        return self._cut[k]
+
+    def _flag(self, k: int) -> None:
+        """Say in each row of bucket k whether all of it is finite."""
+        for row, table in zip(self._wires[k].sent, self._wires[k].tables, strict=True):
+            if table.numel:
+                _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
 
     def _close(self) -> None:
         self._slot, self._error, self._finished, self._num_served = None, None, False, 0

@@ -56,6 +56,11 @@ class VectorLayout:
         """Elements that carry values."""
         return sum(stop - start for start, stop in self.live)
 
+    def alone(self) -> list[int]:
+        """Which runs are a segment by themselves and end with a whole byte of signs: they may lie elsewhere."""
+        segments = set(self.segments)
+        return [i for i, run in enumerate(self.live) if run in segments]
+
     def dead(self, start: int, stop: int) -> list[int]:
         """Positions in [start, stop) that carry no value."""
         edges = [0, *(edge for run in self.live for edge in run), self.numel]

@@ -6,6 +6,7 @@ Shapes: N elements of a vector, n ranks, c elements of one chunk, B wire bytes o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -202,8 +203,8 @@ class BucketedReducer(Reducer, Protocol):
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it; x must not change before commit()."""
 
-    def launch_momentum(self, k: int, g_N: Tensor, beta1: float) -> None:
-        """As launch_sum of m + (1 - beta1) (g - m), m being the last committed result."""
+    def launch_momentum(self, k: int, g_N: Tensor, beta1: float, runs: Sequence[Tensor | None] = ()) -> None:
+        """As launch_sum of m + (1 - beta1) (g - m), m being the last committed result. runs: read in place of g."""
 
     def finish(self) -> None:
         """Wait for all buckets. Raises PeerLost, NonFiniteInput; then all is undone and nothing is open."""

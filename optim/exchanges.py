@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.kept_sums import KeptSums
@@ -22,6 +23,9 @@ from thinwire.comm.protocol import BucketedReducer
 
 class Exchange(Protocol):
     """One step's exchange. Every rank calls alike. After an error, and after abandon(), it is over and undone."""
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
 
     def launch(self, k: int) -> None:
         """Send bucket k; its part of the gradient is final and stays as it is. A lost peer is told by finish()."""
@@ -40,6 +44,10 @@ class MeanGradient:
         self._full = reduce.full
         self._g_N = g_N
         self._full.begin()
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """No: the mean takes the gradient's place in g."""
+        return False
 
     def launch(self, k: int) -> None:
         """Start the mean of bucket k."""
@@ -68,6 +76,10 @@ class CompressedSum:
         self._form = form
         reduce.begin(slot)
 
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """No: z is formed of slices of g."""
+        return False
+
     def launch(self, k: int) -> None:
         """Form bucket k of z, encode it and send it."""
         self._form(k, slice(*self._reduce.buckets.spans[k]))
@@ -93,11 +105,23 @@ class FusedMomentum:
         self._reduce = reduce
         self._g_N = g_N
         self._beta1_K = beta1_K
+        layout = reduce.buckets.layout
+        self._alone = frozenset(layout.alone())
+        self._runs: list[Tensor | None] = [None] * len(layout.live)
         reduce.begin(slot)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Where the tensor stands alone in the layout, and backward made a plain gradient of the vector's type."""
+        if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
+            return False
+        if grad.device != self._g_N.device or not grad.is_contiguous():
+            return False
+        self._runs[index] = grad.view(-1)
+        return True
 
     def launch(self, k: int) -> None:
         """Encode bucket k and send it."""
-        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k])
+        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k], self._runs)
 
     def finish(self) -> None:
         """Wait for all K."""

@@ -17,7 +17,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ class _Round:
     num_launched: int = 0
     version: int = 0
     """Of g_N when the last hook ended: another one in step() says that gradients were written since."""
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of tensors whose gradient is not in g_N but where backward left it: its place in memory, and its version."""
 
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class Overlap:
 
     @property
     def ready(self) -> Sequence[bool]:
-        """Of each tensor: is its gradient in g_N already, and perhaps sent?"""
+        """Of each tensor: is its gradient where the exchange reads it already, and perhaps sent?"""
         return () if self._round is None else self._round.ready
 
     @contextmanager
@@ -125,8 +127,9 @@ class Overlap:
         here = self._round
         if here is None:
             return
-        shown = all(self._space.shows_gradient(i) for i, ready in enumerate(here.ready) if ready)
-        if not shown or here.version != self._space.g_N._version:
+        shown = all(self._space.shows_gradient(i) for i, ready in enumerate(here.ready) if ready and i not in here.kept)
+        left = all(_identity(self._space.tensors[i].param.grad) == known for i, known in here.kept.items())
+        if not shown or not left or here.version != self._space.g_N._version:
             raise RuntimeError(
                 "gradients were written between backward and step(), and with overlap they may have been sent before: "
                 "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
@@ -186,17 +189,20 @@ class Overlap:
             "optimizer.zero_grad() to skip a batch, on every rank; reentrant checkpointing needs overlap=False"
         )
 
-    @torch.no_grad()
     def _after_accumulation(self, index: int) -> None:
         if self._suspended:
             return
         here = self._round or self._open()
-        self._space.take_gradient(index)
+        exchange, grad = here.exchange, self._space.tensors[index].param.grad
+        if exchange is not None and grad is not None and exchange.keeps(index, grad):
+            here.kept[index] = _identity(grad)
+        else:
+            self._space.take_gradient(index)
         here.ready[index] = True
         for k in self._buckets[index]:
             here.missing_K[k] -= 1
-        if here.exchange is not None:
-            self._launch_ready(here, here.exchange)
+        if exchange is not None:
+            self._launch_ready(here, exchange)
         here.version = self._space.g_N._version
 
     def _open(self) -> _Round:
@@ -220,6 +226,11 @@ class Overlap:
             here.num_launched += 1
 
 
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Changes when the gradient's memory is replaced or written."""
+    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
+
+
 def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
     overlap = owner()
     if overlap is not None:
@@ -229,4 +240,5 @@ def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
 def _after(owner: weakref.ref[Overlap], index: int, param: Tensor) -> None:
     overlap = owner()
     if overlap is not None:
-        overlap._after_accumulation(index)
+        with torch.no_grad():
+            overlap._after_accumulation(index)
