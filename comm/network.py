@@ -1,7 +1,7 @@
 """How long does an exchange take on this network, and in buckets of what size should it go?
 
 Two numbers describe the network between boxes, latency alpha and bandwidth B of one box's link; a third, given, is how
-fast the CPU encodes and decodes. A collective that takes r rounds and moves b bytes over the busiest link costs
+fast the processor encodes and decodes. A collective that takes r rounds and moves b bytes over the busiest link costs
 
     t = r alpha + b / B
 
@@ -80,6 +80,20 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank's processor does for an exchange.
+
+    elements_per_s: at which it encodes, serves and decodes, all three together. bucket_s: for each bucket on top.
+    """
+
+    elements_per_s: float
+    bucket_s: float = 0.0
+
+
+NO_WORK = Work(float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Seconds of one exchange. seconds: all of it, with the wire and the CPU at work together in `buckets` buckets."""
 
@@ -130,15 +144,10 @@ def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
     return all_to_all(ranks, wire, per_box) + all_gather(ranks, wire)
 
 
-def predict(
-    exchange: Exchange, network: Network, numel: int, cpu_elements_per_s: float = float("inf"), buckets: int = 1
-) -> Prediction:
-    """One exchange of `numel` elements.
-
-    cpu_elements_per_s: at which a rank encodes, serves and decodes them, all three together; infinite for dense ones.
-    """
+def predict(exchange: Exchange, network: Network, numel: int, work: Work = NO_WORK, buckets: int = 1) -> Prediction:
+    """One exchange of `numel` elements. work: a rank's own, none for dense ones."""
     cost = exchange_cost(exchange, network, numel)
-    cpu_s = numel / cpu_elements_per_s
+    cpu_s = numel / work.elements_per_s + buckets * work.bucket_s
     inside_s = 0.0
     if exchange is Exchange.NODE_FIRST_ONE_BIT and network.inside_bytes_per_s and network.ranks_per_box > 1:
         # Reduce-scatter before, all-gather after, in full precision: together the bytes of an all-reduce.
@@ -155,17 +164,17 @@ def pipelined(wire_s: float, cpu_s: float, buckets: int) -> float:
     return max(wire_s, cpu_s) + min(wire_s, cpu_s) / buckets
 
 
-def bucket_elements(network: Network, cpu_elements_per_s: float, numel: int) -> int:
+def bucket_elements(network: Network, work: Work, numel: int) -> int:
     """Elements of a bucket with which the flat one-bit exchange of `numel` elements is over soonest: a multiple of 8.
 
     More buckets overlap better and pay the latency more often. Every number of buckets up to MOST_BUCKETS is tried;
     the fewest of the best is taken.
     """
-    if numel < 1 or not cpu_elements_per_s > 0:
-        raise ValueError(f"numel = {numel}, cpu_elements_per_s = {cpu_elements_per_s}: both must be positive")
+    if numel < 1 or not work.elements_per_s > 0:
+        raise ValueError(f"numel = {numel}, elements_per_s = {work.elements_per_s}: both must be positive")
     most = max(1, min(MOST_BUCKETS, numel // LEAST_BUCKET))
     best = min(
         range(1, most + 1),
-        key=lambda k: predict(Exchange.FLAT_ONE_BIT, network, numel, cpu_elements_per_s, k).seconds,
+        key=lambda k: predict(Exchange.FLAT_ONE_BIT, network, numel, work, k).seconds,
     )
     return round_up(-(-numel // best), BYTE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.workers.bucket_choice import kept_bucket
 from thinwire.workers.data.batches import Batches
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.data.load import load
@@ -33,9 +35,10 @@ class Training:
     validation: tuple[Tensor, Tensor]
 
 
-def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
+def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | None = None) -> Training:
     """Build it. Collective: the optimizer compares layouts and sends rank 0's parameters to all.
 
+    run_dir: where the size of buckets is kept, so that a restart has the same.
     Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
     """
     data = load(spec)
@@ -47,7 +50,14 @@ def build(spec: TrainSpec, group: Group, device: torch.device) -> Training:
         )
     inputs, targets = data.validation
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device, PRECISIONS[spec.precision])
-    optimizer = OPTIMIZERS[spec.optimizer.name](model.parameters(), group=group, overlap=spec.overlap, **_hyper(spec))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = OPTIMIZERS[spec.optimizer.name](
+        model.parameters(),
+        group=group,
+        overlap=spec.overlap,
+        bucket_elements=spec.bucket_elements or kept_bucket(run_dir, group, numel, device),
+        **_hyper(spec),
+    )
     return Training(spec, group, device, model, optimizer, data.batches, (inputs.to(device), targets.to(device)))
 
 

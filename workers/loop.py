@@ -51,7 +51,7 @@ def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporte
     """
     meter = Meter(group.stats)
     with meter.part("control"):
-        training = build(spec, group, device)
+        training = build(spec, group, device, run.directory)
     checkpoints = CheckpointFolder(run.directory / "checkpoints", spec.checkpoint.keep)
     step = _resume(training, checkpoints, meter)
     reporter.resumed(step)

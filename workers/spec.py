@@ -212,6 +212,12 @@ class TrainSpec(_Frozen):
     overlap: bool = Field(
         True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
     )
+    bucket_elements: int | None = Field(
+        None,
+        ge=1 << 16,
+        le=1 << 32,
+        description="the most that is sent at a time; null: chosen at the start of the run, for the network it finds",
+    )
     recipe: Recipe = GptRecipe()
     data: Data = PythonStdlib()
     optimizer: Optimizer

@@ -6,14 +6,16 @@ Values and the inputs of the first steps are the same on every rank, so that not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.wire.loads import Inputs, build
+from benchmarks.wire.loads import Inputs, build, num_parameters
 from benchmarks.wire.methods import Setting, forward_backward
 from benchmarks.wire.watched import watch_group, watch_reducer
+from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.group import TorchGroup
 from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
@@ -35,6 +37,19 @@ class SeededGroup(TorchGroup):
         """X is already everywhere."""
 
 
+@cache
+def _known_buckets() -> dict[tuple[int, int], int]:
+    return {}
+
+
+def _measured_bucket(group: TorchGroup, numel: int) -> int:
+    """As a job chooses it at its start; measured once, for all methods. Collective."""
+    known = _known_buckets()
+    if (group.size, numel) not in known:
+        known[group.size, numel], _ = measured_bucket(group, numel)
+    return known[group.size, numel]
+
+
 class Optimized:
     """A model under one of thinwire's optimizers."""
 
@@ -45,6 +60,7 @@ class Optimized:
         self._model = build(setting.load)
         self._clock = setting.clock
         self._group = SeededGroup(setting.process_group)
+        self.bucket_elements = _measured_bucket(TorchGroup(setting.process_group), num_parameters(setting.load))
         watch_group(setting.clock, self._group)
         self.optimizer: FlatOptimizer[Any] = self.make(list(self._model.parameters()), self._group)
         watch_reducer(setting.clock, self.optimizer.reduce)
@@ -90,7 +106,7 @@ class DenseAdam(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """As torch.optim.AdamW."""
-        return Adam(params, lr=LR, group=group, overlap=True)
+        return Adam(params, lr=LR, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
 class OneBit(Optimized):
@@ -98,7 +114,7 @@ class OneBit(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitAdam(params, lr=LR, warmup=1, group=group, overlap=True)
+        return OneBitAdam(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
 class OneBitLambFamily(Optimized):
@@ -106,7 +122,7 @@ class OneBitLambFamily(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitLamb(params, lr=LR, warmup=1, group=group, overlap=True)
+        return OneBitLamb(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
 class ZeroOne(Optimized):
@@ -128,6 +144,7 @@ class ZeroOne(Optimized):
             local_step_clipper=1,
             group=group,
             overlap=True,
+            bucket_elements=self.bucket_elements,
         )
 
     def use(self, variant: str) -> int:

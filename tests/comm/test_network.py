@@ -6,6 +6,7 @@ from thinwire.comm.network import (
     LEAST_BUCKET,
     Exchange,
     Network,
+    Work,
     broadcast,
     bucket_elements,
     exchange_cost,
@@ -87,13 +88,13 @@ def test_the_inside_of_a_box_costs_where_its_speed_is_known() -> None:
 @pytest.mark.parametrize("numel", [1, 7, 65_535, 10_000_019, 25_000_000])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4, 1e-1])
 def test_buckets_cover_the_vector_in_whole_bytes_of_signs(numel: int, latency_s: float) -> None:
-    elements = bucket_elements(Network(2, latency_s, 1.2e8), 3e8, numel)
+    elements = bucket_elements(Network(2, latency_s, 1.2e8), Work(3e8), numel)
     assert elements % 8 == 0
     assert elements >= min(numel, LEAST_BUCKET)
 
 
 def test_no_other_number_of_buckets_is_faster_and_more_latency_makes_fewer() -> None:
-    numel, cpu = 25_000_000, 3e8
+    numel, cpu = 25_000_000, Work(3e8)
     found = []
     for latency_s in (0.0, 1e-4, 1e-3, 1e-2, 1.0):
         network = Network(2, latency_s, 1.2e8)
@@ -116,4 +117,14 @@ def test_a_network_that_cannot_be_is_refused(arguments: tuple[float, ...], why: 
     with pytest.raises(ValueError, match=why):
         Network(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="numel = 0"):
-        bucket_elements(Network(2, 0.0, 1.0), 1.0, 0)
+        bucket_elements(Network(2, 0.0, 1.0), Work(1.0), 0)
+
+
+def test_what_a_bucket_costs_makes_fewer_and_a_slow_wire_more() -> None:
+    def buckets(bytes_per_s: float, bucket_s: float) -> int:
+        numel = 25_000_000
+        return -(-numel // bucket_elements(Network(2, 3e-4, bytes_per_s), Work(4e8, bucket_s), numel))
+
+    assert buckets(1.2e8, 3e-3) < buckets(1.2e8, 1e-4)
+    assert buckets(1.2e8, 3e-3) < buckets(1.2e7, 3e-3)
+    assert buckets(1e12, 3e-3) == 1

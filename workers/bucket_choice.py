@@ -1,0 +1,69 @@
+"""What size of buckets does a run have? What suits the network at its first start; then the same at every restart.
+
+    buckets.json    in the run's folder, by rank 0: the size, the network it was chosen for, ranks and elements
+
+Scales end where buckets do: with another size a restarted run would go on from the same state, but not bit-equal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from thinwire.comm.bucket_size import measured_bucket
+from thinwire.comm.layout import DEFAULT_BUCKET
+from thinwire.comm.protocol import Group
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "buckets.json"
+
+
+def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.device) -> int:
+    """Elements of a bucket, alike on every rank. Collective. run_dir: None: not kept, and the default.
+
+    Raises: PeerLost; OSError on rank 0 where the folder cannot be written.
+    """
+    if run_dir is None or group.size == 1:
+        return DEFAULT_BUCKET
+    file = run_dir / FILE_NAME
+    known = torch.tensor([_kept(file, group.size, numel) if group.rank == 0 else 0], device=device)
+    group.broadcast_(known)
+    if int(known):
+        return int(known)
+    size, network = measured_bucket(group, numel, device)
+    if group.rank == 0 and network is not None:
+        logger.info(
+            "buckets_chosen elements=%d of=%d latency_us=%.0f mbyte_per_s=%.1f",
+            size,
+            numel,
+            1e6 * network.latency_s,
+            network.bytes_per_s / 1e6,
+        )
+        chosen = {
+            "bucket_elements": size,
+            "elements": numel,
+            "ranks": group.size,
+            "latency_s": network.latency_s,
+            "bytes_per_s": network.bytes_per_s,
+        }
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(chosen, indent=2) + "\n")
+        partial.replace(file)
+    return size
+
+
+def _kept(file: Path, ranks: int, numel: int) -> int:
+    """What the file says; 0 where there is none for so many ranks and elements, or it is damaged."""
+    if not file.exists():
+        return 0
+    try:
+        found = json.loads(file.read_text())
+        alike = (found["ranks"], found["elements"]) == (ranks, numel)
+        return int(found["bucket_elements"]) if alike else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("buckets_unreadable path=%s reason=%r: they are chosen anew", file, error)
+        return 0
