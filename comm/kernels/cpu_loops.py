@@ -15,12 +15,15 @@ import numpy as np
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
+    QUAD,
     WORD,
     folded,
     load8,
     load64,
+    load_bits,
     signed_as,
     signed_by_bits,
+    signed_by_word,
     splat8,
     store,
     store_signs,
@@ -88,8 +91,16 @@ def encode_momentum(
     weights = splat8(weight)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
-        sent, m_size = splat8(scale[block]), splat8(m_scale[block])
-        for at in range(low, high, BYTE):
+        sent, m_size, minus = splat8(scale[block]), splat8(m_scale[block]), splat8(-m_scale[block])
+        whole = low + (high - low) // QUAD * QUAD
+        for quad in range(low, whole, QUAD):
+            word = load_bits(m_bits, quad // BYTE)
+            for byte in range(QUAD // BYTE):
+                at = quad + byte * BYTE
+                kept = load8(c, at)
+                z = _momentum(load8(g, at), weights, signed_by_word(word, byte, minus))
+                store(new, at - low, kept - signed_as(kept, sent) + z)
+        for at in range(whole, high, BYTE):
             kept = load8(c, at)
             z = _momentum(load8(g, at), weights, signed_by_bits(m_bits[at // BYTE], m_size))
             store(new, at - low, kept - signed_as(kept, sent) + z)
@@ -109,10 +120,11 @@ def serve(
     new: Array,
 ) -> None:
     """B <- e + mean of the rows."""
+    num_rows = splat8(scale.dtype.type(rows.num_rows))
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
+        sent = splat8(scale[block])
         _add_up(rows, block, low, high, new)
-        sent, num_rows = splat8(scale[block]), splat8(scale.dtype.type(rows.num_rows))
         for at in range(low, high, BYTE):
             kept = load8(b, at)
             store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
@@ -219,14 +231,43 @@ def _momentum(g: Any, weight: Any, m: Any) -> Any:
 
 @compiled
 def _add_up(rows: Rows, block: int, low: int, high: int, total: Array) -> None:
-    """Total <- the sum of the rows' blocks, in their order. A pass for each: its scale stays in a register."""
-    for k in range(high - low):
+    """Total <- the sum of the rows' blocks, in their order. Two rows a pass, whose scales stay in registers."""
+    begin = rows.num_rows % 2
+    for k in range(high - low if begin or not rows.num_rows else 0):
         total[k] = 0
-    for row in range(rows.num_rows):
-        size = splat8(rows.scales[row * rows.scale_stride + block])
-        bits = rows.bits[row * rows.bits_stride + low // BYTE : row * rows.bits_stride + high // BYTE]
-        for byte in range(bits.size):
-            store(total, byte * BYTE, load8(total, byte * BYTE) + signed_by_bits(bits[byte], size))
+    if begin:
+        _add_row(rows, 0, block, low, high, total)
+    zeros = splat8(total.dtype.type(0))
+    for row in range(begin, rows.num_rows, 2):
+        one, two = rows.scales[row * rows.scale_stride + block], rows.scales[(row + 1) * rows.scale_stride + block]
+        plus_one, plus_two, minus_one, minus_two = splat8(one), splat8(two), splat8(-one), splat8(-two)
+        at_one, at_two = row * rows.bits_stride + low // BYTE, (row + 1) * rows.bits_stride + low // BYTE
+        whole = (high - low) // QUAD * QUAD
+        for quad in range(0, whole, QUAD):
+            word_one, word_two = (
+                load_bits(rows.bits, at_one + quad // BYTE),
+                load_bits(rows.bits, at_two + quad // BYTE),
+            )
+            for byte in range(QUAD // BYTE):
+                at = quad + byte * BYTE
+                before = zeros if row == 0 else load8(total, at)
+                store(
+                    total,
+                    at,
+                    before + signed_by_word(word_one, byte, minus_one) + signed_by_word(word_two, byte, minus_two),
+                )
+        for at in range(whole, high - low, BYTE):
+            before = zeros if row == 0 else load8(total, at)
+            before = before + signed_by_bits(rows.bits[at_one + at // BYTE], plus_one)
+            store(total, at, before + signed_by_bits(rows.bits[at_two + at // BYTE], plus_two))
+
+
+@compiled
+def _add_row(rows: Rows, row: int, block: int, low: int, high: int, total: Array) -> None:
+    size = splat8(rows.scales[row * rows.scale_stride + block])
+    bits = rows.bits[row * rows.bits_stride + low // BYTE : row * rows.bits_stride + high // BYTE]
+    for byte in range(bits.size):
+        store(total, byte * BYTE, load8(total, byte * BYTE) + signed_by_bits(bits[byte], size))
 
 
 @compiled

@@ -23,6 +23,8 @@ BYTE = 8
 """Lanes whose signs fill a byte."""
 WORD = 64
 """Lanes whose signs fill eight bytes."""
+QUAD = 32
+"""Lanes whose signs fill four bytes."""
 
 
 class Vector(types.Type):
@@ -120,6 +122,38 @@ def signed_by_bits(typingctx: Any, byte: Any, size: Any) -> Any:
         return builder.select(positive, args[1], builder.fneg(args[1]))
 
     return size(types.uint8, size), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bits(typingctx: Any, array: Any, at: Any) -> Any:
+    """Array[at .. at+3], bytes of signs, as one number for signed_by_word."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer, _ = _pointer(context, builder, sig.args[0], args, ir.IntType(32))
+        return builder.load(pointer, align=1)
+
+    return types.uint32(array, at), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def signed_by_word(typingctx: Any, word: Any, byte: Any, minus_size: Any) -> Any:
+    """As signed_by_bits of one of the bytes 0 to 3 of load_bits. minus_size: -size. Half as many instructions."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        width = sig.args[2].dtype.bitwidth
+        number = ir.IntType(width)
+        word_value, byte_value, minus = args
+        bits = _splat(builder, word_value if width == word_value.type.width else builder.zext(word_value, number), BYTE)
+        # The processor's order: byte 0 is the lowest. What is shifted to the top is the lane's bit, where the sign is.
+        first = builder.sub(
+            ir.Constant(number, width - BYTE), builder.mul(_cast(builder, byte_value, number), number(BYTE))
+        )
+        shifts = builder.add(_splat(builder, first, BYTE), ir.Constant(bits.type, list(range(BYTE))))
+        top = ir.Constant(bits.type, [1 << (width - 1)] * BYTE)
+        flips = builder.and_(builder.shl(bits, shifts), top)
+        return builder.bitcast(builder.xor(builder.bitcast(minus, bits.type), flips), minus.type)
+
+    return minus_size(types.uint32, types.intp, minus_size), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -237,6 +271,12 @@ def _splat(builder: Any, number: Any, lanes: int) -> Any:
     undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, undefined, _indices([0] * lanes))
+
+
+def _cast(builder: Any, number: Any, to: Any) -> Any:
+    if number.type.width == to.width:
+        return number
+    return builder.trunc(number, to) if number.type.width > to.width else builder.zext(number, to)
 
 
 def _indices(lanes: Any) -> Any:
