@@ -65,19 +65,19 @@ class FullMean:
         pending, self._pending = self._pending, []
         error, self._error = self._error, None
         self.is_open = False
-        for one in pending:
+        torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
+        for k, one in enumerate(pending):
             try:
                 one.wait()
             except CommError as lost:
                 error = error or lost
+            if error is None and complete:  # while the next ones are on the wire
+                launched[k].div_(self._size)
+                torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
         if error is not None:
             raise error
         if not complete:
             raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
-        torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
-        for x_b, peak in zip(launched, self._peaks, strict=True):
-            x_b.div_(self._size)
-            torch.linalg.vector_norm(x_b, torch.inf, out=peak)
         torch.amax(self._peak_K, 0, out=self._peak)
         if not math.isfinite(float(self._peak)):
             raise non_finite(gather_flags(self._group, torch.isfinite(self._own_peak)))

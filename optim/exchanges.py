@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kept_sums import KeptSums
+from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import BucketedReducer
 
 
@@ -35,6 +36,31 @@ class Exchange(Protocol):
 
     def abandon(self) -> None:
         """Undo what was launched. Collective. Raises: PeerLost."""
+
+
+Runs = Sequence[Tensor | None]
+"""Of each tensor: its gradient, float[elements], where it is not in g_N."""
+
+
+class LeftInPlace:
+    """Gradients that are read where backward left them: of tensors that stand alone in the layout, like g in type.
+
+    runs: of each tensor, those that were taken.
+    """
+
+    def __init__(self, layout: VectorLayout, g_N: Tensor) -> None:
+        self._alone = frozenset(layout.alone())
+        self._g_N = g_N
+        self.runs: list[Tensor | None] = [None] * len(layout.live)
+
+    def take(self, index: int, grad: Tensor) -> bool:
+        """Use it, where that can be done; it must not change until the commit."""
+        if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
+            return False
+        if grad.device != self._g_N.device or not grad.is_contiguous():
+            return False
+        self.runs[index] = grad.view(-1)
+        return True
 
 
 class MeanGradient:
@@ -63,26 +89,34 @@ class MeanGradient:
 
 
 class CompressedSum:
-    """Z through the codec. form(k, slice): writes bucket k of z, these elements, from gradients that are final.
+    """Z through the codec. form(k, slice, runs): writes bucket k of z, these elements, from gradients that are final.
 
     z: float[N], its own until the commit. slot: modified; as before, to rounding, where it fails or is abandoned.
+    where: of tensors whose gradients form() reads where backward left them; without it all are in g.
     """
 
     def __init__(
-        self, reduce: BucketedReducer, slot: KeptSums, z_N: Tensor, form: Callable[[int, slice], None]
+        self,
+        reduce: BucketedReducer,
+        slot: KeptSums,
+        z_N: Tensor,
+        form: Callable[[int, slice, Runs], None],
+        where: LeftInPlace | None = None,
     ) -> None:
         self._reduce = reduce
         self._z_N = z_N
         self._form = form
+        self._where = where
         reduce.begin(slot)
 
     def keeps(self, index: int, grad: Tensor) -> bool:
-        """No: z is formed of slices of g."""
-        return False
+        """Where form() can read it there."""
+        return self._where is not None and self._where.take(index, grad)
 
     def launch(self, k: int) -> None:
         """Form bucket k of z, encode it and send it."""
-        self._form(k, slice(*self._reduce.buckets.spans[k]))
+        runs = () if self._where is None else self._where.runs
+        self._form(k, slice(*self._reduce.buckets.spans[k]), runs)
         self._reduce.launch_sum(k, self._z_N)
 
     def finish(self) -> None:
@@ -105,23 +139,16 @@ class FusedMomentum:
         self._reduce = reduce
         self._g_N = g_N
         self._beta1_K = beta1_K
-        layout = reduce.buckets.layout
-        self._alone = frozenset(layout.alone())
-        self._runs: list[Tensor | None] = [None] * len(layout.live)
+        self._where = LeftInPlace(reduce.buckets.layout, g_N)
         reduce.begin(slot)
 
     def keeps(self, index: int, grad: Tensor) -> bool:
-        """Where the tensor stands alone in the layout, and backward made a plain gradient of the vector's type."""
-        if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
-            return False
-        if grad.device != self._g_N.device or not grad.is_contiguous():
-            return False
-        self._runs[index] = grad.view(-1)
-        return True
+        """Where the reducer can read it there."""
+        return self._where.take(index, grad)
 
     def launch(self, k: int) -> None:
         """Encode bucket k and send it."""
-        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k], self._runs)
+        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k], self._where.runs)
 
     def finish(self) -> None:
         """Wait for all K."""

@@ -23,7 +23,7 @@ from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
 from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.exchanges import CompressedSum, Exchange, FusedMomentum
+from thinwire.optim.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.fused_momentum import Divisor, Momentum, next_momentum_
 from thinwire.optim.hyperparameters import adam_defaults
@@ -166,7 +166,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             return FusedMomentum(reduce, s.momentum_error, g_N, beta1_K)
         m_N, z_N = s.momentum.floats(), torch.empty_like(g_N)
 
-        def form(k: int, at: slice) -> None:
+        def form(k: int, at: slice, runs: Runs) -> None:
             next_momentum_(z_N[at], m_N[at], g_N[at], beta1_K[k])
 
         return CompressedSum(reduce, s.momentum_error, z_N, form)

@@ -30,7 +30,7 @@ from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, DEFAULT_BUCKET, round_up
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.exchanges import CompressedSum, Exchange
+from thinwire.optim.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
 from thinwire.optim.freezing import FreezingOptimizer
 from thinwire.optim.hyperparameters import adam_defaults
 from thinwire.optim.kernels import updates
@@ -88,15 +88,21 @@ def step(
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
 
 
-def propose_(g_N: Tensor, s: OneBitLambState, tensors: Iterable[tuple[int, slice]], beta1: float) -> None:
-    """Z <- k (beta1 m + (1 - beta1) g) in some tensors: each one's number and elements. z: modified."""
-    for tensor, part in tensors:
+def propose_(g_N: Tensor, s: OneBitLambState, tensors: Iterable[TensorPart], beta1: float, runs: Runs = ()) -> None:
+    """Z <- k (beta1 m + (1 - beta1) g) in parts of tensors. z: modified. runs: read in place of g."""
+    for tensor, offset, part in tensors:
         z, g, m = s.z_N[part], g_N[part], s.m_N[part]
+        if runs and (own := runs[tensor]) is not None:
+            g = own[offset : offset + z.numel()]
         if updates.fits(z):
             updates.scaled_momentum_(z, g, m, beta1, s.scaling_T[tensor : tensor + 1])
         else:
             adam_math.momentum_into(z, m, g, beta1)
             z.mul_(s.scaling_T[tensor])
+
+
+TensorPart = tuple[int, int, slice]
+"""A tensor's number, where in it the part begins, and the elements of the flat vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +263,18 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         assert isinstance(s.momentum_error, KeptSums)
         beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
 
-        def form(k: int, at: slice) -> None:
-            propose_(g_N, s, self._tensors_in(at), beta1_K[k])
+        def form(k: int, at: slice, runs: Runs) -> None:
+            propose_(g_N, s, self._tensors_in(at), beta1_K[k], runs)
 
-        return CompressedSum(reduce, s.momentum_error, s.z_N, form)
+        # Without the loops a gradient is read several times: better in one place.
+        where = LeftInPlace(reduce.buckets.layout, g_N) if updates.fits(g_N) else None
+        return CompressedSum(reduce, s.momentum_error, s.z_N, form, where)
 
-    def _tensors_in(self, at: slice) -> list[tuple[int, slice]]:
-        """The tensors in a slice of the flat vectors, by number, and their elements there, dead ones behind them."""
+    def _tensors_in(self, at: slice) -> list[TensorPart]:
+        """The parts of tensors in a slice of the flat vectors, each with the dead elements behind it."""
         tensors = enumerate(self.space.tensors)
-        parts = [(i, max(t.start, at.start), min(round_up(t.stop, BYTE), at.stop)) for i, t in tensors]
-        return [(i, slice(start, stop)) for i, start, stop in parts if start < stop]
+        parts = [(i, t, max(t.start, at.start), min(round_up(t.stop, BYTE), at.stop)) for i, t in tensors]
+        return [(i, start - t.start, slice(start, stop)) for i, t, start, stop in parts if start < stop]
 
     def on_freeze(self, floored_N: Tensor, steps: int) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
