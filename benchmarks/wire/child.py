@@ -150,7 +150,8 @@ class Rank:
             finite = all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
             if self.rank == 0:
                 equal, overlap = int(low[0]) == -int(low[1]), self.families[family].overlap
-                self.say("family", family=family, equal=equal, finite=finite, overlap=overlap)
+                size = getattr(self.families[family], "bucket_elements", None)
+                self.say("family", family=family, equal=equal, finite=finite, overlap=overlap, bucket_elements=size)
 
     def _read_counters(self, method: Method, round_number: int, when: str) -> None:
         """Let the parent read the frame counters while nothing is on its way."""

@@ -250,6 +250,7 @@ def _put_together(heard: Heard, hosts: int) -> dict[str, Measured]:
         if turns:
             found[name] = Measured(
                 overlap=family.get("overlap"),
+                bucket_elements=family.get("bucket_elements"),
                 turns=turns,
                 replicas_equal=family.get("equal"),
                 finite=family.get("finite"),

@@ -47,6 +47,8 @@ class Measured(_Frozen):
 
     overlap: bool | None
     turns: list[Turn]
+    bucket_elements: int | None = None
+    """The most that was sent at a time; None: the method's own default."""
     replicas_equal: bool | None = None
     finite: bool | None = None
 
