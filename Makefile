@@ -20,7 +20,8 @@ run: .venv/.worker
 serve: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
 
-test: check
+test: .venv/.dev
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
 	@# The second half mostly waits for processes, so the first runs beside it; the first's output comes at the end.
 	@log=$$(mktemp); \
 	$(PYTEST) -m "not slow and not gpu" -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
@@ -28,7 +29,8 @@ test: check
 	$(PYTEST) -m "not slow and not gpu" $(ONE_BY_ONE); waited=$$?; \
 	wait $$beside; computed=$$?; cat $$log; rm -f $$log; [ $$computed = 0 ] && [ $$waited = 0 ]
 
-test-all: check
+test-all: .venv/.dev
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
 	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
 	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(ONE_BY_ONE)
 
@@ -38,6 +40,12 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+
+# Compiled once, before processes that run side by side would each do it.
+.venv/.loops: .venv/.dev $(wildcard comm/kernels/*.py optim/kernels/*.py)
+	@echo "compiling the loops of comm/kernels and optim/kernels ..."
+	@$(BIN)/python -m thinwire.optim.kernels
+	@touch $@
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

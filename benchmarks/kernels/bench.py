@@ -66,7 +66,7 @@ def run(quick: bool, out: Path, tell: Tell | None = None) -> Path:
     finally:
         torch.set_num_threads(threads_before)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]]),
+        "command": _command(),
         "quick": quick,
         "commit": made_by.commit,
         "versions": {**made_by.versions, "numba": numba.__version__, "numpy": np.__version__},
@@ -137,3 +137,10 @@ def _timing(numel: int, case: Case, seconds: list[float], copy_s: float) -> Timi
         rate / 1e9,
         rate / copy_rate,
     )
+
+
+def _command() -> str:
+    """As somebody has typed it, without the folders of this machine."""
+    program = Path(sys.argv[0]).name
+    words = ["python", "-m", "benchmarks.kernels"] if program == "__main__.py" else [program]
+    return shlex.join([*words, *sys.argv[1:]])

@@ -1,6 +1,7 @@
 """The loops of `loops` on slices of torch's vectors, on as many threads as torch uses.
 
-Slices are float[s] of the flat vectors: contiguous, on the CPU, s and where they begin multiples of 8.
+Slices are float[s] of the flat vectors: contiguous, on the CPU, s and where they begin multiples of 8. What is written
+gets a new version, as by an operation of torch: who keeps what follows from a vector looks at that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.kernels.threads import Threads
@@ -38,16 +40,19 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
     correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
     numbers = 1 - h.beta1, h.beta2, 1 - h.beta2, correction2**0.5, h.eps, 1 - h.lr * h.weight_decay, h.lr / correction1
     _run(_loops().adam, (p_s, g_s, m_s, v_s), numbers)
+    increment_version((p_s, m_s, v_s))
 
 
 def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, divisor_s: Tensor, h: AdamHyper, keep: float) -> None:
     """local_steps.local_step of one slice. p, m, u: modified."""
     _run(_loops().local, (p_s, g_s, m_s, u_s, divisor_s), (1 - h.beta1, keep, h.lr))
+    increment_version((p_s, m_s, u_s))
 
 
 def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, keep: float) -> None:
     """local_steps.propose_ of one slice. z: modified."""
     _run(_loops().propose, (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
+    increment_version(z_s)
 
 
 def receive_(
@@ -63,11 +68,13 @@ def receive_(
 ) -> None:
     """local_steps.receive_ of one slice. p, m, u: modified. start may be p."""
     _run(_loops().receive, (p_s, start_s, z_s, divisor_s, m_s, u_s), (weight, longest, kept))
+    increment_version((p_s, m_s, u_s))
 
 
 def scaled_momentum_(z_s: Tensor, g_s: Tensor, m_s: Tensor, beta1: float, scaling_1: Tensor) -> None:
     """Z <- k (beta1 m + (1 - beta1) g). z: modified. scaling: float[1]."""
     _run(_loops().scaled_momentum, (z_s, g_s, m_s), (1 - beta1,), (scaling_1,))
+    increment_version(z_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,12 +119,14 @@ def lamb_measure_(
     vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, z_N, m_N, v_N, fresh_v_N, scaling_t
     numbers = h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
     _split(_loops().lamb_measure, len(tiles.starts_k), LEAST_TILES, vectors, numbers, (tiles.found_4k,), p_N)
+    increment_version((m_N, fresh_v_N, tiles.found_4k))
 
 
 def lamb_move_(tiles: Tiles, p_N: Tensor, m_N: Tensor, v_N: Tensor, rate_t: Tensor, h: AdamHyper) -> None:
     """P <- p - rate_l (m / (sqrt(v) + eps) + weight_decay p). p: modified."""
     vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, m_N, v_N
     _split(_loops().lamb_move, len(tiles.starts_k), LEAST_TILES, vectors, (h.eps, h.weight_decay), (rate_t,), p_N)
+    increment_version(p_N)
 
 
 @cache

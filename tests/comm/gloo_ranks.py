@@ -1,12 +1,21 @@
-"""Real processes over gloo on the loopback interface, each running one piece of source."""
+"""Real processes over gloo on the loopback interface, each running one piece of source.
+
+They are forked from a process that has imported torch and numba once: imports are most of what a short rank costs.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["thinwire.comm", "thinwire.optim", "thinwire.comm.kernels.cpu"])
 
 PREAMBLE = """
 import datetime, os, signal, sys, time
@@ -39,16 +48,44 @@ def say(name, text):
 """
 
 
-def start(source: str, size: int, folder: Path, timeout_s: float = 30.0) -> list[subprocess.Popen[bytes]]:
+class Rank:
+    """A process that was started, with what tests need of subprocess.Popen."""
+
+    def __init__(self, program: str, arguments: list[str]) -> None:
+        self._process = _FORKSERVER.Process(target=_run, args=(program, arguments), daemon=True)
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; that of a signal is negative. Raises: subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+
+def _run(program: str, arguments: list[str]) -> None:
+    sys.argv = ["-c", *arguments]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    code = 0
+    try:
+        exec(compile(program, "<rank>", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - printed, as the interpreter does
+        traceback.print_exc()
+        code = 1
+    # As a program ends, with the interpreter and what is static taken down: multiprocessing would leave by os._exit.
+    ctypes.pythonapi.Py_Exit(code)
+
+
+def start(source: str, size: int, folder: Path, timeout_s: float = 30.0) -> list[Rank]:
     """Start `size` processes that run `source` after the preamble: rank, size, folder, join() and say() are there."""
     program = PREAMBLE + textwrap.dedent(source)
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(r), str(size), str(folder), str(timeout_s)], env=environment
-        )
-        for r in range(size)
-    ]
+    return [Rank(program, [str(r), str(size), str(folder), str(timeout_s)]) for r in range(size)]
 
 
 def said(folder: Path, rank: int, name: str) -> str:

@@ -43,9 +43,14 @@ def test_the_migrations_make_what_the_rows_expect(db: Database) -> None:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
-def test_the_upgrade_may_be_repeated(db: Database, tmp_path: Path) -> None:
+def test_the_upgrade_may_be_repeated_and_keeps_the_rows(db: Database, tmp_path: Path) -> None:
+    with db.write() as session:
+        session.add(_job("a"))
     db.upgrade()
-    Database(f"sqlite:///{tmp_path / 'thinwire.db'}").upgrade()
+    again = Database(f"sqlite:///{tmp_path / 'thinwire.db'}")
+    again.upgrade()
+    with again.read() as session:
+        assert session.get_one(JobRow, "a").name == "job"
 
 
 def test_a_database_of_a_newer_version_is_refused(db: Database, tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""The loops that update in one pass give what the chains of torch operations give, on any number of threads."""
+
+import pytest
+import torch
+
+from thinwire.comm.kernels.threads import Threads
+from thinwire.optim import adam_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
+from thinwire.optim.local_steps import cut_
+
+TYPES = [torch.float32, torch.float64]
+SIZES = [8, 24, 8 * 1001, 8 * (2 * LEAST + 3)]
+
+
+def vectors(count, numel, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(numel, generator=generator, dtype=dtype) for _ in range(count)]
+    for x in found:
+        x[torch.rand(numel, generator=generator) < 0.1] = 0
+        x[torch.rand(numel, generator=generator) < 0.05] = -0.0
+        x[torch.rand(numel, generator=generator) < 0.02] *= 1e-30
+    return found
+
+
+def hyper(numel, decay=0.01):
+    return AdamHyper(slice(0, numel), 1e-3, 0.9, 0.999, 1e-8, decay)
+
+
+def assert_close(found, expected, ulps=4):
+    """To rounding: torch may use a fused multiply-add where the loops do not."""
+    bound = ulps * torch.finfo(expected.dtype).eps * expected.abs().clamp(min=1e-3)
+    assert ((found - expected).abs() <= bound).all(), (found - expected).abs().max()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("bias_step", [None, 1, 7])
+def test_adam(dtype, numel, bias_step):
+    p, g, m, v = vectors(4, numel, dtype)
+    v.abs_()
+    p2, m2, v2, h = p.clone(), m.clone(), v.clone(), hyper(numel)
+    updates.adam_(p, g, m, v, h, bias_step)
+    adam_math.momentum_(m2, g, h.beta1)
+    adam_math.variance_(v2, g, h.beta2)
+    adam_math.descend_(p2, m2, v2, h, bias_step, torch.empty_like(p2))
+    assert_close(m, m2)
+    assert_close(v, v2)
+    moved = v2 > 1e-12  # elsewhere sqrt(v) + eps turns an ulp of v into many of p
+    assert_close(p[moved], p2[moved], ulps=64)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_local_step_and_proposal(dtype, numel):
+    p, g, m, u, divisor, z = vectors(6, numel, dtype)
+    divisor.abs_().add_(0.1)
+    h, keep = hyper(numel), 1 - 1e-5
+    m2 = m + (1 - h.beta1) * (g - m)
+    u2, p2 = keep * u + h.lr * m2, keep * p - h.lr * m2 / divisor
+    updates.propose_(z, g, m, u, h, keep)
+    assert_close(z, u2)
+    updates.local_(p, g, m, u, divisor, h, keep)
+    assert torch.equal(u, z), "what a rank proposes is what it would have done"
+    assert_close(m, m2)
+    assert_close(p, p2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("longest", [float("inf"), 0.5])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_receiving_a_sum(dtype, numel, longest, in_place):
+    p, start, z, divisor, m, u = vectors(6, numel, dtype)
+    divisor.abs_().add_(0.1)
+    z[3] = float("nan")
+    if in_place:
+        start = p
+    cut = z.clone()
+    if longest < float("inf"):
+        cut_(cut, divisor, longest, torch.empty_like(cut))
+    expected_m, expected_p = cut / 0.25, 0.999 * start - cut / divisor
+    updates.receive_(p, start, z, divisor, m, u, 0.25, longest, 0.999)
+    assert p[3].isnan()
+    assert m[3].isnan()
+    for x in (p, expected_p, m, expected_m):
+        x[3] = 0
+    assert torch.equal(m, expected_m)
+    assert_close(p, expected_p)
+    assert not u.any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_scaled_momentum(dtype):
+    z, g, m = vectors(3, 8 * 77, dtype)
+    updates.scaled_momentum_(z, g, m, 0.9, torch.tensor([2.5], dtype=dtype))
+    assert_close(z, 2.5 * (m + (1 - 0.9) * (g - m)))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("lengths", [(5,), (8, 3, TILE + 1), (2 * TILE, 1, 17)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_what_lamb_measures_leaves_out_the_dead_elements(dtype, lengths, decay):
+    bounds, at = [], 0
+    for length in lengths:
+        bounds.append((at, at + length))
+        at += -(-length // 8) * 8
+    p, z, m, v, fresh = vectors(5, at, dtype)
+    v.abs_().add_(0.01)
+    fresh.abs_().add_(0.01)
+    live = torch.zeros(at, dtype=torch.bool)
+    for start, stop in bounds:
+        live[start:stop] = True
+    for x in (p, z, m, v, fresh):
+        x[~live] = 0
+    fresh[0] = float("inf")  # floored at the freeze
+    h, scaling = hyper(at, decay), torch.arange(1.0, 1 + len(lengths), dtype=dtype)
+    tiles = Tiles.of(tuple(bounds), p)
+    new_m, new_fresh = m.clone(), fresh.clone()
+    updates.lamb_measure_(tiles, p, z, new_m, v, new_fresh, scaling, h)
+    found = [tiles.largest_t(0, len(lengths)), *(tiles.norms_t(row, len(lengths)) for row in (1, 2, 3))]
+    for t, (start, stop) in enumerate(bounds):
+        part = slice(start, stop)
+        expected_m = z[part] / scaling[t]
+        implied = (expected_m - h.beta1 * m[part]) / (1 - h.beta1)
+        expected_fresh = h.beta2 * fresh[part] + (1 - h.beta2) * implied * implied
+        root = v[part].sqrt() + h.eps
+        direction = expected_m / root
+        assert torch.equal(new_m[part], expected_m)
+        finite = expected_fresh.isfinite()
+        assert_close(new_fresh[part][finite], expected_fresh[finite])
+        expected = [
+            (root / (expected_fresh.sqrt() + h.eps)).max(),
+            direction.norm(),
+            (direction + decay * p[part]).norm(),
+            p[part].norm(),
+        ]
+        for one, other in zip(found, expected, strict=True):
+            assert one[t] == pytest.approx(float(other), rel=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_lamb_moves_each_tensor_at_its_rate(dtype):
+    p, m, v = vectors(3, 48, dtype)
+    v.abs_().add_(0.01)
+    before, h = p.clone(), hyper(48, 0.1)
+    updates.lamb_move_(Tiles.of(((0, 13), (16, 48)), p), p, m, v, torch.tensor([0.5, 0.25], dtype=dtype), h)
+    rates = torch.cat([torch.full((16,), 0.5, dtype=dtype), torch.full((32,), 0.25, dtype=dtype)])
+    expected = before - rates * (m / (v.sqrt() + h.eps) + 0.1 * before)
+    assert_close(p[:13], expected[:13])
+    assert_close(p[16:], expected[16:])
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    numel = 8 * (3 * LEAST + 5)
+    p, g, m, v = vectors(4, numel, torch.float32)
+    v.abs_()
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        mine = [x.clone() for x in (p, m, v)]
+        updates.adam_(mine[0], g, mine[1], mine[2], hyper(numel), 3)
+        tiles = Tiles.of(((0, numel),), p)
+        updates.lamb_measure_(tiles, mine[0], g, mine[1], mine[2], v.clone(), torch.ones(1), hyper(numel))
+        found.append([*mine, tiles.found_4k.clone()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_slices_that_do_not_fit_are_refused():
+    x = torch.zeros(16)
+    for bad in (torch.zeros(8), torch.zeros(16, dtype=torch.float64), torch.zeros(32)[::2]):
+        with pytest.raises(ValueError, match="must be alike, contiguous"):
+            updates.scaled_momentum_(x, bad, x, 0.9, torch.ones(1))
+    with pytest.raises(ValueError, match="multiples of 8"):
+        updates.scaled_momentum_(*[torch.zeros(9)] * 3, 0.9, torch.ones(1))
+    with pytest.raises(ValueError, match="threads = 0"):
+        Threads(0)
+
+
+def test_what_has_no_loop_is_left_to_the_chain():
+    assert updates.fits(torch.zeros(8))
+    assert not updates.fits(torch.zeros(8, dtype=torch.bfloat16))
+    assert not updates.fits(torch.zeros(8, device="meta"))
+
+
+def test_what_is_written_has_a_new_version_and_nothing_else_has():
+    p, g, m, v, divisor, u = vectors(6, 64, torch.float32)
+    v.abs_()
+    tiles = Tiles.of(((0, 64),), p)
+    calls = [
+        (lambda: updates.adam_(p, g, m, v, hyper(64), 1), [p, m, v]),
+        (lambda: updates.local_(p, g, m, u, divisor, hyper(64), 1.0), [p, m, u]),
+        (lambda: updates.propose_(v, g, m, u, hyper(64), 1.0), [v]),
+        (lambda: updates.receive_(p, p, g, divisor, m, u, 1.0, 1.0, 1.0), [p, m, u]),
+        (lambda: updates.scaled_momentum_(u, g, m, 0.9, torch.ones(1)), [u]),
+        (lambda: updates.lamb_measure_(tiles, p, g, m, v, u, torch.ones(1), hyper(64)), [m, u]),
+        (lambda: updates.lamb_move_(tiles, p, m, v, torch.ones(1), hyper(64)), [p]),
+    ]
+    for call, written in calls:
+        everything = [p, g, m, v, divisor, u]
+        before = [x._version for x in everything]
+        call()
+        for x, version in zip(everything, before, strict=True):
+            assert (x._version > version) == any(x is w for w in written)
