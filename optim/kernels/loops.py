@@ -120,6 +120,7 @@ def lamb_measure(
     fresh_v: Array,
     scaling: Array,
     beta1: float,
+    weight1: float,
     beta2: float,
     weight2: float,
     eps: float,
@@ -132,16 +133,16 @@ def lamb_measure(
     squares of the direction u_0 = m / (sqrt(v) + eps), of u = u_0 + decay p and of p. A tile lies in one tensor; starts
     are multiples of 8.
     """
-    one = type_of(m, 1)
-    betas1, rests, betas2, weights2 = splat8(beta1), splat8(one - beta1), splat8(beta2), splat8(weight2)
-    all_eps, decays, zeros = splat8(eps), splat8(decay), splat8(one - one)
+    zero = beta1 - beta1
+    betas1, weights1, betas2, weights2 = splat8(beta1), splat8(weight1), splat8(beta2), splat8(weight2)
+    all_eps, decays, zeros = splat8(eps), splat8(decay), splat8(zero)
     for tile in range(first, stop):
         scalings = splat8(scaling[tensors[tile]])
         most, direction, update, size = zeros, zeros, zeros, zeros
-        last = last_direction = last_update = last_size = one - one
+        last = last_direction = last_update = last_size = zero
         for at in range(starts[tile], stops[tile], BYTE):
             before, m8, p8 = load8(m, at), load8(z, at) / scalings, load8(p, at)
-            implied = (m8 - betas1 * before) / rests
+            implied = (m8 - betas1 * before) / weights1
             fresh = betas2 * load8(fresh_v, at) + weights2 * implied * implied
             d8 = root(load8(v, at)) + all_eps
             store(m, at, m8)
@@ -185,9 +186,3 @@ def lamb_move(
         for at in range(starts[tile], stops[tile], BYTE):
             p8 = load8(p, at)
             store(p, at, p8 - rate * (load8(m, at) / (root(load8(v, at)) + all_eps) + decays * p8))
-
-
-@compiled
-def type_of(like: Array, number: float) -> float:
-    """The number in the array's type."""
-    return like.dtype.type(number)  # type: ignore[no-any-return]

@@ -117,7 +117,7 @@ def lamb_measure_(
 ) -> None:
     """M <- z / k, the fresh variance, and what LAMB's factors need, into `tiles`. m, fresh_v: modified."""
     vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, z_N, m_N, v_N, fresh_v_N, scaling_t
-    numbers = h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
+    numbers = h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
     _split(_loops().lamb_measure, len(tiles.starts_k), LEAST_TILES, vectors, numbers, (tiles.found_4k,), p_N)
     increment_version((m_N, fresh_v_N, tiles.found_4k))
 
