@@ -42,8 +42,9 @@ class OneBitAdamState:
 
     An element in fp32 takes 8 bytes as parameter and gradient, 12 as m, v and z, and 4 + 4 / ranks of error memory, in
     both phases; rows of signs half a byte more. With overlap 4 more from backward to zero_grad(): the gradient that
-    backward made, which compressed steps read there. 4 more during the first compressed step and the one after a load
-    or state_dict(), which form what they send from float m. In the other compressed steps m is neither read nor written.
+    backward made, which compressed steps read there. And 4 more during the first compressed step and the one after a
+    load or state_dict(), which form what they send from float m; in the other compressed steps m is neither read nor
+    written.
     """
 
     momentum: Momentum
