@@ -7,10 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest
-TEST_JOBS ?= 2
-# Tests of computations run side by side; those of processes and of the one Ray run after them, one at a time.
-SIDE_BY_SIDE := tests/optim tests/comm tests/workers tests/benchmarks
-ONE_BY_ONE := $(addprefix --ignore=,$(SIDE_BY_SIDE))
+TEST_JOBS ?= 3
+# Those of the one Ray run one at a time, and mostly wait; all others run side by side.
+SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 
 .PHONY: run serve test test-all check clean
 
@@ -22,17 +21,18 @@ serve: .venv/.worker
 
 test: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
-	@# The second half mostly waits for processes, so the first runs beside it; the first's output comes at the end.
+	@# Both at once; the output of those side by side comes at the end. A shell has what runs in its background ignore
+	@# SIGINT, which tests send to what they start.
 	@log=$$(mktemp); \
-	$(PYTEST) -m "not slow and not gpu" -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
+	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
 	trap 'kill $$beside' INT TERM; \
-	$(PYTEST) -m "not slow and not gpu" $(ONE_BY_ONE); waited=$$?; \
-	wait $$beside; computed=$$?; cat $$log; rm -f $$log; [ $$computed = 0 ] && [ $$waited = 0 ]
+	$(PYTEST) -m "ray and not slow and not gpu"; of_ray=$$?; \
+	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
-	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough -n $(TEST_JOBS) --dist worksteal $(SIDE_BY_SIDE)
-	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(ONE_BY_ONE)
+	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
+	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
