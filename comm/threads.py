@@ -103,7 +103,8 @@ class ThreadGroup(Blocking):
         return self._meeting.shown
 
     def _wait(self) -> None:
-        self._meeting.came[self.rank] += 1
+        if not self._meeting.barrier.broken:  # who comes after the others gave up has not come: they ask who is missing
+            self._meeting.came[self.rank] += 1
         try:
             self._meeting.barrier.wait()
         except threading.BrokenBarrierError as error:

@@ -28,6 +28,9 @@ OnLoopback = Annotated[
     bool,
     typer.Option("--loopback", help="A tiny case on this machine's loopback, without root: does it run? No figures."),
 ]
+Only = Annotated[
+    str | None, typer.Option("--only", help="Run only cases with this in their name, such as gpt-25m/2x100Mbit.")
+]
 Methods = Annotated[str | None, typer.Option(help="Some methods only, by comma; `--methods help` lists them.")]
 
 
@@ -48,6 +51,7 @@ def exchange(
     table_only: TableOnly = False,
     loopback: OnLoopback = False,
     methods: Methods = None,
+    only: Only = None,
 ) -> None:
     """Time the exchange alone, over emulated links: gradients are made outside the clock.
 
@@ -55,7 +59,7 @@ def exchange(
 
     Example: `thinwire bench exchange --quick`
     """
-    _wire(["exchange-25m"], "tiny-exchange", quick, fresh, out, table_only, loopback, methods)
+    _wire(["exchange-25m"], "tiny-exchange", quick, fresh, out, table_only, loopback, methods, only)
 
 
 @app.command()
@@ -66,6 +70,7 @@ def lab(
     table_only: TableOnly = False,
     loopback: OnLoopback = False,
     methods: Methods = None,
+    only: Only = None,
 ) -> None:
     """Time whole training steps and the exchange alone, over emulated links, all methods side by side.
 
@@ -74,7 +79,7 @@ def lab(
 
     Example: `thinwire bench lab --quick`
     """
-    _wire(None, "tiny", quick, fresh, out, table_only, loopback, methods)
+    _wire(None, "tiny", quick, fresh, out, table_only, loopback, methods, only)
 
 
 def _wire(
@@ -86,6 +91,7 @@ def _wire(
     table_only: bool,
     loopback: bool,
     methods: str | None,
+    only: str | None,
 ) -> None:
     """Choose the cases, run what is missing, leave with the exit code."""
     bench, cases, known = _benchmark("wire.bench"), _benchmark("wire.cases"), _benchmark("wire.methods")
@@ -106,7 +112,10 @@ def _wire(
         todo, folder = cases.quick_set(names, chosen), bench.QUICK_RESULTS
     else:
         todo, folder = cases.full_set(names, chosen), bench.RESULTS
-    code = bench.run(todo, out or folder, fresh=fresh, run_missing=not table_only)
+    if only is not None and not any(only in case.name for case in todo):
+        typer.echo(f"thinwire: --only {only}: no such case; there are {', '.join(c.name for c in todo)}", err=True)
+        raise typer.Exit(2)
+    code = bench.run(todo, out or folder, fresh=fresh, run_missing=not table_only, only=only)
     raise typer.Exit(code)
 
 

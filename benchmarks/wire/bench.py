@@ -31,22 +31,31 @@ Measure = Callable[[Case, str, Tell], Result]
 
 
 def run(
-    cases: Sequence[Case], out: Path, *, fresh: bool = False, run_missing: bool = True, measure_case: Measure = measure
+    cases: Sequence[Case],
+    out: Path,
+    *,
+    fresh: bool = False,
+    run_missing: bool = True,
+    measure_case: Measure = measure,
+    only: str | None = None,
 ) -> int:
     """Run the cases that have no file in `out`, print and write the tables. Returns the exit code.
 
-    fresh: run all, and replace the files. run_missing: False: only report. measure_case: what runs one.
+    fresh: run all, and replace the files. run_missing: False: only report. measure_case: what runs one. only: run those
+    with this in their name; the tables are of all that are finished.
     """
+    wanted = [case for case in cases if run_missing and (only is None or only in case.name)]
+    replaced = {case.name for case in wanted} if fresh else set()
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)  # a file or a pipe has no width, and 80 columns would cut the tables
     out = out.resolve()
     try:
-        done = {} if fresh and run_missing else finished(out, cases)
+        done = finished(out, [case for case in cases if case.name not in replaced])
     except ResultError as error:
         console.print(f"{error}", markup=False)
         return 2
-    missing = [case for case in cases if case.name not in done] if run_missing else []
+    missing = [case for case in wanted if case.name not in done]
     console.print(f"{len(cases)} cases, {len(done)} finished before; {out}", markup=False)
     code = _run_all(console, missing, out, done, measure_case) if missing else 0
     results = [done[case.name] for case in cases if case.name in done]

@@ -49,6 +49,14 @@ def test_finished_cases_are_not_run_again_unless_asked(tmp_path):
     assert (tmp_path / "README.md").exists()
 
 
+def test_one_case_can_be_run_and_the_tables_tell_of_all(tmp_path):
+    first, second = Runs(), Runs()
+    assert bench.run(CASES, tmp_path, measure_case=first) == 0
+    assert bench.run(CASES, tmp_path, fresh=True, only=CASES[0].name, measure_case=second) == 0
+    assert second.names == [CASES[0].name]
+    assert len(finished(tmp_path, CASES)) == len(CASES)
+
+
 def test_results_of_other_settings_are_refused_and_named(tmp_path):
     write(tmp_path, CASES[0], made_up(CASES[0], {"ddp_fp32": 0.2}))
     other = a_case(budget_s=1.0)
@@ -138,6 +146,12 @@ def test_the_command_names_the_methods_and_refuses_others():
     assert "adamm" in refused.output
 
 
+def test_a_case_that_is_not_there_is_refused_with_those_that_are():
+    refused = command("lab", "--only", "gpt-25m/3x100Mbit")
+    assert refused.exit_code == 2
+    assert "gpt-25m/4x100Mbit" in refused.output
+
+
 @pytest.mark.parametrize(
     ("words", "loads", "folder"),
     [
@@ -158,7 +172,7 @@ def test_the_commands_choose_cases_and_folder(monkeypatch, words, loads, folder)
     ((cases, out, options),) = seen
     assert {case.load.name for case in cases} == loads
     assert out == getattr(bench, folder)
-    assert options == {"fresh": False, "run_missing": True}
+    assert options == {"fresh": False, "run_missing": True, "only": None}
     if "--methods" in words:
         assert cases[0].methods == (BASELINE, "adam")
 

@@ -19,7 +19,7 @@ def test_who_does_not_come_is_named_by_those_who_wait_and_told_that_they_gave_up
         late.set()
         return raised.value.rank, str(raised.value)
 
-    results = run_threads(3, waiting, timeout_s=3.0)
+    results = run_threads(3, waiting, timeout_s=0.5)
     assert [rank for rank, _ in results] == [1, None, 1]
     assert "rank 1 (it did not come within the time-out)" in results[0][1]
     assert "gave up waiting" in results[1][1]
@@ -62,7 +62,7 @@ def test_a_silent_thread_is_a_lost_peer_after_the_timeout():
                 group.mean_(torch.zeros(1))
         return True
 
-    assert run_threads(2, work, timeout_s=3.0) == [True, True]
+    assert run_threads(2, work, timeout_s=0.5) == [True, True]
 
 
 def test_a_thread_that_leaves_is_named():
