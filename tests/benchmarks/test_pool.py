@@ -21,6 +21,7 @@ def small(seed, steps, path="tests/data/tinyshakespeare.txt") -> Case:
     return Case("gpt", "adam", seed, TrainSpec.model_validate(spec))
 
 
+@pytest.mark.slow
 def test_results_come_one_by_one_a_failure_is_named_and_no_process_stays():
     cases = [small(0, 10), small(1, 20), small(2, 10, path="tests/data/missing.txt")]
     seen: list[Progress | Finished] = []
@@ -31,6 +32,7 @@ def test_results_come_one_by_one_a_failure_is_named_and_no_process_stays():
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_closing_ends_the_processes_in_the_middle_of_a_case():
     with closing(run_all([small(seed, 10**6) for seed in (0, 1)], 1, NOWHERE)) as events:
         assert isinstance(next(events), Progress)

@@ -121,6 +121,7 @@ def test_ranks_compute_one_at_a_time():
     assert most == 1
 
 
+@pytest.mark.slow
 def test_the_command_runs_what_is_missing_and_refuses_another_study(tmp_path):
     run = lambda *more: CliRunner().invoke(  # noqa: E731
         app, ["--tasks", "gpt", "--methods", "adam", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path), *more]
