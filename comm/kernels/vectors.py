@@ -5,7 +5,7 @@ numbers are one value here, as in LLVM's own language, which has code for it on 
 reassociated or contracted: an operation on a vector rounds each lane as the same operation on numbers.
 
 Used inside functions that numba compiles only. Nothing checks bounds. numba's cache looks at the file of the compiled
-function alone: after a change here, touch cpu_loops.py, or the old code runs.
+function alone: after a change here, touch cpu_loops.py and optim/kernels/loops.py, or the old code runs.
 """
 
 from __future__ import annotations
