@@ -187,7 +187,7 @@ class FlatSpace:
             self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
 
     def drop_gradients(self) -> None:
-        """Gradients <- None: what backward makes next is read in place, or copied: no pass, or one, for a zero and an add.
+        """Gradients <- None: what backward makes next is read in place, or copied once, in place of a zero and an add.
 
         g_N keeps what it held, until take_gradient or gather_gradients have brought the next ones.
         """

@@ -226,9 +226,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
 
         Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap
-        all become None where set_to_none: a hook takes each when backward has made it, into the flat gradient or, for a
-        compressed step, where it is. And what a backward has sent that no step() followed is undone first: a collective that all ranks call.
-        Parameters and state are as before that backward, error memory to rounding. Raises: PeerLost.
+        all become None where set_to_none: a hook takes each when backward has made it, into the flat gradient or, for
+        a compressed step, where it is. And what a backward has sent that no step() followed is undone first: a
+        collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
+        Raises: PeerLost.
         """
         self.overlap.abandon()
         if self.overlaps and set_to_none:
