@@ -35,6 +35,13 @@ class ErrorMemory(Protocol):
     def residual(self) -> Tensor:
         """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
 
+    def share(self, holders: int) -> Tensor:
+        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
+
+        Summed over all ranks, holders being their number, it is R. Where a rank is gone, the sum over the others,
+        holders being theirs, imputes its worker error (their mean) and lacks its server error.
+        """
+
     def restore(self, residual_N: Tensor) -> None:
         """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
 
@@ -67,6 +74,13 @@ class ErrorFeedback:
         all_nB = torch.empty((self._group.size, chunk_bytes), dtype=torch.uint8, device=mean_N.device)
         self._group.all_gather(all_nB, own_B)
         return mean_N.add_(all_nB.view(-1).view(mean_N.dtype)[: mean_N.numel()])
+
+    def share(self, holders: int) -> Tensor:
+        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
+        part_N = self.worker_N / holders
+        start, stop = self._partition.bounds(self._group.rank)
+        part_N[start:stop] += self.server_c
+        return part_N
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server errors, each rank its chunk; worker errors zero. Local; R is not modified.

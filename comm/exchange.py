@@ -12,11 +12,13 @@ one only at commit().
     begin(slot)    launch_*(0) ... launch_*(K-1)    finish()    decode_ | descend_    commit()
                                                     raises: everything is undone, nothing is open
     abandon()      at any point: everything is undone
+    redone()       after a lost peer: what this rank would keep if it counted, for another rank has the result
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,7 @@ class BucketExchange:
         self._slot: KeptSums | None = None
         self._finished = False
         self._last: tuple[KeptSums, int] | None = None
+        self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -99,6 +102,7 @@ class BucketExchange:
         if not isinstance(slot, KeptSums):
             raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
         self._slot = slot
+        self._lost = None
 
     def has_momentum(self, slot: ErrorMemory) -> bool:
         """Is the last committed result one of `slot`, untouched since, so that launch_momentum may use it as m?
@@ -113,10 +117,7 @@ class BucketExchange:
         x: float[N], the whole vector, of which only bucket k is read, now and if the exchange is undone: it must not
         change before commit(). Raises: RuntimeError, ValueError for a wrong call. A lost peer is told by finish().
         """
-        slot = self._expect(k, x_N)
-        for part in self._parts(k, ()):
-            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
-            self._kernels.encode_sum(sum_c, scale_b, part.given(x_N, ()), part.table, part.row.scale_b, part.row.bits_B)
+        self._encode_sum(self._expect(k, x_N), k, x_N)
         self._flag(k)
         self._send(k, Given(x_N))
 
@@ -130,22 +131,7 @@ class BucketExchange:
         slot = self._expect(k, g_N)
         if not self.has_momentum(slot):
             raise RuntimeError("no result of this slot has been committed since restore(): use launch_sum")
-        last = self._received.last
-        for part in self._parts(k, runs):
-            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
-            m, row = part.momentum[last], part.row
-            self._kernels.encode_momentum(
-                sum_c,
-                scale_b,
-                part.given(g_N, runs),
-                beta1,
-                m.scale_b,
-                m.bits_B,
-                part.table,
-                part.table,
-                row.scale_b,
-                row.bits_B,
-            )
+        self._encode_momentum(slot, k, g_N, beta1, runs)
         self._flag(k)
         self._send(k, Given(g_N, beta1, runs))
 
@@ -164,6 +150,7 @@ class BucketExchange:
         self._settle()
         if self._error is not None:
             error = self._error
+            self._lost = (slot, tuple(self._given), self._num_served)
             self._undo(slot)
             raise error
         if not self._received.all_finite():
@@ -223,6 +210,30 @@ class BucketExchange:
             return
         self._undo(slot)
 
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """Inside, an exchange that was undone because a peer was lost counts: another rank has its whole result.
+
+        What the slot keeps is then what was left out of what was sent, to rounding (4 ulp of the largest |c|); signs
+        and scales are those that were sent. x or g must be as at the launch. Local. Gives whether there was one of
+        which this rank had served every bucket; where not, nothing is done, and no rank can have the result.
+        """
+        if self._lost is None or len(self._lost[1]) < len(self.buckets) or self._lost[2] < len(self.buckets):
+            yield False
+            return
+        slot, given, num_served = self._lost
+        for k, one in enumerate(given):
+            assert one.vector_N is not None
+            if one.beta1 is None:
+                self._encode_sum(slot, k, one.vector_N)
+            else:
+                self._encode_momentum(slot, k, one.vector_N, one.beta1, one.runs)
+            self._serve_rows(slot, k)
+        try:
+            yield True
+        finally:
+            self._undo_kept(slot, given, num_served)
+
     def momentum_(self, slot: ErrorMemory, out_N: Tensor) -> None:
         """Out <- the last committed result of this slot. Raises: RuntimeError where has_momentum(slot) is false.
 
@@ -274,11 +285,19 @@ class BucketExchange:
 
     def _serve(self, k: int) -> None:
         """The second half of bucket k. In the pipeline's thread, where it has one."""
-        wire, pending, slot = self._wires[k], self._first[k], self._slot
+        pending, slot = self._first[k], self._slot
         assert pending is not None
         assert slot is not None
         pending.wait()
         self._first[k] = None
+        self._serve_rows(slot, k)
+        self._num_served = k + 1
+        wire = self._wires[k]
+        self._second[k] = self._lane.start_all_gather(wire.gathered_nB[self._received.next], wire.served_B)
+
+    def _serve_rows(self, slot: KeptSums, k: int) -> None:
+        """Average what was collected, and encode it for all."""
+        wire = self._wires[k]
         kept, row = slot.server[k], wire.served
         if wire.own_table.numel:
             collected = wire.collected
@@ -293,8 +312,31 @@ class BucketExchange:
             )
             # A row that its sender could not write has scales that are NaN, so this flag is also that of all rows.
             _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
-        self._num_served = k + 1
-        self._second[k] = self._lane.start_all_gather(wire.gathered_nB[self._received.next], wire.served_B)
+
+    def _encode_sum(self, slot: KeptSums, k: int, x_N: Tensor) -> None:
+        for part in self._parts(k, ()):
+            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
+            self._kernels.encode_sum(sum_c, scale_b, part.given(x_N, ()), part.table, part.row.scale_b, part.row.bits_B)
+
+    def _encode_momentum(
+        self, slot: KeptSums, k: int, g_N: Tensor, beta1: float, runs: Sequence[Tensor | None]
+    ) -> None:
+        last = self._received.last
+        for part in self._parts(k, runs):
+            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
+            m, row = part.momentum[last], part.row
+            self._kernels.encode_momentum(
+                sum_c,
+                scale_b,
+                part.given(g_N, runs),
+                beta1,
+                m.scale_b,
+                m.bits_B,
+                part.table,
+                part.table,
+                row.scale_b,
+                row.bits_B,
+            )
 
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
@@ -310,17 +352,20 @@ class BucketExchange:
                     pendings[k] = None
 
     def _undo(self, slot: KeptSums) -> None:
-        for k in range(self._num_served):
+        self._undo_kept(slot, self._given, self._num_served)
+        self._close()
+
+    def _undo_kept(self, slot: KeptSums, given: Sequence[Given], num_served: int) -> None:
+        for k in range(num_served):
             wire, kept = self._wires[k], slot.server[k]
             if wire.own_table.numel:
                 rows = wire.collected
                 self._kernels.undo_serve(
                     kept.sum_c, kept.scale_b, rows.scale_b, rows.bits_B, wire.served.scale_b, wire.own_table
                 )
-        for k, given in enumerate(self._given):
-            if given.vector_N is not None:
-                self._undo_worker(slot, k, given, given.vector_N)
-        self._close()
+        for k, one in enumerate(given):
+            if one.vector_N is not None:
+                self._undo_worker(slot, k, one, one.vector_N)
 
     def _undo_worker(self, slot: KeptSums, k: int, given: Given, vector_N: Tensor) -> None:
         for part in self._parts(k, given.runs):

@@ -46,12 +46,13 @@ class When(Enum):
 class What(Enum):
     """What happens to the rank.
 
-    LOSE: it leaves and raises PeerLost. HANG: it sleeps, then does the same. KILL: its process is killed (all ranks of
-    a ThreadGroup!). NAN: BEFORE, what it gives, and AFTER, what it gets, holds a NaN: element 0 of a float vector, the
-    first value behind the 8-byte header of every row.
+    LOSE: it leaves and raises PeerLost. ALONE: it raises PeerLost and tells nobody, so that its peers may finish. HANG:
+    it sleeps, then leaves. KILL: its process is killed (all ranks of a ThreadGroup!). NAN: BEFORE, what it gives, and
+    AFTER, what it gets, holds a NaN: element 0 of a float vector, the first value behind the 8-byte header of every row.
     """
 
     LOSE = "lose"
+    ALONE = "alone"
     HANG = "hang"
     KILL = "kill"
     NAN = "nan"
@@ -184,7 +185,8 @@ class FaultyGroup:
         if fault.what is What.HANG:
             time.sleep(fault.hang_s)
         reason = f"injected {fault.when.value} {fault.collective} {fault.call}"
-        self.leave(reason)
+        if fault.what is not What.ALONE:
+            self.leave(reason)
         raise PeerLost(f"rank {self.rank} of {self.size}: {reason}", self.rank)
 
 

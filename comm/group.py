@@ -151,13 +151,13 @@ class TorchPending:
         """Block until the result is there; at once where it was waited for before. Raises: PeerLost."""
         if self._work is None:
             return
+        work, self._work = self._work, None  # it holds connections, which would outlive the process group
         with self._group._peers(self._collective):
             # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
             if self._device.type != "cpu":
-                self._work.wait()
-            elif not _done_within_a_look(self._work):
-                self._wait_and_watch(self._work)
-        self._work = None  # it holds connections, which would outlive the process group
+                work.wait()
+            elif not _done_within_a_look(work):
+                self._wait_and_watch(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
         watch = self._group._roll.watch()

@@ -116,6 +116,15 @@ class KeptSums:
                 at += stop - start
         return mean_N
 
+    def share(self, holders: int) -> Tensor:
+        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
+        part_N = self.worker_N.div_(holders)
+        server_s, at = self.server_c, 0
+        for start, stop in self._served_spans(self._group.rank):
+            part_N[start:stop] += server_s[at : at + stop - start]
+            at += stop - start
+        return part_N
+
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server's sums, each rank its own chunks; nothing sent. Local; R is not modified.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -151,6 +152,13 @@ class Reducer(Protocol):
 
         Raises PeerLost, NonFiniteInput; then x is undefined and the slot's R is as before the call, to rounding (4 ulp
         of the largest kept sum).
+        """
+
+    def redone(self) -> AbstractContextManager[bool]:
+        """Inside, an exchange that lost a peer counts in its slot all the same, for another rank has its result.
+
+        What was exchanged must be as the failed call has left it. Local. Gives whether there was such an exchange and
+        this rank had done all its part; where not, nothing is done, and no rank can have the result.
         """
 
     def fidelity(self, slot: ErrorMemory) -> Fidelity | None:

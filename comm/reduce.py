@@ -7,6 +7,8 @@ on in place, the errors are formed at the commit, and undoing a failed call is t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import sqrt
 
 import torch
@@ -48,6 +50,8 @@ class CompressedAllReduce:
         self._server_c = torch.empty(own[1] - own[0], dtype=like.dtype, device=like.device)
         self._decoded_c = torch.empty_like(self._server_c)
         self._last_slot: ErrorFeedback | None = None
+        self._lost: tuple[ErrorFeedback, Tensor] | None = None
+        self._has_served = False
 
     def new_slot(self) -> ErrorFeedback:
         """Error memory for one exchanged vector, empty."""
@@ -80,7 +84,7 @@ class CompressedAllReduce:
         """
         if not isinstance(slot, ErrorFeedback):
             raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
-        self._last_slot = None
+        self._last_slot, self._lost, self._has_served = None, (slot, x_N), False
         # (1)
         x_N.add_(slot.worker_N)
         self._sent_nB[:, 0] = self._encode_rows(x_N, self._sent_nB)
@@ -95,16 +99,38 @@ class CompressedAllReduce:
             self._server_c.add_(self._decoded_c)
         self._server_c.div_(self.size).add_(slot.server_c)
         self._served_B[0] = served.encode(self._server_c, self._served_B[HEADER_BYTES:])
+        self._has_served = True
         # (4)
         self._group.all_gather(self._received_nB, self._served_B)
         self._refuse_non_finite(self._received_nB[:, 0])
         # (5)
-        self._decode_all(self._sent_nB, slot.worker_N)
-        slot.worker_N.neg_().add_(x_N)
-        served.decode(self._served_B[HEADER_BYTES:], slot.server_c)
-        slot.server_c.neg_().add_(self._server_c)
+        self._keep_errors(slot, x_N)
         self._decode_all(self._received_nB, x_N)
-        self._last_slot = slot
+        self._last_slot, self._lost = slot, None
+
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """Inside, an exchange that lost a peer counts: another rank has its whole result. x is as the call left it.
+
+        Local. Gives whether there was one of which this rank had served its chunk; where not, nothing is done.
+        """
+        if self._lost is None or not self._has_served:
+            yield False
+            return
+        slot, sum_N = self._lost
+        before = slot.worker_N.clone(), slot.server_c.clone()
+        self._keep_errors(slot, sum_N)
+        try:
+            yield True
+        finally:
+            slot.worker_N.copy_(before[0])
+            slot.server_c.copy_(before[1])
+
+    def _keep_errors(self, slot: ErrorFeedback, sum_N: Tensor) -> None:
+        self._decode_all(self._sent_nB, slot.worker_N)
+        slot.worker_N.neg_().add_(sum_N)
+        self._rows[self._group.rank].decode(self._served_B[HEADER_BYTES:], slot.server_c)
+        slot.server_c.neg_().add_(self._server_c)
 
     def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `slot`.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.protocol import Group
+from thinwire.comm.texts import gather_texts
 
 
 def describe(param_groups: list[dict[str, Any]]) -> list[str]:
@@ -32,10 +33,7 @@ def refuse_other_models(group: Group, lines: list[str], device: torch.device) ->
     everyone = _gather(group, own.view(torch.uint8)).view(torch.int64).tolist()
     if all(theirs == everyone[0] for theirs in everyone):
         return
-    padded = torch.zeros(max(length for length, _ in everyone), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    rows = _gather(group, padded).cpu()
-    texts = [bytes(row[:length].tolist()).decode() for row, (length, _) in zip(rows, everyone, strict=True)]
+    texts = [theirs.decode() for theirs in gather_texts(group, text, device)]
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
     for first, theirs in zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="no such parameter"):
         if first != theirs:

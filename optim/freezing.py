@@ -176,6 +176,11 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         if self.stability is not None:
             self.saved["stability"] = asdict(self.stability)
 
+    def plain_state(self) -> dict[str, Any]:
+        """As FlatOptimizer.plain_state, with the evidence of the automatic rule."""
+        self.prepare_to_save()
+        return super().plain_state()
+
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse evidence that the automatic rule cannot go on from. Raises: ValueError."""
         evidence, known = saved.get("stability", {"beta2": 0.0}), {field.name for field in fields(VarianceStability)}

@@ -29,9 +29,13 @@ from thinwire.optim.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.overlap import Overlap
 from thinwire.optim.parameters import compute_dtype
 from thinwire.optim.schedule import Phase, StepPlan, Wire
+from thinwire.optim.state import replicated
 from thinwire.optim.views import show_state
 
 logger = logging.getLogger(__name__)
+
+HandedOver = dict[str, Tensor]
+"""R of each slot, by name."""
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -51,6 +55,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     overlap: gradients are sent while backward runs, wherever the step allows (optim.overlap). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
     is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+
+    handed_over: R of each slot, while no step has followed the regroup or hand-over that took it (optim.regroup).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
     algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
@@ -92,6 +98,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._step = torch.zeros(())
+        self.handed_over: HandedOver | None = None
         self.num_steps = 0
         self.frozen_at: int | None = None
         self._group = given_or_default(group)
@@ -192,6 +199,28 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
         return self.non_finite == "skip" or bool(self._scaled)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that it exchanges with."""
+        return self._group
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all ranks held the same parameters."""
+        return self.num_steps
+
+    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """Parameters (parameters_N) and replicated vectors, as after a sync in full of the ranks that take part.
+
+        group: in which these num_ranks are, and perhaps others, who give nothing. Not modified: copies where they
+        differ from what is here. Collective where ranks hold something of their own. Raises: PeerLost.
+        """
+        return {"parameters_N": self.space.p_N, **replicated(self.vectors)}
+
+    def plain_state(self) -> dict[str, Any]:
+        """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
+        return saving.plain(self)
 
     @property
     def at_sync(self) -> bool:
@@ -325,16 +354,23 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         for param_group in self.param_groups:
             self.check_group(param_group)
         compute_dtype(self.param_groups)
-        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
-        device = self.param_groups[0]["params"][0].device
-        refuse_other_models(self._group, [header, *describe(self.param_groups)], device)
-        self.saved: dict[str, Any] = {}
-        self.evidence: dict[str, Any] = {}
+        self._refuse_other_models(self._group)
         self.space = FlatSpace(self.param_groups)
-        self.reduce = self.make_reducer(self._group, self.block)
-        self.bucketed = self.reduce if isinstance(self.reduce, BucketedReducer) else None
+        self._connect()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
+
+    def _refuse_other_models(self, group: Group) -> None:
+        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
+        device = self.param_groups[0]["params"][0].device
+        refuse_other_models(group, [header, *describe(self.param_groups)], device)
+
+    def _connect(self) -> None:
+        """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
+        self.reduce = self.make_reducer(self._group, self.block)
+        self.bucketed = self.reduce if isinstance(self.reduce, BucketedReducer) else None
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
@@ -342,6 +378,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         whole = ((0, self.space.layout.numel),)
         spans = whole if self.bucketed is None else self.bucketed.buckets.spans
         self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
+
+    def connect(self, group: Group, bucket_elements: int) -> None:
+        """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
+
+        Raises: PeerLost, WireMismatch; then everything is as before.
+        """
+        before = dict(self.__dict__)
+        self._group, self.bucket_elements = group, bucket_elements
+        try:
+            self._refuse_other_models(group)
+            self._connect()
+        except CommError:
+            self.__dict__.update(before)
+            raise
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
@@ -365,6 +415,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         finally:
             self.overlap.abandon()  # nothing is left of it, unless something was refused before the exchange was over
         self.num_steps += 1
+        if self.at_sync:
+            self.handed_over = None
         self.space.write_back()
 
     def _prepare_gradients(self) -> None:

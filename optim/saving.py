@@ -25,11 +25,23 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
 
     Raises: PeerLost; then nothing has changed.
     """
-    errors, groups = slots(optimizer.vectors), optimizer.param_groups
+    errors = slots(optimizer.vectors)
     vectors = replicated(optimizer.vectors)  # before the error memory moves: a momentum may still be in received rows
     residuals = {name: slot.residual() for name, slot in errors.items()}
+    optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
     for name, slot in errors.items():
         slot.restore(residuals[name])
+    return {
+        **plain(optimizer),
+        "vectors": {name: vector.clone() for name, vector in vectors.items()},
+        "residuals": residuals,
+        **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
+    }
+
+
+def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """What a state_dict holds beside vectors, copied."""
+    groups = optimizer.param_groups
     return {
         **_identity(optimizer),
         "num_steps": optimizer.num_steps,
@@ -37,9 +49,6 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
         "saved": copy.deepcopy(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
         "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
-        "vectors": {name: vector.clone() for name, vector in vectors.items()},
-        "residuals": residuals,
-        **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
     }
 
 
@@ -61,8 +70,10 @@ def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> None:
         group.update(merged)
     for name, vector in vectors.items():
         vector.copy_(loaded["vectors"][name])
+    residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
+    optimizer.handed_over = residuals
     for name, slot in errors.items():
-        slot.restore(loaded["residuals"][name].to(space.p_N))
+        slot.restore(residuals[name])
     if space.has_master:
         space.load_master(loaded["master"])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]

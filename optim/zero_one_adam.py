@@ -199,6 +199,40 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Was the last step a sync? Between syncs ranks hold different parameters; the same answer on every rank."""
         return bool(self.num_steps == self.saved["last_sync"])
 
+    @property
+    def common_steps(self) -> int:
+        """The step of the last sync."""
+        return int(self.saved["last_sync"])
+
+    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """As FlatOptimizer.settled: x = K x_s - mean u / d and the mean of m, over those of the same round.
+
+        The steps that a rank which is gone has made alone since the last sync are lost, and no others: the mean is over
+        those that are left. A gradient that was not finite has counted as zero.
+        """
+        found = super().settled(group, taking_part=taking_part, num_ranks=num_ranks)
+        in_round = torch.tensor([0.0 if self.at_sync or not taking_part else 1.0], device=self.space.p_N.device)
+        group.start_sum_(in_round).wait()
+        if not int(in_round):
+            return found
+        s = self.vectors
+        u_N, m_N = ((x if taking_part else torch.zeros_like(x)) / num_ranks for x in (s.u_N, s.m_N))
+        group.start_sum_(u_N).wait()
+        group.start_sum_(m_N).wait()
+        if not taking_part or self.at_sync:
+            return found
+        p_N = torch.empty_like(u_N)
+        for span, done in zip(self.space.spans, self._rounds, strict=True):
+            torch.mul(s.x_s_N[span], done.kept, out=p_N[span])
+        p_N.addcdiv_(u_N, s.divisor_N, value=-1)
+        return {**found, "parameters_N": p_N, "m_N": m_N}
+
+    def plain_state(self) -> dict[str, Any]:
+        """As FlatOptimizer.plain_state, at a sync."""
+        found = super().plain_state()
+        found["saved"]["last_sync"] = self.num_steps
+        return found
+
     def prepare_to_save(self) -> None:
         """End the round with a sync in full precision: x and m become their means, bit-equal on every rank. Collective.
 

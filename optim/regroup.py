@@ -1,0 +1,213 @@
+"""How does a run go on with other ranks? Survivors keep what they have, newcomers are given it, and R stays as it was.
+
+    planned      every old rank: hand_over(optimizer)         R of each slot, exact, by the ranks that there were
+                 then those that stay or come: regroup(...)
+    unplanned    the survivors, after PeerLost, and those that come: regroup(...)
+
+A resize is a checkpoint that is not written: replicated vectors of the most advanced rank, R of each slot, and the
+plain values, loaded by load_state_dict() over the new group. Nothing of the world size is in them.
+
+    R      planned: handed over.  Unplanned: the sum of what the survivors hold (ErrorMemory.share): the worker error of
+           a dead rank is imputed, the mean of theirs in its place; its server chunk is lost, and so reported.
+    step   if any survivor has finished a step, it counts: the others were sent all that they needed for it, so that
+           their error memory goes forward with it (Reducer.redone). Else it is undone on all, and run again.
+
+Nothing changes before the last collective has succeeded. A rank on which it succeeds while another loses a peer holds R
+until its next step, so that the next regroup() begins from there.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.protocol import Group
+from thinwire.comm.texts import gather_texts
+from thinwire.optim.optimizer import FlatOptimizer
+from thinwire.optim.schedule import Wire
+from thinwire.optim.state import slots
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """What a regroup did; the same on every rank.
+
+    step: committed steps that all ranks hold now. source: whose replicated state it is; None: of nobody, a fresh start.
+    received: ranks that were given it. rolled_forward: survivors that had not finished the step themselves.
+    local_steps_lost: steps of 0/1 Adam that some rank, gone or not, has made alone, or not made, and that count for
+    nothing.
+    server_lost: ranks of the old group whose server chunk is gone.
+    lost_norm: an estimate of the norm of what R has lost, from what the survivors hold; 0 where nothing is.
+    residual_norm: ||R|| of all slots now.
+    """
+
+    step: int
+    source: int | None
+    received: tuple[int, ...] = ()
+    rolled_forward: tuple[int, ...] = ()
+    local_steps_lost: int = 0
+    server_lost: tuple[int, ...] = ()
+    lost_norm: float = 0.0
+    residual_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What a rank brings. common: the last step at which all held the same. seat: rank and size in the old group."""
+
+    has_state: bool
+    num_steps: int
+    common: int
+    handed_over: bool
+    seat: tuple[int, int]
+    bucket_elements: int
+    plain: dict[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: FlatOptimizer[Any], has_state: bool) -> _Standing:
+        group = optimizer.group
+        plain = optimizer.plain_state()
+        return cls(
+            has_state,
+            optimizer.num_steps,
+            optimizer.common_steps,
+            optimizer.handed_over is not None,
+            (group.rank, group.size),
+            optimizer.bucket_elements,
+            plain,
+        )
+
+    def to_text(self) -> bytes:
+        return json.dumps([getattr(self, name) for name in self.__slots__], default=float).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes) -> _Standing:
+        return cls(*json.loads(text))
+
+
+@torch.no_grad()
+def hand_over(optimizer: FlatOptimizer[Any]) -> None:
+    """Before a planned change: end the round of local steps, and take R of every slot, exactly. Collective, old group.
+
+    Holds one more vector a slot until the next step. Raises: PeerLost, and then nothing has changed.
+    """
+    optimizer.overlap.refuse_between("hand_over")
+    optimizer.prepare_to_save()
+    optimizer.handed_over = {name: slot.residual() for name, slot in slots(optimizer.vectors).items()}
+
+
+@torch.no_grad()
+def regroup(
+    optimizer: FlatOptimizer[Any], group: Group, *, has_state: bool, bucket_elements: int | None = None
+) -> Regrouped:
+    """Go on with the ranks of `group`. Collective: all of them call it, newcomers with has_state False.
+
+    A newcomer has made the same optimizer over a group of its own (SoloGroup). Where nobody has a state, parameters are
+    those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
+    source stays. Gradients are as the failed step has left them; afterwards they are worth nothing.
+    Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
+    """
+    device = optimizer.space.p_N.device
+    own = _Standing.of(optimizer, has_state)
+    all_n = [_Standing.from_text(text) for text in gather_texts(group, own.to_text(), device)]
+    holders = [rank for rank, one in enumerate(all_n) if one.has_state]
+    if not holders:
+        optimizer.connect(group, bucket_elements or all_n[0].bucket_elements)
+        optimizer.reduce.broadcast_(optimizer.space.p_N)
+        optimizer.space.write_back()
+        return Regrouped(0, None)
+    common = max(all_n[rank].common for rank in holders)
+    level = [rank for rank in holders if all_n[rank].common == common]
+    source = max(level, key=lambda rank: (all_n[rank].num_steps, -rank))
+    now = all_n[source].num_steps
+    behind = tuple(rank for rank in holders if rank not in level)
+    received = tuple(rank for rank, one in enumerate(all_n) if rank not in level or one.num_steps < now)
+
+    takes_part = group.rank in level
+    vectors = optimizer.settled(group, taking_part=takes_part, num_ranks=len(level))
+    residuals, told = _residuals(optimizer, group, all_n, group.rank in behind)
+    if received:
+        if group.rank in received:
+            vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
+        for vector in vectors.values():
+            group.broadcast_(vector, source)
+    optimizer.connect(group, all_n[source].bucket_elements)
+
+    # From here on nothing can fail for want of a peer.
+    _load(optimizer, all_n[source].plain, vectors, residuals)
+    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(told[0]))
+    return Regrouped(now, source, received, behind, lost_steps, *told)
+
+
+def _residuals(
+    optimizer: FlatOptimizer[Any], group: Group, all_n: list[_Standing], is_behind: bool
+) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], float, float]]:
+    """R of each slot, bit-equal on every rank; whose server chunks are lost, about how much, and ||R||. Collective."""
+    holders = [one for one in all_n if one.has_state]
+    now = max(one.common for one in holders)
+    whole = [rank for rank, one in enumerate(all_n) if one.handed_over and one.has_state and one.common == now]
+    errors = slots(optimizer.vectors)
+    residuals = {}
+    if whole:
+        for name in errors:
+            mine = optimizer.handed_over[name] if optimizer.handed_over and group.rank in whole else None
+            residuals[name] = torch.empty_like(optimizer.space.p_N) if mine is None else mine
+            group.broadcast_(residuals[name], whole[0])
+        return residuals, ((), 0.0, _norm(residuals))
+    old_size = holders[0].seat[1]
+    if any(one.seat[1] != old_size for one in holders):
+        raise ValueError(
+            f"survivors of groups of {[one.seat[1] for one in holders]} ranks: they were in different ones"
+        )
+    missing = tuple(sorted(set(range(old_size)) - {one.seat[0] for one in holders}))
+    has_state = all_n[group.rank].has_state
+    found = optimizer.space.p_N.new_zeros(2)  # sums over survivors of ||worker error||^2 and ||server error||^2
+    with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
+        if is_behind and not redone and optimizer.plan(optimizer.num_steps + 1).momentum is Wire.COMPRESSED:
+            raise ValueError(
+                f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
+                "part of that step: this is a defect of thinwire; please report it"
+            )
+        for name, slot in errors.items():
+            if has_state:
+                worker_N = slot.worker_N
+                found[0] += worker_N.square().sum()
+                found[1] += slot.server_c.square().sum()
+                part_N = slot.share(len(holders))
+            else:
+                worker_N = part_N = torch.zeros_like(optimizer.space.p_N)
+            group.start_sum_(part_N).wait()
+            residuals[name] = part_N
+    group.start_sum_(found).wait()
+    worker, server = found.tolist()
+    lost = 0.0
+    if missing:
+        # Of each dead rank: its server chunk, and 1/n of its worker error's distance from the others', about that of
+        # two workers. From what the survivors hold, for nobody has the dead rank's.
+        lost = (len(missing) * (server + 2 * worker / old_size**2) / len(holders)) ** 0.5
+    return residuals, (missing, lost, _norm(residuals))
+
+
+def _load(
+    optimizer: FlatOptimizer[Any], plain: dict[str, Any], vectors: dict[str, Tensor], residuals: dict[str, Tensor]
+) -> None:
+    space = optimizer.space
+    parameters_N = vectors.pop("parameters_N")
+    if parameters_N is not space.p_N:
+        space.p_N.copy_(parameters_N)
+    master = {"master": space.master()} if space.has_master else {}
+    groups = [
+        {key: tuple(value) if isinstance(mine.get(key), tuple) else value for key, value in theirs.items()}
+        for mine, theirs in zip(optimizer.param_groups, plain["param_groups"], strict=True)
+    ]
+    state = {**plain, "param_groups": groups, "vectors": vectors, "residuals": residuals, **master}
+    optimizer.load_state_dict(state)
+
+
+def _norm(residuals: dict[str, Tensor]) -> float:
+    return float(sum(float(torch.linalg.vector_norm(r_N)) ** 2 for r_N in residuals.values()) ** 0.5)
