@@ -38,6 +38,8 @@ from thinwire.service.jobs.states import JobState
 from thinwire.service.launch.protocol import LauncherError
 from thinwire.service.quantities import loss_text, seconds_text
 from thinwire.service.quickstart import QuickstartError, run_quickstart
+from thinwire.service.regroups import workers_rows
+from thinwire.service.resize import resize
 from thinwire.service.restarts import RESUMED
 from thinwire.service.summary import SummaryError, read_summary, summary_table
 from thinwire.service.watch import outcome, watch
@@ -197,7 +199,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     if resumed:
         steps = ", ".join(str(event.step) for event in resumed)
         rows.append(("restarts", f"{len(resumed)}, from the checkpoint of step {steps}"))
-    rows.append(("workers", str(job.workers)))
+    rows += workers_rows(job)
     if job.progress:
         rows.append(("step", f"{job.progress.step} of {job.spec.steps}, {job.progress.phase}"))
         rows.append(("loss", f"{loss_text(job.progress.loss)}, validation {loss_text(job.validation_loss)}"))
@@ -256,6 +258,9 @@ def logs(
                 return
             if not moved:
                 time.sleep(FOLLOW_POLL_S)
+
+
+app.command()(resize)
 
 
 @app.command()

@@ -181,6 +181,15 @@ class Client:
         """One job, by its full ID. Raises NotFound."""
         return self._call("GET", _path(job_id), Job)
 
+    def resize(self, job_id: str, *, least: int | None = None, most: int | None = None) -> Job:
+        """Ask for other limits on the number of workers; what is None stays. The same again changes nothing.
+
+        Raises: NotFound, Rejected, and ApiError (409) where the job is over or being cancelled.
+        """
+        limits = {"min": least, "max": most}
+        given: dict[str, JsonValue] = {name: value for name, value in limits.items() if value is not None}
+        return self._call("PATCH", _path(job_id), Job, body={"workers": given})
+
     def cancel(self, job_id: str) -> Job:
         """Ask for the job's end; answers at once. Raises NotFound, and ApiError (409) where it is over."""
         return self._call("POST", _path(job_id, "cancel"), Job)

@@ -40,7 +40,8 @@ def _resumes(job: Job, events: Sequence[Event]) -> list[str]:
     lines: list[str] = []
     attempt, begun = 0, True
     # Ray Train also starts the workers anew to change their number.
-    cause = "worker lost" if job.spec.workers.min == job.spec.workers.max else "workers restarted"
+    wanted = job.wanted_workers
+    cause = "worker lost" if wanted.min == wanted.max and not wanted.revision else "workers restarted"
     for event in events:
         if event.kind == SUBMITTING:
             attempt += 1

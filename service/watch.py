@@ -23,7 +23,10 @@ from thinwire.service.client import Client, Unreachable
 from thinwire.service.jobs.schemas import Job
 from thinwire.service.jobs.states import JobState
 from thinwire.service.quantities import bytes_text, loss_text, ratio_text, seconds_text
-from thinwire.service.restarts import KINDS, Restarts
+from thinwire.service.regroups import KINDS as REGROUP_KINDS
+from thinwire.service.regroups import Regroups, waiting_text, workers_text
+from thinwire.service.restarts import KINDS as RESTART_KINDS
+from thinwire.service.restarts import Restarts
 from thinwire.workers.reports import Event, Sample
 
 POLL_S = 1.0
@@ -41,18 +44,20 @@ class View:
     unreachable: str | None = None
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
     restarts: Restarts = field(default_factory=Restarts)
+    regroups: Regroups = field(default_factory=Regroups)
     stalled: bool = False
-    """It is RUNNING without a live worker, and the last answer brought no new sample: its figures are old."""
+    """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
 
     def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
         """Take a new answer of the service. Returns what has happened since the last one, a line each."""
         earlier = self.job.progress if self.job is not None else None
         to_go = job.progress is None or job.progress.step < job.spec.steps
-        self.stalled = job.state is JobState.RUNNING and job.workers == 0 and to_go and job.progress == earlier
+        no_worker = job.state is JobState.RUNNING and job.workers == 0
+        self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
         self.unreachable = None
         self.job = job
         self._measure(job)
-        return self.restarts.saw(job, events)
+        return self.restarts.saw(job, events) + self.regroups.saw(events)
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -98,7 +103,7 @@ def watch(
             news: list[str] = []
             try:
                 # The events first: what they tell is then part of the job that is shown.
-                events = client.events(job_id, KINDS)
+                events = client.events(job_id, RESTART_KINDS + REGROUP_KINDS)
                 news = view.saw(client.job(job_id), events)
             except Unreachable as error:
                 view.unreachable = str(error)
@@ -135,7 +140,7 @@ def progress_line(view: View) -> str:
 
 
 class _Lines:
-    """Plain output: a line at each change of state, phase or reachability, and one every LINE_EVERY_S."""
+    """Plain output: a line at each change of state, phase, workers or reachability, and one every LINE_EVERY_S."""
 
     def __init__(self, console: Console, view: View, clock: Callable[[], float]) -> None:
         self._console, self._view, self._clock = console, view, clock
@@ -145,7 +150,8 @@ class _Lines:
     def update(self) -> None:
         job = self._view.job
         phase = job.progress.phase if job and job.progress else None
-        now = (job and job.state, job and job.attempt, phase, self._view.unreachable is None, self._view.stalled)
+        what = (job.state, job.attempt, job.world_size, job.waiting_for_workers) if job else None
+        now = (what, phase, self._view.unreachable is None, self._view.stalled)
         if now != self._shown or self._clock() >= self._due_s:
             self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
             self._console.print(progress_line(self._view), markup=False, highlight=False, soft_wrap=True)
@@ -229,13 +235,13 @@ def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
         ("samples/s", f"{sample.samples_per_second:.1f}"),
         ("payload/step", bytes_text(sample.payload_bytes)),
         ("compression", "nothing sent" if sample.skipped_round else ratio_text(sample.compression_ratio)),
-        ("workers", str(sample.world_size)),
+        ("workers", workers_text(job, sample.world_size if job.world_size is None else job.world_size)),
     ]
 
 
 def _standing(view: View, job: Job) -> str:
     """Where a job stands that has no figures to show, or only old ones."""
-    words = NO_WORKERS if view.stalled else _WAITING.get(job.state)
+    words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
 
 

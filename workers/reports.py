@@ -10,6 +10,7 @@ the three calls below and nothing else:
 The run folder is the other border. The service writes it before it submits, the workers read and write it:
 
     job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
+    workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
     token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
     service_url    where the service listens now; rewritten when the service starts again
     checkpoints/   written by the workers
@@ -26,14 +27,29 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
+from thinwire.workers.spec import WorkerCount
+
 LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
 HEARTBEAT_S = 10.0
+WANTED_NAME = "workers.json"
 
 
 class _Report(BaseModel):
     # Not finite would become null in JSON, which the other side then refuses to read.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class WantedWorkers(_Report):
+    """How many workers the job is wanted to have now: workers.json in the run folder.
+
+    The service replaces the file in one move, after its database has the new numbers. An attempt begins with what it
+    finds here, and follows a file whose revision is another than that of the last one it read.
+    """
+
+    min: WorkerCount = Field(description="with fewer the job waits")
+    max: WorkerCount = Field(description="it takes no more, however many would fit")
+    revision: int = Field(ge=0, description="changes so far; 0: as the spec was submitted")
 
 
 def _finite_or_none(value: object) -> object:
@@ -106,7 +122,12 @@ class Sample(_Report):
 
 
 class Event(_Report):
-    """Something that happened once: phase_change, warmup_rearmed, checkpoint_saved, resumed..."""
+    """Something that happened once: phase_change, warmup_rearmed, checkpoint_saved, resumed...
+
+    Of the number of workers: regrouped {generation, world_size, reason, lost, seconds}, resized {world_size},
+    waiting_for_workers {have, min}, worker_lost, worker_joined, error_memory_lost {norm}. The service itself writes
+    job_submitting and so on, and resize_requested {old, new, revision, takes_effect}.
+    """
 
     kind: str = Field(max_length=64)
     step: int = Field(ge=0)

@@ -21,6 +21,8 @@ Strict, or 1.0, which says "all steps", would be read as one step.
 
 
 _Channels = Annotated[int, Field(ge=1, le=4096)]
+WorkerCount = Annotated[int, Field(ge=1, le=4096)]
+"""A number of workers that a job may ask for, at its submission or later."""
 
 
 class _Frozen(BaseModel):
@@ -165,10 +167,18 @@ class LrSchedule(_Frozen):
 class Workers(_Frozen):
     """How many workers, and on what. One worker a GPU where there are GPUs, else one CPU each."""
 
-    min: int = Field(1, ge=1, le=4096)
-    max: int = Field(1, ge=1, le=4096)
+    min: WorkerCount = 1
+    max: WorkerCount = 1
     device: Literal["auto", "cpu", "gpu"] = "auto"
     max_restarts: int = Field(3, ge=0, le=1000, description="restarts from the checkpoint after a worker is lost")
+    elastic: Literal["in_place", "restart"] = Field(
+        "in_place",
+        description="in_place: survivors keep their processes when workers come or go; restart: Ray Train's own way, "
+        "everybody starts again from the checkpoint",
+    )
+    grace_s: float = Field(
+        30.0, gt=0.0, description="how long a worker that is told to stop (preemption, drain) has to hand over"
+    )
 
 
 class Checkpoint(_Frozen):

@@ -16,7 +16,7 @@ class JobNotFound(NotFound):
 
 
 class JobOver(Conflict):
-    """The job has ended, so this can no longer be asked of it."""
+    """The job has ended or is being ended, so this can no longer be asked of it."""
 
     code = "job_over"
 

@@ -33,6 +33,10 @@ class JobRow(Base):
     newest_sample: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     """{"attempt", "sample"}: kept here, so that a list of jobs need not search all samples."""
     newest_validation: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    wanted_workers: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    """A WantedWorkers; None as long as nobody has asked for other numbers than the spec's."""
+    newest_membership: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    """A membership.Membership: what the workers have last said of their number."""
     summary: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     failure: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     version: Mapped[int] = mapped_column()

@@ -32,6 +32,7 @@ from thinwire.service.jobs.decide import (
 )
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.resize import wanted_workers, write_wanted
 from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import job_json, transition
@@ -125,6 +126,7 @@ class Reconciler:
             self._wake.wait(self._interval_s)
 
     def _settle(self, row: JobRow, unready: str | None) -> None:
+        self._keep_wanted(row)
         if unready is not None:
             if row.state == JobState.SUBMITTING.value:
                 self._explain_waiting(row, unready)
@@ -133,6 +135,15 @@ class Reconciler:
         action = decide(self._view(row, status), status)
         self._count_absent(row, status)
         self._apply(row, action)
+
+    def _keep_wanted(self, row: JobRow) -> None:
+        """Write workers.json where a request could not, or where it is of before the job's row."""
+        if self._folders.of(row.id).wanted() == wanted_workers(row):
+            return
+        try:
+            write_wanted(self._db, self._folders, row.id)
+        except OSError:
+            logger.exception("wanted_workers_not_written job_id=%s", row.id)
 
     def _status(self, row: JobRow) -> LaunchStatus:
         if row.state == JobState.SUBMITTING.value:
@@ -188,6 +199,7 @@ class Reconciler:
     def _submit(self, row: JobRow) -> None:
         with self._folders.lock:
             self._complete_folder(row)
+        write_wanted(self._db, self._folders, row.id)  # where the disk refuses, the job waits: it would start as it was
         metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
         submission = submission_id(row.id, row.attempt)
         try:
@@ -209,7 +221,7 @@ class Reconciler:
         token = new_token()
         with self._db.write() as session:
             JobRepository(session).set_token_hash(row.id, token_hash(token))
-        folder.write(job_json(row), token, self._folders.service_url)
+        folder.write(job_json(row), wanted_workers(now), token, self._folders.service_url)
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _stop_run(self, row: JobRow) -> None:

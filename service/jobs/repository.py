@@ -65,7 +65,7 @@ class JobRepository:
         self.session.execute(update(table).where(table.c.id == job_id).values(token_hash=token_hash))  # type: ignore[arg-type]
 
     def set_progress(self, job_id: str, values: dict[str, Any]) -> None:
-        """Replace newest_sample or newest_validation. The row's version stays: no decision depends on them."""
+        """Replace what is newest: sample, validation, membership. The row's version stays: no decision needs them."""
         table = JobRow.__table__
         self.session.execute(update(table).where(table.c.id == job_id).values(**values))  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver, StaleAttempt
-from thinwire.service.jobs.schemas import History, Job, JobList, Logs, TargetGroup
+from thinwire.service.jobs.schemas import History, Job, JobChange, JobList, Logs, TargetGroup
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.worker_reports import WorkerReports
@@ -50,7 +50,7 @@ def _json_body(request: Request) -> None:
     if not media and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return  # no body at all: that it is required is said better elsewhere
     came = f"as {media}" if media else "without a Content-Type"
-    raise UnsupportedMediaType(f"the body came {came}: write the job as JSON and send Content-Type: application/json")
+    raise UnsupportedMediaType(f"the body came {came}: write it as JSON and send Content-Type: application/json")
 
 
 Jobs = Annotated[JobService, Depends(_job_service)]
@@ -92,6 +92,19 @@ def list_jobs(
 def show(job_id: str, jobs: Jobs) -> Job:
     """One job: its state, its progress, how it ended."""
     return jobs.get(job_id)
+
+
+@operators.patch(
+    "/jobs/{job_id}",
+    dependencies=[Depends(_json_body)],
+    responses=documented(JobNotFound, JobOver, BodyTooLarge, UnsupportedMediaType),
+)
+def change(job_id: str, change: JobChange, jobs: Jobs) -> Job:
+    """Change how many workers a job may have. It is written down before the answer, and the run follows it.
+
+    Asking for the same again changes nothing. A job that is over or being cancelled is a conflict.
+    """
+    return jobs.change(job_id, change)
 
 
 @operators.post("/jobs/{job_id}/cancel", status_code=202, responses=documented(JobNotFound, JobOver))

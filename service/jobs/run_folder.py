@@ -18,7 +18,7 @@ from pydantic.types import JsonValue
 
 from thinwire.service.auth import token_hash
 from thinwire.service.files import private_folder, write_private
-from thinwire.workers.reports import Failure
+from thinwire.workers.reports import WANTED_NAME, Failure, WantedWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,24 @@ class RunFolder:
 
     path: Path
 
-    def write(self, job: dict[str, Any], token: str, service_url: str) -> None:
-        """Write job.json, token and service_url, replacing what is there. Raises OSError."""
+    def write(self, job: dict[str, Any], wanted: WantedWorkers, token: str, service_url: str) -> None:
+        """Write job.json, workers.json, token and service_url, replacing what is there. Raises OSError."""
         private_folder(self.path.parent)
         private_folder(self.path)
         write_private(self.path / "token", token + "\n")
         write_private(self.path / "service_url", service_url + "\n")
+        self.write_wanted(wanted)
         write_private(self.path / "job.json", json.dumps(job, indent=1) + "\n")
 
     def write_service_url(self, service_url: str) -> None:
         """Say where the service listens now. Does nothing where there is no folder yet. Raises OSError."""
         if self.path.is_dir():
             write_private(self.path / "service_url", service_url + "\n")
+
+    def write_wanted(self, wanted: WantedWorkers) -> None:
+        """Say how many workers are wanted now. Does nothing where there is no folder yet. Raises OSError."""
+        if self.path.is_dir():
+            write_private(self.path / WANTED_NAME, wanted.model_dump_json() + "\n")
 
     def complete(self, expected_token_hash: str) -> bool:
         """True where a run can start from it: all files are there and the token is the one that is stored."""
@@ -56,6 +62,17 @@ class RunFolder:
             )
         except (FileNotFoundError, NotADirectoryError):
             return False
+
+    def wanted(self) -> WantedWorkers | None:
+        """workers.json; None where there is none or it cannot be read (which is logged)."""
+        text = self._report(WANTED_NAME)
+        if text is None:
+            return None
+        try:
+            return WantedWorkers.model_validate_json(text)
+        except ValidationError as error:
+            logger.warning("wanted_workers_unreadable path=%s error=%s", self.path / WANTED_NAME, error)
+            return None
 
     def summary(self) -> dict[str, JsonValue] | None:
         """summary.json; None where there is none or it cannot be read (which is logged)."""
@@ -98,8 +115,8 @@ class RunFolder:
 class RunFolders:
     """All run folders of a home, and the url that the runs report to.
 
-    `lock` keeps the two writers of a folder apart: a request that has just made the job, and the reconciler that
-    completes what a request could not. The home belongs to one process, so a lock of threads is enough.
+    `lock` keeps the writers of a folder apart: a request that has just made or resized the job, and the reconciler
+    that completes what a request could not. The home belongs to one process, so a lock of threads is enough.
     """
 
     def __init__(self, root: Path, service_url: str) -> None:

@@ -1,4 +1,4 @@
-"""What an operator can do with jobs: submit, look, read logs and history, cancel.
+"""What an operator can do with jobs: submit, look, read logs and history, resize, cancel.
 
 A submission is one row first; the run folder and the launcher's part follow from it, and the reconciler finishes
 whatever a crash leaves open.
@@ -21,8 +21,9 @@ from thinwire.service.jobs.data_file import check_data
 from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.resize import resize, wanted_workers, write_wanted
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.schemas import History, Job, JobList, Logs
+from thinwire.service.jobs.schemas import History, Job, JobChange, JobList, Logs
 from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import job_json, record, transition
 from thinwire.service.jobs.views import event_view, job_view, submission_id
@@ -80,7 +81,8 @@ class JobService:
                     return earlier
                 row = self._insert(spec, digest, idempotency_key, token)
             try:
-                self._folders.of(row.id).write(job_json(row), token, self._folders.service_url)
+                folder = self._folders.of(row.id)
+                folder.write(job_json(row), wanted_workers(row), token, self._folders.service_url)
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -107,6 +109,24 @@ class JobService:
             row = _found(session, job_id)
             workers = JobRepository(session).count_live_leases([job_id], now)
         return self._view(row, workers.get(job_id, 0), page=self._has_page(row))
+
+    def change(self, job_id: str, change: JobChange) -> Job:
+        """Want another number of workers; the same again changes nothing.
+
+        Raises: JobNotFound, JobOver, InvalidRequest.
+        """
+        with self._db.write() as session:
+            row = JobRepository(session).lock(job_id)
+            if row is None:
+                raise JobNotFound(job_id)
+            resize(session, row, change.workers, self._clock())
+        try:
+            write_wanted(self._db, self._folders, job_id)
+        except OSError:
+            # The row has it. The reconciler writes the file.
+            logger.exception("wanted_workers_not_written job_id=%s", job_id)
+        self._wake()
+        return self.get(job_id)
 
     def cancel(self, job_id: str) -> Job:
         """Ask for the job's end; asking again changes nothing. Raises JobNotFound, JobOver."""

@@ -25,10 +25,14 @@ def transition(session: Session, row: JobRow, to: JobState, now: float, reason: 
 
 def record(session: Session, row: JobRow, now: float) -> None:
     """Write the event that the job has come to its state: kind job_submitting, job_running and so on."""
-    step = row.newest_sample["sample"]["step"] if row.newest_sample else 0
     fields = {"reason": row.reason} if row.reason else {}
-    event = {"kind": f"job_{row.state.lower()}", "step": step, "time": now, "fields": fields}
+    event = {"kind": f"job_{row.state.lower()}", "step": last_step(row), "time": now, "fields": fields}
     JobRepository(session).put_events(row.id, row.attempt, [event])
+
+
+def last_step(row: JobRow) -> int:
+    """The newest step that is known of the job, for an event of the service; 0 before the first."""
+    return int(row.newest_sample["sample"]["step"]) if row.newest_sample else 0
 
 
 def job_json(row: JobRow) -> dict[str, Any]:

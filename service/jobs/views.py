@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from thinwire.service.jobs.membership import membership_now
 from thinwire.service.jobs.models import EventRow, JobRow
-from thinwire.service.jobs.schemas import Job
+from thinwire.service.jobs.resize import takes_effect, wanted_workers
+from thinwire.service.jobs.schemas import Job, Wanted
 from thinwire.service.jobs.states import JobState
 from thinwire.workers.reports import Event, Sample
 from thinwire.workers.spec import TrainSpec
@@ -23,6 +25,7 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     validation = row.newest_validation["sample"]["validation_loss"] if row.newest_validation else None
     state = JobState(row.state)
     submitted = state is not JobState.SUBMITTING
+    world_size, waiting = membership_now(row)
     return Job(
         id=row.id,
         name=row.name,
@@ -36,6 +39,9 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         progress=Sample.model_validate(sample) if sample else None,
         validation_loss=validation,
         workers=workers,
+        wanted_workers=Wanted(**wanted_workers(row).model_dump(), takes_effect=takes_effect(row)),
+        world_size=world_size,
+        waiting_for_workers=waiting,
         summary=row.summary,
         run_dir=str(run_dir),
         dashboard_url=dashboard_url if submitted else None,

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.errors import JobNotFound, JobOver, StaleAttempt
+from thinwire.service.jobs.membership import newest_membership
 from thinwire.service.jobs.models import JobRow, LeaseRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.schemas import Problem, TargetGroup
@@ -79,6 +80,8 @@ class WorkerReports:
             jobs.put_samples(job_id, telemetry.attempt, by_step)
             jobs.put_events(job_id, telemetry.attempt, [event.model_dump(mode="json") for event in telemetry.events])
             progress = _progress(row, telemetry.attempt, samples)
+            if membership := newest_membership(row, telemetry.attempt, telemetry.events):
+                progress["newest_membership"] = membership
             state = JobState(row.state)
             if telemetry.summary is not None:
                 row.summary = telemetry.summary

@@ -9,7 +9,7 @@ from command_line import Run
 from control_plane_harness import Service, spec
 from live_service import LiveService, live_service
 
-from thinwire.service import cli, watch
+from thinwire.service import cli, resize, watch
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def thinwire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     """`thinwire("jobs", "--json")` runs it; commands that a call joins do not outlive the test."""
     monkeypatch.setattr(cli, "FOLLOW_POLL_S", 0.02)
     monkeypatch.setattr(watch, "POLL_S", 0.02)
+    monkeypatch.setattr(resize, "POLL_S", 0.02)
     monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
     monkeypatch.setattr(cli.app, "registered_groups", list(cli.app.registered_groups))
     return lambda *arguments: Run(capsys, arguments)

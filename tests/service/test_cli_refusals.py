@@ -59,11 +59,11 @@ def test_a_missing_file_is_bad_input(thinwire: Callable[..., Run], home: Path) -
     assert "no/such.yaml cannot be read: No such file" in run.err
 
 
-@pytest.mark.parametrize("command", ["show", "watch", "logs", "cancel"])
+@pytest.mark.parametrize("command", [("show",), ("watch",), ("logs",), ("resize", "--max", "2"), ("cancel",)])
 def test_an_unknown_id_is_an_error_without_a_traceback(
-    thinwire: Callable[..., Run], live: LiveService, command: str
+    thinwire: Callable[..., Run], live: LiveService, command: tuple[str, ...]
 ) -> None:
-    run = thinwire(command, "nobody")
+    run = thinwire(*command, "nobody")
     assert run.code == 2
     assert run.out == ""
     assert "'nobody'" in run.err
@@ -151,7 +151,10 @@ def test_serve_hints_at_what_is_wrong_with_where_it_listens(
     assert ("port 0 finds" in run.err) == ("port 0 finds" in hint)
 
 
-@pytest.mark.parametrize("command", [("jobs",), ("show", "x"), ("watch", "x"), ("logs", "x", "-f"), ("cancel", "x")])
+@pytest.mark.parametrize(
+    "command",
+    [("jobs",), ("show", "x"), ("watch", "x"), ("logs", "x", "-f"), ("resize", "x", "--min", "2"), ("cancel", "x")],
+)
 def test_without_a_server_every_command_says_how_to_start_one(
     thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
 ) -> None:

@@ -32,7 +32,7 @@ def test_the_run_folder_is_written_before_the_answer_and_private(service: Servic
     job_id = service.submit()
     folder = service.run_dir(job_id)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {"job.json", "token", "service_url"}
+    assert {path.name for path in folder.iterdir()} == {"job.json", "workers.json", "token", "service_url"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     described = json.loads((folder / "job.json").read_text())
     assert described["job_id"] == job_id
@@ -135,9 +135,13 @@ def test_jobs_are_listed_newest_first_by_state_and_up_to_a_limit(service: Servic
     assert service.client.get("/v1/jobs", params={"limit": 0}).json()["problems"][0]["path"] == "limit"
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", ""), ("POST", "/cancel"), ("GET", "/logs"), ("GET", "/metrics")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", ""), ("PATCH", ""), ("POST", "/cancel"), ("GET", "/logs"), ("GET", "/metrics")],
+)
 def test_an_unknown_job_is_not_found(service: Service, method: str, path: str) -> None:
-    answer = service.client.request(method, f"/v1/jobs/none-000000{path}")
+    body = {"workers": {"max": 2}} if method == "PATCH" else None
+    answer = service.client.request(method, f"/v1/jobs/none-000000{path}", json=body)
     assert answer.status_code == 404
     assert answer.json()["code"] == "job_not_found"
     assert "none-000000" in answer.json()["message"]

@@ -194,7 +194,7 @@ def test_a_crash_after_the_row_is_mended_with_a_new_token(service: Service) -> N
     folder.rmdir()
     service.turn()
     assert service.state(job_id) == "PENDING"
-    assert {path.name for path in folder.iterdir()} == {"job.json", "token", "service_url"}
+    assert {path.name for path in folder.iterdir()} == {"job.json", "workers.json", "token", "service_url"}
     assert service.post(job_id).status_code == 204
     url = f"/v1/jobs/{job_id}/telemetry"
     assert service.client.post(url, json={"attempt": 1}, headers=old).status_code == 401

@@ -94,6 +94,8 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ),
     ("one literal", {"precision": "float16"}, "precision", "float16", "must be one of float32, bfloat16"),
     ("literals", {"lr_schedule": {"decay": "x"}}, "lr_schedule.decay", "x", "must be one of cosine, constant"),
+    ("elasticity", {"workers": {"elastic": "no"}}, "workers.elastic", "no", "must be one of in_place, restart"),
+    ("no time to stop", {"workers": {"grace_s": 0}}, "workers.grace_s", 0, "must be a number above 0"),
     ("a short list", {"optimizer": {**ONEBIT, "betas": [0.9]}}, "optimizer.betas.1", None, "required: a number above"),
     (
         "no list",

@@ -41,6 +41,7 @@ def test_every_route_of_the_issue_is_there(routes: list[tuple[str, str]]) -> Non
         ("POST", "/v1/jobs"),
         ("GET", "/v1/jobs"),
         ("GET", "/v1/jobs/{job_id}"),
+        ("PATCH", "/v1/jobs/{job_id}"),
         ("POST", "/v1/jobs/{job_id}/cancel"),
         ("GET", "/v1/jobs/{job_id}/logs"),
         ("GET", "/v1/jobs/{job_id}/metrics"),

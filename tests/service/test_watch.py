@@ -11,13 +11,17 @@ import pytest
 from rich.console import Console
 
 from thinwire.service.client import Client, NotFound, Unreachable
-from thinwire.service.jobs.schemas import Job
+from thinwire.service.jobs.schemas import Job, WaitingForWorkers, Wanted
 from thinwire.service.jobs.states import JobState
 from thinwire.service.watch import LINE_EVERY_S, NO_WORKERS, View, watch
 from thinwire.workers.reports import Event, Sample
 from thinwire.workers.spec import TrainSpec
 
 SPEC = TrainSpec.model_validate({"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}})
+
+
+def wanted(least: int, most: int, revision: int = 0) -> Wanted:
+    return Wanted(min=least, max=most, revision=revision, takes_effect="in_place")
 
 
 def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: Any) -> Job:
@@ -34,7 +38,7 @@ def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: 
             world_size=2,
             time=1000.0 + 2.0 * step,
         )
-    changes = {"workers": 2 if sample else 0, **changes}
+    changes = {"workers": 2 if sample else 0, "wanted_workers": wanted(2, 2), **changes}
     known = {"id": "job-1", "name": "job", "attempt": 1, "created_at": datetime.now(UTC), "run_dir": "/r", **changes}
     return Job(state=state, spec=SPEC, progress=sample, validation_loss=3.5 if sample else None, **known)
 
@@ -182,8 +186,8 @@ def test_a_second_attempt_shows() -> None:
     assert "attempt 2" in text
 
 
-def event(kind: str, step: int) -> Event:
-    return Event(kind=kind, step=step, time=1000.0 + step)
+def event(kind: str, step: int, **fields: Any) -> Event:
+    return Event(kind=kind, step=step, time=1000.0 + step, fields=fields)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -195,10 +199,10 @@ def test_a_restart_is_told_once_when_it_comes(terminal: bool) -> None:
 
 
 def test_a_restart_of_an_elastic_job_is_not_called_a_loss() -> None:
-    elastic = SPEC.model_copy(update={"workers": SPEC.workers.model_copy(update={"max": 2})})
-    script = [one.model_copy(update={"spec": elastic}) for one in (job(step=5), job(step=6), END)]
-    _, text = watched(script, events={2: [event("resumed", 4)]})
-    assert "workers restarted: resumed from step 4" in text
+    for limits in (wanted(1, 2), wanted(2, 2, revision=1)):
+        script = [job(step=5, wanted_workers=limits), job(step=6, wanted_workers=limits), END]
+        _, text = watched(script, events={2: [event("resumed", 4)]})
+        assert "workers restarted: resumed from step 4" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -238,3 +242,79 @@ def test_figures_are_old_only_without_a_worker_and_without_a_new_sample() -> Non
     ):
         view.saw(answer)
         assert view.stalled == stalled, answer
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    ("size", "limits", "shown"),
+    [
+        (None, (2, 2), "workers 2"),
+        (2, (2, 2), "workers 2"),
+        (3, (2, 8), "workers 3 (wanted 2..8)"),
+        (3, (4, 4), "workers 3 (wanted 4)"),
+    ],
+)
+def test_the_workers_are_shown_beside_what_is_wanted(
+    terminal: bool, size: int | None, limits: tuple[int, int], shown: str
+) -> None:
+    _, text = watched([job(step=30, world_size=size, wanted_workers=wanted(*limits)), END], terminal=terminal)
+    assert shown in " ".join(text.split())
+    assert ("wanted" in text) == ("wanted" in shown)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_job_that_waits_for_workers_says_for_how_many_and_no_eta(terminal: bool) -> None:
+    limits, waiting = wanted(2, 8), WaitingForWorkers(have=1, min=2)
+    waits = job(step=30, workers=1, world_size=1, wanted_workers=limits, waiting_for_workers=waiting)
+    _, text = watched([waits, waits, END], terminal=terminal)
+    assert "RUNNING: waiting for workers (1 of 2)" in text
+    assert "ETA 2 min" not in text
+
+
+def test_a_plain_line_comes_when_the_workers_change() -> None:
+    limits = wanted(2, 8)
+    sizes = [job(step=30, world_size=size, wanted_workers=limits) for size in (2, 2, 3, 3, 3)]
+    waits = job(step=30, wanted_workers=limits, waiting_for_workers=WaitingForWorkers(have=1, min=2))
+    _, text = watched([*sizes, waits, waits, END])
+    lines = text.splitlines()
+    assert len(lines) == 4, text
+    assert ["wanted 2..8" in line for line in lines] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_change_of_the_workers_is_told_once_when_it_comes(terminal: bool) -> None:
+    old, new = {"min": 2, "max": 2}, {"min": 2, "max": 8}
+    events = {
+        1: [event("regrouped", 10, world_size=7)],
+        2: [event("resize_requested", 20, old=old, new=new, takes_effect="in_place")],
+        3: [event("regrouped", 31, world_size=3, reason="worker_joined", seconds=1.5)],
+        4: [event("error_memory_lost", 40, norm=0.5), event("regrouped", 41)],
+    }
+    _, text = watched([job(step=step) for step in (20, 30, 40, 50)] + [END], events=events, terminal=terminal)
+    for line in (
+        "resize requested: 2..8 workers, before 2; the job follows while it runs",
+        "regrouped: 3 workers from step 31 in 1.5 s (worker_joined)",
+        "error memory lost with a worker: norm 0.5",
+        "regrouped: unknown workers from step 41",
+    ):
+        assert text.count(line) == 1, f"{line} in\n{text}"
+    assert "regrouped: 7" not in text  # it was before the watch
+
+
+def test_a_request_of_a_later_version_is_told_as_far_as_it_is_known() -> None:
+    events = {2: [event("resize_requested", 20, new=8, takes_effect="by magic")]}
+    _, text = watched([job(step=20), job(step=21), END], events=events)
+    assert "resize requested: unknown workers, before unknown\n" in text
+
+
+def test_a_change_that_is_told_late_is_told_all_the_same() -> None:
+    """The workers post once a second: what the service itself has noted since is there before."""
+    asked, regrouped = event("resize_requested", 21, new={"min": 1, "max": 3}), event("regrouped", 20, world_size=3)
+    view = View(started_s=0.0)
+    told = [view.saw(job(step=20), events) for events in ([], [asked], [regrouped, asked], [regrouped, asked])]
+    assert [[line.partition(":")[0] for line in lines] for lines in told] == [
+        [],
+        ["resize requested"],
+        ["regrouped"],
+        [],
+    ]
