@@ -1,0 +1,102 @@
+"""What a server does about those that it does not know: nothing that its members notice."""
+
+import json
+import logging
+import socket
+
+import pytest
+
+from tests.workers.membership.crew import SECRET, Crew, eventually, later, newcomer, standing
+from thinwire.workers.membership import Limits, MembershipServer, Refused
+from thinwire.workers.membership.messages import LONGEST_KEY_BYTES, LONGEST_LINE_BYTES
+
+
+def key() -> bytes:
+    return json.dumps({"kind": "key", "secret": SECRET}).encode() + b"\n"
+
+
+def say(crew: Crew, sent: bytes) -> bytes:
+    """What the server answers until it ends the connection."""
+    with socket.create_connection(crew.server.address, 5.0) as stranger:
+        received = b""
+        try:
+            stranger.sendall(sent)
+            while chunk := stranger.recv(1 << 16):
+                received += chunk
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # it had more to read than it wanted to
+    return received
+
+
+def test_a_wrong_secret_is_refused(crew: Crew, caplog):
+    crew.serve(1, 1)
+    with caplog.at_level(logging.INFO), pytest.raises(Refused, match="the secret is wrong"):
+        crew.member(0, secret="another secret entirely").join(newcomer(), 5.0)
+    assert crew.server.snapshot().members == ()
+    assert "another secret entirely" not in caplog.text
+
+
+def test_a_secret_that_can_be_guessed_is_refused():
+    with pytest.raises(ValueError, match="can be guessed"):
+        MembershipServer(Limits(1, 1), "short")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00\xff\xfe garbage\n",
+        b'{"kind": "hello"}\n',
+        b'{"kind": "key", "secret": "' + SECRET.encode() + b'", "more": 1}\n',
+        b"x" * (LONGEST_KEY_BYTES + 70_000),
+        key() + b'{"kind": "join", "after": 0}\n',
+        key() + b'{"kind": "beat", "step": 1, "seconds": 0.1}\n',
+        key() + b'{"kind": "nothing"}\n',
+        key() + b"y" * (LONGEST_LINE_BYTES + 70_000),
+    ],
+    ids=["http", "bytes", "no key", "extra", "long key", "bad join", "no hello", "unknown", "long line"],
+)
+def test_garbage_ends_its_connection_and_nothing_else(crew: Crew, sent: bytes):
+    crew.serve(1, 2)
+    (a,), _ = crew.seated(0)
+    assert say(crew, sent) == b""
+    assert a.over is None
+    assert len(crew.server.snapshot().members) == 1
+
+
+def test_a_member_that_sends_garbage_is_lost(crew: Crew):
+    crew.serve(2, 2)
+    a = crew.member(0)
+    seat = later(lambda: a.join(newcomer(), 5.0))
+    hello = {"kind": "hello", "seat": None}
+    hello["identity"] = {"id": "z", "slot": 1, "host": "h", "pid": 1, "node": ""}
+    join = {"kind": "join", "after": 0, "standing": {"generation": None, "rank": None, "step": 0, "has_state": False}}
+    with socket.create_connection(crew.server.address, 5.0) as other:
+        other.sendall(key() + json.dumps(hello).encode() + b"\n" + json.dumps(join).encode() + b"\n")
+        assert seat.result(5.0).size == 2
+        other.sendall(b"]\n")
+        assert "is no message of this protocol" in (a.wait_over(2.0) or "")
+
+
+def test_a_stranger_that_says_nothing_delays_nobody(crew: Crew):
+    crew.serve(1, 1)
+    with socket.create_connection(crew.server.address, 5.0):
+        (a,), seats = crew.seated(0)
+        assert a.join(standing(seats[0]), 5.0).generation == 2
+
+
+def test_a_listener_that_raises_does_not_end_the_events(crew: Crew):
+    kinds = []
+
+    def listen(event):
+        kinds.append(event.kind)
+        raise RuntimeError("a broken listener")
+
+    crew.serve(1, 1)
+    crew.server.close()
+    crew.server = server = MembershipServer(Limits(1, 1), SECRET, on_event=listen)
+    try:
+        crew.seated(0)
+        eventually(lambda: kinds == ["connected", "joined", "seated"])
+    finally:
+        server.close()

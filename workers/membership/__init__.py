@@ -1,0 +1,58 @@
+"""Who trains together, and since when: a rendezvous by generations that survives the death of any worker.
+
+    MembershipServer   (server.py) one for a job; rules.py decides for it
+    Member             (member.py) one for a worker process
+
+Neither torch nor ray: a member speaks to the server over one TCP connection, and the end of that connection is the end
+of the member.
+"""
+
+from thinwire.workers.membership.errors import (
+    Dismissed,
+    Ended,
+    Fenced,
+    GenerationOver,
+    JoinTimeout,
+    MembershipError,
+    NotSeated,
+    Refused,
+    StoreTimeout,
+)
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.seats import (
+    Change,
+    Identity,
+    Limits,
+    Lost,
+    MembershipEvent,
+    Occupant,
+    Seat,
+    Seated,
+    Snapshot,
+    Standing,
+)
+from thinwire.workers.membership.server import MembershipServer
+
+__all__ = [
+    "Change",
+    "Dismissed",
+    "Ended",
+    "Fenced",
+    "GenerationOver",
+    "Identity",
+    "JoinTimeout",
+    "Limits",
+    "Lost",
+    "Member",
+    "MembershipError",
+    "MembershipEvent",
+    "MembershipServer",
+    "NotSeated",
+    "Occupant",
+    "Refused",
+    "Seat",
+    "Seated",
+    "Snapshot",
+    "Standing",
+    "StoreTimeout",
+]

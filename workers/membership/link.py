@@ -1,0 +1,116 @@
+"""The connection of one member to the server, which it makes again for ever, while training goes on.
+
+Nothing is kept for a server that is away: whoever is told of a new connection says again what still holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.lines import BadLine, Lines
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+"""Between tries. Well under the time that a restarted server waits for its members."""
+
+
+class Listener(Protocol):
+    """Who is told, from the thread of the link."""
+
+    def hello(self) -> m.Hello:
+        """What to say first."""
+
+    def heard(self, message: m.FromServer) -> list[m.FromMember]:
+        """The server said something; the answers. A Welcome begins a connection, a Refusal is the last word."""
+
+    def cut(self) -> None:
+        """The connection has ended; another one may come."""
+
+
+class Link:
+    """Connects from a thread of its own until `close`."""
+
+    def __init__(self, resolve: Callable[[], tuple[str, int]], secret: str, listener: Listener, name: str) -> None:
+        self._resolve, self._secret, self._listener, self._name = resolve, secret, listener, name
+        self._lines: Lines | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire-member", daemon=True)
+        self._thread.start()
+
+    def send(self, message: BaseModel) -> bool:
+        """Send to the server if it is there. False if nothing was sent."""
+        lines = self._lines
+        if lines is None:
+            return False
+        try:
+            lines.write(message)
+        except OSError as error:
+            logger.info("membership_send_failed worker=%s error=%r", self._name, str(error))
+            lines.end()  # the thread that reads sees it, and connects again
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Connect no more; what was sent arrives. Does not wait."""
+        self._closing.set()
+        if (lines := self._lines) is not None:
+            lines.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                why = self._connect()
+            except Exception as error:  # noqa: BLE001 - resolve() is the caller's, and training goes on without us
+                why = f"{type(error).__name__}: {error}"
+            if self._closing.is_set():
+                return
+            logger.info("membership_unreachable worker=%s why=%r retry_s=%.2f", self._name, why, retry_s)
+            self._listener.cut()
+            if time.monotonic() - began > LAST_RETRY_S:
+                retry_s = FIRST_RETRY_S
+            self._closing.wait(retry_s * random.uniform(0.5, 1.0))
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    def _connect(self) -> str:
+        """One connection from its begin to its end; why it ended."""
+        lines = Lines(socket.create_connection(self._resolve(), CONNECT_S))
+        try:
+            lines.write(m.Key(secret=self._secret))
+            lines.write(self._listener.hello())
+            until: float | None = time.monotonic() + CONNECT_S
+            while not self._closing.is_set():
+                message = lines.read(m.from_server, m.LONGEST_LINE_BYTES, until)
+                if message is None:
+                    return "the server ended the connection"
+                if isinstance(message, m.Welcome):
+                    until, self._lines = None, lines
+                for answer in self._listener.heard(message):
+                    lines.write(answer)
+                if isinstance(message, m.Refusal):
+                    self._closing.set()
+            return "closed"
+        except (OSError, BadLine) as error:
+            return str(error)
+        finally:
+            self._lines = None
+            lines.end()
+            lines.close()

@@ -1,0 +1,203 @@
+"""A worker's side of the membership: join, train, hear at once that the generation is over, stop where all stop.
+
+Two threads: one reads what the server says (link.py), one sends beats. The training loop only looks at what they left,
+under a lock that nobody holds while sending.
+
+A planned stop takes a promise (plans.py). Once this member has said yes to a step, its loop does not go past that step
+before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between, nobody
+can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as if a
+member had been lost, and it goes through join() like all the others. The same happens where the server says nothing for
+DECIDE_S.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from thinwire.workers.membership import errors
+from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.link import Link
+from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
+from thinwire.workers.membership.state import State
+
+DECIDE_S = 30.0
+"""How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
+CLOSE_S = 5.0
+
+
+class Member:
+    """One worker in the membership of its job. It connects at once, in a thread, and again whenever the server is lost.
+
+    resolve: where the server is; called for each connection. For each process there is one, with an id of its own.
+    """
+
+    def __init__(
+        self, resolve: Callable[[], tuple[str, int]], secret: str, identity: Identity, *, beat_s: float = 1.0
+    ) -> None:
+        self._identity = identity
+        self._state = State(identity)
+        self._closing = threading.Event()
+        self._link = Link(resolve, secret, self._state, worker_name(identity))
+        self._beats = threading.Thread(target=self._beat, args=(beat_s,), name="thinwire-beats", daemon=True)
+        self._beats.start()
+
+    def join(self, standing: Standing, timeout_s: float | None = None) -> Seat:
+        """Wait for the next generation, and take a seat in it. Blocks until it closes; None waits for ever.
+
+        After a JoinTimeout this member still waits at the server, and a seat that came meanwhile is what the next
+        join() returns. Raises JoinTimeout, Fenced, Dismissed, Refused.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._state.changed:
+            self._raise_if_ended()
+            after = self._state.seat.generation if self._state.seat else 0
+            if self._state.seat is None or self._state.handed_out:
+                self._state.standing, self._state.promise, self._state.stop_at = standing, None, math.inf
+        if self._state.standing is not None:
+            self._link.send(m.Join(after=after, standing=standing))  # again at each new connection
+        with self._state.changed:
+            while self._state.standing is not None:
+                self._raise_if_ended()
+                if not self._wait_until(until):
+                    raise errors.JoinTimeout(
+                        f"{worker_name(self._identity)} waited {timeout_s:g} s for the generation after {after}: "
+                        "call join() again, or look at the membership server for whom it waits"
+                    )
+            self._raise_if_ended()
+            self._state.handed_out = True
+            return self._seated()
+
+    def announce_store(self, port: int) -> None:
+        """Tell the others where the TCPStore of this generation listens. Rank 0 only; raises ValueError, NotSeated."""
+        with self._state.changed:
+            seat = self._seated()
+            if seat.rank != 0:
+                raise ValueError(f"rank {seat.rank} announced a store at port {port}: only rank 0 has one")
+            self._state.store, self._state.store_port = (self._identity.host, port), port
+        self._link.send(m.Store(generation=seat.generation, port=port))
+
+    def store_address(self, timeout_s: float = 30.0) -> tuple[str, int]:
+        """Where rank 0's TCPStore listens. Raises GenerationOver, StoreTimeout, NotSeated."""
+        until = time.monotonic() + timeout_s
+        with self._state.changed:
+            seat = self._seated()
+            while self._state.store is None:
+                if self._state.over is not None:
+                    raise errors.GenerationOver(
+                        f"generation {seat.generation} is over: {self._state.over}; call join()"
+                    )
+                if not self._wait_until(until):
+                    raise errors.StoreTimeout(
+                        f"rank 0 of generation {seat.generation} did not announce its store within {timeout_s:g} s: "
+                        "look at its log, or wait longer"
+                    )
+            return self._state.store
+
+    @property
+    def over(self) -> str | None:
+        """Why the present generation is over without being planned, in words; None while it stands."""
+        return self._state.over
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks of the present generation that are lost, and why."""
+        with self._state.changed:
+            return dict(self._state.lost)
+
+    def wait_over(self, timeout_s: float) -> str | None:
+        """`over`, as soon as it is not None, or after `timeout_s`."""
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.over is not None, timeout_s)
+            return self._state.over
+
+    def at_boundary(self, step: int) -> Change | None:
+        """To be called after each committed step. The change, if the generation ends here as planned; mostly None.
+
+        Waits only at a step to which this member said yes and of which the outcome is not known. Look at `over` when
+        it returns None. Takes under 10 microseconds otherwise, and sends nothing.
+        """
+        with self._state.changed:
+            now = time.monotonic()
+            if self._state.step is not None:
+                self._state.longest_step_s = max(self._state.longest_step_s, now - self._state.stepped_at)
+            self._state.step, self._state.stepped_at = step, now
+            if step < self._state.stop_at:
+                return None
+            return self._stop(step)
+
+    def finish(self) -> None:
+        """Leave for good, at a clean end: nobody counts this member as lost. A server that is away is not told."""
+        self._leave("finished", m.Goodbye(reason="finished", clean=True))
+
+    def fail(self, reason: str) -> None:
+        """Leave for good, for an error of its own. The others are told at once, and it counts as lost."""
+        self._leave(f"failed: {reason}", m.Goodbye(reason=reason[:LONGEST_REASON], clean=False))
+
+    def close(self) -> None:
+        """End the connection without a goodbye: if nothing was said before, the others count this member as lost."""
+        with self._state.changed:
+            self._state.end(
+                errors.Ended(f"{worker_name(self._identity)} was closed: make another Member, with a new id")
+            )
+        self._closing.set()
+        self._link.stop()
+        self._link.join(CLOSE_S)
+        if self._beats is not threading.current_thread():
+            self._beats.join(CLOSE_S)
+
+    # Under the lock
+
+    def _stop(self, step: int) -> Change | None:
+        promise = self._state.promise
+        if promise is None:
+            return None
+        until = time.monotonic() + DECIDE_S
+        while promise is self._state.promise and promise.undecided and self._state.ended is None:
+            if not self._wait_until(until):
+                break
+        if promise is not self._state.promise or self._state.ended is not None:
+            return None  # cancelled, and perhaps another promise made; or fenced, which `over` says
+        if promise.confirmed and step == promise.proposal.step:
+            return Change(step, promise.proposal.leaving, promise.proposal.reason)
+        what = "the server was lost" if promise.cut else "no word came"
+        if promise.confirmed:
+            what = "the loop went past it"
+        self._state.over = self._state.over or (
+            f"it was agreed to stop after step {promise.proposal.step}, this worker is at {step}, and {what}"
+        )
+        self._state.changed.notify_all()
+        return None
+
+    def _wait_until(self, until: float) -> bool:
+        """False once the time is over."""
+        left_s = until - time.monotonic()
+        return left_s > 0 and (self._state.changed.wait(min(left_s, 3600.0)) or time.monotonic() < until)
+
+    def _seated(self) -> Seat:
+        if self._state.seat is None:
+            raise errors.NotSeated(f"{worker_name(self._identity)} has no seat: call join() first")
+        return self._state.seat
+
+    def _raise_if_ended(self) -> None:
+        if self._state.ended is not None:
+            raise type(self._state.ended)(*self._state.ended.args)
+
+    # Without the lock
+
+    def _leave(self, what: str, goodbye: m.Goodbye) -> None:
+        with self._state.changed:
+            if self._state.ended is not None:
+                return
+            self._state.end(errors.Ended(f"{worker_name(self._identity)} has left: {what}"))
+        self._closing.set()
+        self._link.send(goodbye)
+        self._link.stop()
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._closing.wait(beat_s) and self._state.ended is None:
+            with self._state.changed:
+                beat = m.Beat(step=self._state.step, seconds=self._state.longest_step_s)
+            self._link.send(beat)

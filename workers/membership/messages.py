@@ -1,0 +1,174 @@
+"""What crosses the wire between a member and the membership server: one JSON object a line.
+
+    member                                  server
+    Key, Hello                         ->   checks the secret, then the identity
+                                       <-   Welcome, or Refusal and the end of the connection
+    Join                               ->
+                                       <-   Seating, when the generation closes
+    Store (rank 0)                     ->
+                                       <-   StoreAt, to the others
+    Beat, every beat_s                 ->
+                                       <-   LostPeer, Over: at once, when the generation is over unplanned
+                                       <-   Proposal(step): let this generation end after that step
+    Answer                             ->
+                                       <-   Confirm, when all have said yes; else Cancel
+    Goodbye                            ->
+
+The end of the connection is a message too: the member is dead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Seat, Standing
+
+LONGEST_KEY_BYTES = 1024
+"""Of the first line, from whom nobody knows yet."""
+LONGEST_LINE_BYTES = 1 << 20
+"""A seat of a thousand members takes about half of it."""
+
+Reason = Annotated[str, Field(max_length=2 * LONGEST_REASON)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Key(_Message):
+    """The shared secret, before anything else is read."""
+
+    kind: Literal["key"] = "key"
+    secret: str
+
+
+class Hello(_Message):
+    """Who comes. seat: where it is seated, so that a server that knows nothing can learn it."""
+
+    kind: Literal["hello"] = "hello"
+    identity: Identity
+    seat: Seat | None
+
+
+class Join(_Message):
+    """It is ready for the generation that follows `after`, the last that it knows; 0 for none."""
+
+    kind: Literal["join"] = "join"
+    after: Annotated[int, Field(ge=0)]
+    standing: Standing
+
+
+class Store(_Message):
+    """Rank 0's TCPStore listens at this port."""
+
+    kind: Literal["store"] = "store"
+    generation: int
+    port: Port
+
+
+class Beat(_Message):
+    """It lives. step: the last committed one; seconds: the longest step of this generation."""
+
+    kind: Literal["beat"] = "beat"
+    step: int | None
+    seconds: Annotated[float, Field(ge=0)]
+
+
+class Answer(_Message):
+    """To a proposal. step: where its loop is."""
+
+    kind: Literal["answer"] = "answer"
+    number: int
+    yes: bool
+    step: int | None
+
+
+class Goodbye(_Message):
+    """It leaves for good: at a clean end, or because it failed."""
+
+    kind: Literal["goodbye"] = "goodbye"
+    reason: Reason
+    clean: bool
+
+
+class Welcome(_Message):
+    """The hello was taken."""
+
+    kind: Literal["welcome"] = "welcome"
+
+
+class Refusal(_Message):
+    """There is no way back for this id."""
+
+    kind: Literal["refusal"] = "refusal"
+    verdict: Literal["refused", "fenced", "dismissed"]
+    why: str
+
+
+class Seating(_Message):
+    """The generation has closed, and this is your seat."""
+
+    kind: Literal["seating"] = "seating"
+    seat: Seat
+
+
+class StoreAt(_Message):
+    """Where the members of this generation find its store."""
+
+    kind: Literal["store_at"] = "store_at"
+    generation: int
+    host: str
+    port: Port
+
+
+class LostPeer(_Message):
+    """A member of this generation is gone."""
+
+    kind: Literal["lost_peer"] = "lost_peer"
+    generation: int
+    rank: int
+    why: str
+
+
+class Over(_Message):
+    """Nobody is known to be lost, but a member has stopped for a regroup that was not planned."""
+
+    kind: Literal["over"] = "over"
+    generation: int
+    why: str
+
+
+class Proposal(_Message):
+    """Let this generation end after `step`. leaving: the receiver is to leave then."""
+
+    kind: Literal["proposal"] = "proposal"
+    number: int
+    generation: int
+    step: int
+    leaving: bool
+    reason: str
+
+
+class Confirm(_Message):
+    """All have said yes: the generation ends there."""
+
+    kind: Literal["confirm"] = "confirm"
+    number: int
+
+
+class Cancel(_Message):
+    """It does not end there."""
+
+    kind: Literal["cancel"] = "cancel"
+    number: int
+
+
+FromMember = Hello | Join | Store | Beat | Answer | Goodbye
+FromServer = Welcome | Refusal | Seating | StoreAt | LostPeer | Over | Proposal | Confirm | Cancel
+
+key: TypeAdapter[Key] = TypeAdapter(Key)
+from_member: TypeAdapter[FromMember] = TypeAdapter(Annotated[FromMember, Field(discriminator="kind")])
+from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="kind")])

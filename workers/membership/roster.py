@@ -1,0 +1,106 @@
+"""The workers that the server knows: who is seated next, and who must leave?
+
+seating   members of the present generation that hold state, by their rank; members without state, by their rank;
+          then newcomers by slot and id. At most limits.max of them
+leaving   who was dismissed, and the highest ranks beyond limits.max
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from thinwire.workers.membership.seats import Identity, Limits, Lost, Occupant, Seated, Standing, worker_name
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker whose connection is open.
+
+    rank: in the present generation, None for a newcomer. standing: from its join() until it is seated.
+    """
+
+    identity: Identity
+    heard_at: float
+    rank: int | None = None
+    standing: Standing | None = None
+    joined_at: float = 0.0
+    step: int = 0
+    longest_step_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Its slot, for messages."""
+        return worker_name(self.identity)
+
+    def occupant(self) -> Occupant:
+        """For a snapshot."""
+        who = self.identity
+        return Occupant(id=who.id, slot=who.slot, rank=self.rank, host=who.host, pid=who.pid, step=self.step)
+
+
+def members(workers: Collection[Worker]) -> list[Worker]:
+    """Those of the present generation, by rank."""
+    return sorted((w for w in workers if w.rank is not None), key=lambda w: w.rank or 0)
+
+
+def newcomers(workers: Collection[Worker]) -> list[Worker]:
+    """Those that have joined and wait for their first seat, in the order of seating."""
+    waiting = [w for w in workers if w.rank is None and w.standing is not None]
+    return sorted(waiting, key=lambda w: (w.identity.slot, w.identity.id))
+
+
+def seating(workers: Collection[Worker]) -> list[Worker]:
+    """All that have joined, in the order in which seats are given."""
+    joined = [w for w in members(workers) if w.standing is not None]
+    with_state = [w for w in joined if w.standing is not None and w.standing.has_state]
+    without = [w for w in joined if w.standing is not None and not w.standing.has_state]
+    return with_state + without + newcomers(workers)
+
+
+def to_seated(worker: Worker) -> Seated:
+    """A joined worker as a member of the next generation."""
+    if worker.standing is None:
+        raise ValueError(f"{worker.name} has not joined and cannot be seated: seat those that seating() names")
+    return Seated(worker.identity, worker.standing)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A change of the present generation that should come at a boundary. leaving: id -> why."""
+
+    leaving: dict[str, str]
+    reason: str
+
+
+def wanted(workers: Collection[Worker], unwanted: dict[str, str], limits: Limits) -> Wanted | None:
+    """What should change, all being well; None if nothing. unwanted: id -> why, of those that were dismissed."""
+    present, waiting = members(workers), newcomers(workers)
+    leaving = {w.identity.id: unwanted[w.identity.id] for w in present if w.identity.id in unwanted}
+    words = [f"{w.name} was dismissed: {leaving[w.identity.id]}" for w in present if w.identity.id in leaving]
+    staying = [w for w in present if w.identity.id not in leaving]
+    if surplus := staying[limits.max :]:
+        leaving |= dict.fromkeys((w.identity.id for w in surplus), f"the job was shrunk to {limits.max} workers")
+    size = min(limits.max, len(staying) - len(surplus) + len(waiting))
+    if not leaving and size <= len(present):
+        return None
+    return Wanted(leaving, "; ".join([*words, *_sizes(len(present), size)]))
+
+
+def reason(lost: Sequence[Lost], planned: str | None, before: int, after: int, stopped: str | None) -> str:
+    """Why a generation of `after` workers follows one of `before`, in words.
+
+    planned: what was confirmed. stopped: what ended the generation where nobody was lost.
+    """
+    if lost:
+        return "; ".join(f"worker w{gone.slot} was lost: {gone.why}" for gone in lost)
+    if planned is not None:  # newcomers may have come or gone since it was planned
+        kept = [part for part in planned.split("; ") if not part.startswith(("grow ", "shrink "))]
+        return "; ".join([*kept, *_sizes(before, after)]) or "a newcomer that was planned for has gone"
+    return stopped or ("first" if not before else "; ".join(_sizes(before, after)) or "all members have left")
+
+
+def _sizes(before: int, after: int) -> list[str]:
+    if before == after:
+        return []
+    return [f"{'grow' if after > before else 'shrink'} {before} -> {after}"]

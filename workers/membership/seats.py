@@ -1,0 +1,155 @@
+"""Who a worker is, what it brings, and where it is seated: the words that members, rules and server share.
+
+A generation is a group of workers that train together: a number, and a rank for each member. It never changes. When a
+member is lost, comes or leaves, the next generation closes, with a larger number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+
+LONGEST_REASON = 500
+"""Characters of a reason in words. Longer ones are cut by whoever says them: a line on the wire is bounded."""
+Name = Annotated[str, StringConstraints(max_length=255)]
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is.
+
+    id: unique for each incarnation of the process. slot: the place of the job that it fills. host: where its peers
+    reach it. node: informational.
+    """
+
+    __pydantic_config__ = _STRICT
+    id: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    slot: Annotated[int, Field(ge=0)]
+    host: Name
+    pid: int
+    node: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a worker brings to the next generation.
+
+    generation and rank: where it was seated last, None for a newcomer. step: steps that it has committed. has_state:
+    it holds the parameters and optimizer state of that step.
+    """
+
+    __pydantic_config__ = _STRICT
+    generation: int | None
+    rank: int | None
+    step: Annotated[int, Field(ge=0)]
+    has_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A member of a generation; its rank is its place in the list."""
+
+    __pydantic_config__ = _STRICT
+    identity: Identity
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member of the generation before that is gone without a clean goodbye."""
+
+    __pydantic_config__ = _STRICT
+    id: Name
+    slot: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of one worker in a generation, and who the others are.
+
+    members: by rank. reason: in words, why this generation came to be. lost: of the generation before.
+    """
+
+    __pydantic_config__ = _STRICT
+    generation: Annotated[int, Field(ge=1)]
+    rank: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=1)]
+    members: tuple[Seated, ...]
+    reason: str
+    lost: tuple[Lost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The present generation ends after `step` as planned. leaving: this member is to leave for good."""
+
+    step: int
+    leaving: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many workers a generation may have. Raises ValueError unless 1 <= min <= max."""
+
+    min: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"limits are 1 <= min <= max, not min={self.min} max={self.max}: give other numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipEvent:
+    """Something that happened at the server, for logs and metrics. time: unix seconds.
+
+    kinds: connected, joined, seated, store, over, lost, fenced, failed, left, dismissed, proposed, confirmed,
+    cancelled, adopted, limits, finished
+    """
+
+    kind: str
+    time: float
+    generation: int
+    fields: dict[str, JsonValue]
+
+
+Status = Literal["forming", "training", "regrouping", "waiting for workers", "finished"]
+
+
+class Occupant(BaseModel):
+    """A worker as the server sees it. rank is None where it waits for its first seat."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    slot: int
+    rank: int | None
+    host: str
+    pid: int
+    step: int
+
+
+class Snapshot(BaseModel):
+    """What the server knows at one moment. status_text is for people."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generation: int
+    status: Status
+    status_text: str
+    limits: Limits
+    members: tuple[Occupant, ...]
+    waiting: tuple[Occupant, ...]
+    last_step: int
+    events: int
+
+
+def worker_name(identity: Identity) -> str:
+    """How messages name a worker: by its slot, which outlives its process."""
+    return f"w{identity.slot}"

@@ -1,0 +1,262 @@
+"""The membership server: threads and sockets around the rules. It decides nothing.
+
+One thread accepts, one reads for each connection and one writes for each, so that a member that reads nothing holds up
+nobody; one calls the rules' clock; one hands out events. All of them change the rules under one lock, and what the
+rules ask for is queued for the writers under the same lock: every member hears things in the order in which they were
+decided.
+
+The secret comes first and in the clear: it keeps out strangers and mistakes, not whoever can read the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.effects import Close, Happened, Send, Timing
+from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.rules import Rules
+from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+"""In which a connection must have said who it is."""
+MAX_STRANGERS = 64
+"""Connections at a time that have not yet. Further ones are closed."""
+TICK_S = 0.05
+
+
+class MembershipServer:
+    """Listens as soon as it is made; `close` ends it. `on_event` is called from one thread, in order.
+
+    quiet_s: give a server that was restarted in mid-run its adopt_s, so that newcomers do not start a first generation
+    before the members have come back. Raises ValueError for a secret under 16 characters, OSError if it cannot listen.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        secret: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        start_wait_s: float = 20.0,
+        beat_timeout_s: float = 10.0,
+        join_timeout_s: float = 10.0,
+        adopt_s: float = 5.0,
+        quiet_s: float = 0.0,
+        on_event: Callable[[MembershipEvent], None] | None = None,
+    ) -> None:
+        if len(secret) < 16:
+            raise ValueError(f"a secret of {len(secret)} characters can be guessed: give 16 or more")
+        self._secret = secret.encode()
+        self._rules = Rules(
+            limits, Timing(start_wait_s, beat_timeout_s, join_timeout_s, adopt_s, quiet_s), time.monotonic()
+        )
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._outboxes: dict[str, _Outbox] = {}
+        self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
+        self._num_events = 0
+        self._open: set[Lines] = set()
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._closing = threading.Event()
+        self._listener = socket.create_server((host, port))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._threads = [
+            threading.Thread(target=run, name=f"thinwire-membership-{name}", daemon=True)
+            for name, run in (("accept", self._accept), ("clock", self._clock), ("events", self._deliver))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def set_limits(self, limits: Limits) -> None:
+        """Grow or shrink to these limits at the next boundary."""
+        with self._lock:
+            self._rules.set_limits(limits, time.monotonic())
+            self._do()
+
+    def dismiss(self, slot: int, reason: str) -> None:
+        """Let the worker of this slot leave at the next boundary; at once if it only waits. Nothing if nobody does."""
+        with self._lock:
+            self._rules.dismiss(slot, reason, time.monotonic())
+            self._do()
+
+    def snapshot(self) -> Snapshot:
+        """What the server knows now."""
+        with self._lock:
+            return self._rules.snapshot(self._num_events)
+
+    def close(self) -> None:
+        """Stop listening and end all connections. Members go on and look for the next server."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # some systems refuse it for a listener; close() wakes accept() there
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for lines in self._open:
+                lines.end()
+        self._events.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    logger.error("membership_accept_failed error=%r", str(error))
+                    self._closing.wait(0.1)  # out of file descriptors, for one; those that come wait in the backlog
+                continue
+            if not self._strangers.acquire(blocking=False):
+                logger.warning("membership_crowded peer=%s:%d", peer[0], peer[1])
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(connection, peer), name="thinwire-membership-read", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        lines = Lines(connection)
+        with self._lock:
+            self._open.add(lines)
+        id, why = None, "its connection ended"
+        try:
+            try:
+                if not self._closing.is_set():
+                    id = self._meet(lines)
+            finally:
+                self._strangers.release()
+            while id is not None and (message := lines.read(m.from_member, m.LONGEST_LINE_BYTES)) is not None:
+                self._heard(id, lines, message)
+        except OSError as error:
+            why = f"its connection broke: {error.strerror or error}"
+        except BadLine as error:
+            why = str(error)
+            logger.warning("membership_bad_line peer=%s:%d why=%r", peer[0], peer[1], why)
+        finally:
+            self._forget(id, lines, why)
+
+    def _meet(self, lines: Lines) -> str | None:
+        """Who it is; None if it was refused, and knows it."""
+        until = time.monotonic() + HELLO_S
+        key = lines.read(m.key, m.LONGEST_KEY_BYTES, until)
+        if key is None:
+            return None
+        if not hmac.compare_digest(key.secret.encode(), self._secret):
+            logger.warning("membership_wrong_secret")
+            lines.write(m.Refusal(verdict="refused", why="the secret is wrong: give the one of this job"))
+            return None
+        hello = lines.read(m.from_member, m.LONGEST_LINE_BYTES, until)
+        if not isinstance(hello, m.Hello):
+            return None
+        with self._lock:
+            refusal = self._rules.hello(hello.identity, hello.seat, time.monotonic())
+            if refusal is None:
+                self._outboxes[hello.identity.id] = _Outbox(lines)
+            self._do()
+        if refusal is not None:
+            lines.write(refusal)
+            return None
+        return hello.identity.id
+
+    def _heard(self, id: str, lines: Lines, message: m.FromMember) -> None:
+        with self._lock:
+            outbox = self._outboxes.get(id)
+            if outbox is None or outbox.lines is not lines:
+                return  # it was fenced, dismissed or has said goodbye, and does not know it yet
+            now = time.monotonic()
+            match message:
+                case m.Beat():
+                    self._rules.beat(id, message.step, message.seconds, now)
+                case m.Join():
+                    self._rules.join(id, message.after, message.standing, now)
+                case m.Store():
+                    self._rules.store(id, message.generation, message.port)
+                case m.Answer():
+                    self._rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
+                case m.Goodbye(clean=True):
+                    self._rules.finished_by(id, message.reason, now)
+                case m.Goodbye():
+                    self._rules.failed_by(id, message.reason, now)
+                case m.Hello():
+                    raise BadLine("a second hello came on one connection: open another")
+            self._do()
+
+    def _forget(self, id: str | None, lines: Lines, why: str) -> None:
+        with self._lock:
+            self._open.discard(lines)
+            if id is not None and (outbox := self._outboxes.get(id)) is not None and outbox.lines is lines:
+                del self._outboxes[id]
+                outbox.end()
+                if not self._closing.is_set():
+                    self._rules.gone(id, why, time.monotonic())
+                    self._do()
+        lines.end()
+        lines.close()
+
+    def _do(self) -> None:
+        """What the rules ask for. Under the lock."""
+        for effect in self._rules.take():
+            match effect:
+                case Send(to, message):
+                    if outbox := self._outboxes.get(to):
+                        outbox.put(message)
+                case Close(id):
+                    if outbox := self._outboxes.pop(id, None):
+                        outbox.end()
+                case Happened(kind, generation, fields):
+                    self._num_events += 1
+                    self._events.put(MembershipEvent(kind, time.time(), generation, fields))
+
+    def _clock(self) -> None:
+        while not self._closing.wait(TICK_S):
+            with self._lock:
+                self._rules.tick(time.monotonic())
+                self._do()
+
+    def _deliver(self) -> None:
+        while (event := self._events.get()) is not None:
+            fields = " ".join(f"{name}={value!r}" for name, value in event.fields.items())
+            logger.info("membership_%s generation=%d %s", event.kind, event.generation, fields)
+            if self._on_event is not None:
+                try:
+                    self._on_event(event)
+                except Exception:  # whoever listens must not end the listening
+                    logger.exception("membership_event_failed kind=%s", event.kind)
+
+
+class _Outbox:
+    """What one member is still to be sent, and the thread that sends it."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
+        self._queue: queue.SimpleQueue[BaseModel | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="thinwire-membership-write", daemon=True).start()
+
+    def put(self, message: BaseModel) -> None:
+        self._queue.put(message)
+
+    def end(self) -> None:
+        """End the connection when all is sent."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (message := self._queue.get()) is not None:
+                self.lines.write(message)
+        except OSError as error:
+            logger.info("membership_write_failed error=%r", str(error))
+        self.lines.end()  # the thread that reads sees it

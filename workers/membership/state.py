@@ -1,0 +1,132 @@
+"""What a member knows, and what it does about what the server says. No sockets, no threads of its own.
+
+`changed` guards all of it: the thread that reads changes it here, the training loop looks at it in member.py.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+from thinwire.workers.membership import errors
+from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.seats import Identity, Seat, Standing, worker_name
+
+_VERDICTS = {"fenced": errors.Fenced, "dismissed": errors.Dismissed, "refused": errors.Refused}
+
+
+@dataclass(slots=True)
+class Promise:
+    """This member has said yes to a proposal. cut: the connection ended before the outcome."""
+
+    proposal: m.Proposal
+    confirmed: bool = False
+    cut: bool = False
+
+    @property
+    def undecided(self) -> bool:
+        """The outcome may still come."""
+        return not self.confirmed and not self.cut
+
+
+class State:
+    """Of one member. It is what the link tells (link.py)."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self.changed = threading.Condition()
+        self.seat: Seat | None = None
+        self.handed_out = False
+        """join() has returned the seat."""
+        self.standing: Standing | None = None
+        """While joining."""
+        self.ended: errors.Ended | None = None
+        self.over: str | None = None
+        self.lost: dict[int, str] = {}
+        self.store: tuple[str, int] | None = None
+        self.store_port: int | None = None
+        """Announced by this member."""
+        self.promise: Promise | None = None
+        self.stop_at: float = math.inf
+        """A promise was made for this step."""
+        self.step: int | None = None
+        self.stepped_at = 0.0
+        self.longest_step_s = 0.0
+
+    def end(self, error: errors.Ended) -> None:
+        """There is no way back. Under the lock."""
+        if self.ended is None:
+            self.ended = error
+            self.over = self.over or str(error)
+            self.changed.notify_all()
+
+    def hello(self) -> m.Hello:
+        """What to say first at a new connection."""
+        with self.changed:
+            return m.Hello(identity=self._identity, seat=self.seat)
+
+    def heard(self, message: m.FromServer) -> list[m.FromMember]:
+        """Take it in; what to answer."""
+        with self.changed:
+            answers = self._take(message)
+            self.changed.notify_all()
+        return answers
+
+    def cut(self) -> None:
+        """The connection has ended."""
+        with self.changed:
+            if self.promise is not None and self.promise.undecided:
+                self.promise.cut = True
+                self.changed.notify_all()
+
+    def _take(self, message: m.FromServer) -> list[m.FromMember]:
+        seat, promise = self.seat, self.promise
+        match message:
+            case m.Welcome():
+                return self._again()
+            case m.Refusal():
+                self.end(_VERDICTS[message.verdict](message.why))
+            case m.Seating() if seat is None or message.seat.generation > seat.generation:
+                self.seat, self.handed_out, self.standing = message.seat, False, None
+                self.over, self.lost, self.store, self.store_port = None, {}, None, None
+                self.promise, self.stop_at = None, math.inf
+                self.step, self.longest_step_s = None, 0.0
+            case m.StoreAt() if seat is not None and message.generation == seat.generation:
+                self.store = (message.host, message.port)
+            case m.LostPeer() if seat is not None and message.generation == seat.generation:
+                who = worker_name(seat.members[message.rank].identity)
+                self.lost.setdefault(message.rank, message.why)
+                self.over = self.over or f"rank {message.rank} ({who}) was lost: {message.why}"
+            case m.Over() if seat is not None and message.generation == seat.generation:
+                self.over = self.over or message.why
+            case m.Proposal():
+                return [self._vote(message)]
+            case m.Confirm() if promise is not None and not promise.cut and promise.proposal.number == message.number:
+                promise.confirmed = True
+            case m.Cancel() if promise is not None and promise.undecided and promise.proposal.number == message.number:
+                self.promise, self.stop_at = None, math.inf
+        return []
+
+    def _again(self) -> list[m.FromMember]:
+        """What a server that knows nothing must be told beside the seat."""
+        said: list[m.FromMember] = [m.Beat(step=self.step, seconds=self.longest_step_s)]
+        if self.standing is not None:
+            said.append(m.Join(after=self.seat.generation if self.seat else 0, standing=self.standing))
+        if self.seat is not None and self.store_port is not None:
+            said.append(m.Store(generation=self.seat.generation, port=self.store_port))
+        return said
+
+    def _vote(self, proposal: m.Proposal) -> m.Answer:
+        seat, step = self.seat, self.step
+        yes = (
+            seat is not None
+            and proposal.generation == seat.generation
+            and self.standing is None
+            and self.over is None
+            and self.promise is None
+            and (step is None or step < proposal.step)
+        )
+        if yes:
+            self.promise, self.stop_at = Promise(proposal), proposal.step
+        return m.Answer(number=proposal.number, yes=yes, step=step)
