@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,23 +29,11 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import Buckets
-from thinwire.comm.parts import Part, by_run, whole_chunks
+from thinwire.comm.parts import Given, Part, by_run, whole_chunks
 from thinwire.comm.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.protocol import Group, Pending
 from thinwire.comm.received import Received
 from thinwire.comm.reduce import gather_flags, non_finite
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """What a bucket was launched with. vector: x, or g of a momentum with this beta1; None: nothing (abandoned).
-
-    runs: what was read in place of parts of g.
-    """
-
-    vector_N: Tensor | None
-    beta1: float | None = None
-    runs: Sequence[Tensor | None] = ()
 
 
 class BucketExchange:

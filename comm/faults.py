@@ -48,7 +48,7 @@ class What(Enum):
 
     LOSE: it leaves and raises PeerLost. ALONE: it raises PeerLost and tells nobody, so that its peers may finish. HANG:
     it sleeps, then leaves. KILL: its process is killed (all ranks of a ThreadGroup!). NAN: BEFORE, what it gives, and
-    AFTER, what it gets, holds a NaN: element 0 of a float vector, the first value behind the 8-byte header of every row.
+    AFTER, what it gets, holds a NaN: element 0 of a float vector, the first value behind the 8-byte header of a row.
     """
 
     LOSE = "lose"

@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.pending import Blocking
 from thinwire.comm.protocol import Stats
-from thinwire.comm.roll import LOOK_S, Roll
+from thinwire.comm.roll import LOOK_S, Caller, Roll
 from thinwire.comm.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 
 # torch 2.13 renames it and warns at the old name.
@@ -40,8 +40,13 @@ _LOOK = timedelta(seconds=LOOK_S)
 class TorchGroup:
     """A torch.distributed process group (None: the default one) as a Group."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, answer_s: float = 1.0) -> None:
-        """answer_s: how long, after a failure, peers may take to say that they live (comm.roll)."""
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, answer_s: float = 1.0, roll: Caller | None = None
+    ) -> None:
+        """answer_s: how long, after a failure, peers may take to say that they live (comm.roll).
+
+        roll: who tells which ranks are gone, where a service of the caller's knows; None: ranks ask one another.
+        """
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group first, or use SoloGroup()")
         # Weak: a group that outlives its destruction keeps gloo's threads, and the process may abort at its end.
@@ -49,7 +54,7 @@ class TorchGroup:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self.stats = Stats()
-        self._roll = _roll_of(self._process_group(), self.rank, self.size)
+        self._roll = roll or _roll_of(self._process_group(), self.rank, self.size)
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
 
@@ -102,8 +107,8 @@ class TorchGroup:
         if self._second is None:
             with self._peers("second_lane"):
                 lane = _second_process_group(self._process_group())
-            self._second = TorchGroup(lane, answer_s=self._answer_s)
-            self._second.stats, self._second._roll = self.stats, self._roll
+            self._second = TorchGroup(lane, answer_s=self._answer_s, roll=self._roll)
+            self._second.stats = self.stats
         return self._second
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:

@@ -24,6 +24,18 @@ from thinwire.comm.layout import BYTE, VectorLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What a bucket was launched with. vector: x, or g of a momentum with this beta1; None: nothing (abandoned).
+
+    runs: what was read in place of parts of g.
+    """
+
+    vector_N: Tensor | None
+    beta1: float | None = None
+    runs: Sequence[Tensor | None] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """Elements [start, stop) of the vector, in one chunk. run: the live run that they are of, where it stands alone.
 

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -59,6 +59,34 @@ class Lost:
             next(iter(self.reasons)) if len(self.reasons) == 1 else None,
             tuple(self.reasons),
         )
+
+
+class Seen(Protocol):
+    """Looks whether a peer has failed, until `stop`."""
+
+    @property
+    def seen(self) -> bool:
+        """A peer has failed."""
+
+    def stop(self) -> None:
+        """Look no more. Does not wait."""
+
+
+class Caller(Protocol):
+    """Who knows which ranks of a process group are gone: Roll, or a membership service (workers/crew.py)."""
+
+    @property
+    def left(self) -> str | None:
+        """Why this rank left, once it has."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank stops."""
+
+    def find_lost(self, answer_s: float) -> Lost:
+        """Who is gone, after this rank's collective has failed. Others may take `answer_s` to answer."""
+
+    def watch(self) -> Seen:
+        """Look from now on whether a peer has failed."""
 
 
 class Roll:

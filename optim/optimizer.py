@@ -28,14 +28,11 @@ from thinwire.optim.hyperparameters import check_adam_group, refuse_out_of_range
 from thinwire.optim.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.overlap import Overlap
 from thinwire.optim.parameters import compute_dtype
+from thinwire.optim.regroupable import Regroupable
 from thinwire.optim.schedule import Phase, StepPlan, Wire
-from thinwire.optim.state import replicated
 from thinwire.optim.views import show_state
 
 logger = logging.getLogger(__name__)
-
-HandedOver = dict[str, Tensor]
-"""R of each slot, by name."""
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -44,7 +41,7 @@ NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
 
 
-class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
+class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
@@ -55,8 +52,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     overlap: gradients are sent while backward runs, wherever the step allows (optim.overlap). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
     is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
-
-    handed_over: R of each slot, while no step has followed the regroup or hand-over that took it (optim.regroup).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
     algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
@@ -98,7 +93,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._step = torch.zeros(())
-        self.handed_over: HandedOver | None = None
         self.num_steps = 0
         self.frozen_at: int | None = None
         self._group = given_or_default(group)
@@ -199,28 +193,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
         return self.non_finite == "skip" or bool(self._scaled)
-
-    @property
-    def group(self) -> Group:
-        """The ranks that it exchanges with."""
-        return self._group
-
-    @property
-    def common_steps(self) -> int:
-        """The last step at which all ranks held the same parameters."""
-        return self.num_steps
-
-    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """Parameters (parameters_N) and replicated vectors, as after a sync in full of the ranks that take part.
-
-        group: in which these num_ranks are, and perhaps others, who give nothing. Not modified: copies where they
-        differ from what is here. Collective where ranks hold something of their own. Raises: PeerLost.
-        """
-        return {"parameters_N": self.space.p_N, **replicated(self.vectors)}
-
-    def plain_state(self) -> dict[str, Any]:
-        """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
-        return saving.plain(self)
 
     @property
     def at_sync(self) -> bool:
@@ -378,20 +350,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         whole = ((0, self.space.layout.numel),)
         spans = whole if self.bucketed is None else self.bucketed.buckets.spans
         self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
-
-    def connect(self, group: Group, bucket_elements: int) -> None:
-        """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
-
-        Raises: PeerLost, WireMismatch; then everything is as before.
-        """
-        before = dict(self.__dict__)
-        self._group, self.bucket_elements = group, bucket_elements
-        try:
-            self._refuse_other_models(group)
-            self._connect()
-        except CommError:
-            self.__dict__.update(before)
-            raise
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""

@@ -22,6 +22,7 @@ import typer
 GROUP = "thinwire.commands"
 OWN_HELP = {
     "thinwire.comm.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
+    "thinwire.workers.drill_cli:app": "Kill workers of a real job, and see what it costs.",
     "thinwire.workers.bench_cli:app": "Measure kernels, the exchange and whole training steps in a lab.",
 }
 

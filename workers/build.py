@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.comm.protocol import Group
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.workers.bucket_choice import kept_bucket
-from thinwire.workers.data.batches import Batches
+from thinwire.workers.data.batches import Batches, Data
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.data.load import load
 from thinwire.workers.recipes import REGISTRY as RECIPES
@@ -31,8 +31,13 @@ class Training:
     device: torch.device
     model: nn.Module
     optimizer: FlatOptimizer[Any]
-    batches: Batches
+    data: Data
     validation: tuple[Tensor, Tensor]
+
+    @property
+    def batches(self) -> Batches:
+        """What steps train on."""
+        return self.data.batches
 
 
 def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | None = None) -> Training:
@@ -42,12 +47,7 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
     Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
     """
     data = load(spec)
-    strangers = ranks_that_differ(group, bytes.fromhex(data.digest), device)
-    if strangers:
-        raise DataError(
-            f"data.source = {spec.data.source}: the data of rank {', '.join(map(str, strangers))} is not rank 0's "
-            f"(here, rank {group.rank}: {data.description}); give all nodes the same files, Python and packages"
-        )
+    refuse_other_data(group, data, device)
     inputs, targets = data.validation
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device, PRECISIONS[spec.precision])
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -58,7 +58,17 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
         bucket_elements=spec.bucket_elements or kept_bucket(run_dir, group, numel, device),
         **_hyper(spec),
     )
-    return Training(spec, group, device, model, optimizer, data.batches, (inputs.to(device), targets.to(device)))
+    return Training(spec, group, device, model, optimizer, data, (inputs.to(device), targets.to(device)))
+
+
+def refuse_other_data(group: Group, data: Data, device: torch.device) -> None:
+    """Compare what ranks train on. Collective. Raises: DataError, alike on every rank; PeerLost."""
+    strangers = ranks_that_differ(group, bytes.fromhex(data.digest), device)
+    if strangers:
+        raise DataError(
+            f"the data of rank {', '.join(map(str, strangers))} is not rank 0's (here, rank {group.rank}: "
+            f"{data.description}); give all nodes the same files, Python and packages"
+        )
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:

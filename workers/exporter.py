@@ -28,6 +28,7 @@ class WorkerMetrics:
         self._constant = {"job_id": job_id, "rank": str(rank)}
         self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         self._lock = threading.Lock()
+        self._num_regroups = 0
         self._stop: Callable[[], None] | None = None
         self._address: str | None = None
         # Its own registry: other libraries in the process use the global one.
@@ -76,6 +77,15 @@ class WorkerMetrics:
                 self._set_health(health)
             if wire is not None:
                 self._set_wire(wire)
+
+    def regrouped(self, generation: int, seconds: float, lost_norm: float) -> None:
+        """Take what a change of ranks was like."""
+        with self._lock:
+            self._num_regroups += 1
+            self._set("thinwire_generation", generation)
+            self._set("thinwire_regroups_total", self._num_regroups)
+            self._set("thinwire_regroup_seconds", seconds)
+            self._set("thinwire_error_lost_norm", lost_norm)
 
     def _set_wire(self, wire: WireAccount) -> None:
         self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)

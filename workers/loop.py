@@ -10,15 +10,18 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from thinwire.comm.protocol import Group
+from thinwire.comm import PeerLost, SoloGroup
 from thinwire.optim.health import health
+from thinwire.optim.regroup import hand_over
 from thinwire.workers import history, report
 from thinwire.workers.build import Training, build
-from thinwire.workers.checkpoint import CheckpointFolder
+from thinwire.workers.crew import Crew
 from thinwire.workers.meter import Meter
+from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.reporter import Reporter
 from thinwire.workers.reports import Health
+from thinwire.workers.saving import LEAVE_S, Saving
 from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.step_log import StepLog
@@ -27,10 +30,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_STEPS = 5
 """How often losses are averaged over ranks and reported: one small collective for so many steps."""
-
-
-class ReplicasDiffer(Exception):
-    """Two ranks hold different parameters or state: a defect, never a user's fault. Nothing is saved any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,97 +41,202 @@ class Run:
     attempt: int = 1
 
 
-def train(spec: TrainSpec, run: Run, group: Group, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
+def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
     """Train to spec.steps, going on from the newest whole checkpoint of the run's folder. Collective.
 
-    Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks.
+    Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks, and on
+    one that was asked to leave before the end.
     Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer, which no restart can
-    mend, with the last checkpoint kept; PeerLost, after which a restart goes on from it.
+    mend, with the last checkpoint kept; PeerLost where the crew is not elastic, after which a restart goes on from the
+    checkpoint; MembershipError where it is, and has no place for this worker any more.
     """
-    meter = Meter(group.stats)
-    with meter.part("control"):
-        training = build(spec, group, device, run.directory)
-    checkpoints = CheckpointFolder(run.directory / "checkpoints", spec.checkpoint.keep)
-    step = _resume(training, checkpoints, meter)
-    reporter.resumed(step)
-    if training.optimizer.set_global_batch(spec.global_batch):  # a checkpoint of a run with another global batch
-        reporter.event("warmup_rearmed", step, global_batch=spec.global_batch)
-    log = StepLog(training, meter, reporter)
-    if step == 0:
-        meter.seconds["startup"] = time.time() - run.created_at
-        log.before_training(evaluate(training, meter))
-    due = False
-    while step < spec.steps:
-        step += 1
+    course = Course(spec, run, crew, device, reporter)
+    while True:
+        try:
+            course.join()
+            if course.run():
+                return course.finish()
+            course.hand_over()
+            return {}
+        except PeerLost as error:
+            if not crew.elastic:
+                raise
+            logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
+        # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+
+
+class Course:
+    """The run of one rank: where it is, and what it trains with. Survives the loss of a peer.
+
+    step: committed. attended: up to where evaluations, reports and checkpoints are done.
+    """
+
+    def __init__(self, spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter: Reporter) -> None:
+        self.step = self.attended = 0
+        self._spec, self._run, self._crew, self._device, self._reporter = spec, run, crew, device, reporter
+        self._saving = Saving(run.directory, spec.checkpoint, reporter)
+        self._meter = Meter(SoloGroup().stats)
+        self._due = False  # an evaluation that waits for a sync
+        self._training: Training | None = None
+        self._log: StepLog | None = None
+
+    @property
+    def training(self) -> Training:
+        """What it trains with, after join()."""
+        assert self._training is not None
+        return self._training
+
+    @property
+    def log(self) -> StepLog:
+        """The steps that are not reported yet, after join()."""
+        assert self._log is not None
+        return self._log
+
+    def join(self) -> None:
+        """Take part in the next generation: build what is not there, agree on the step, and resume. Collective.
+
+        Raises: what `train` does; after PeerLost it may be called again.
+        """
+        began = time.perf_counter()
+        if self._crew.elastic and self._training is None:
+            with self._meter.part("control"):
+                self._training = build(self._spec, SoloGroup(), self._device)
+        has_state = self._log is not None
+        group = self._crew.form(self.step, has_state)
+        self._meter.attach(group.stats)
+        with self._meter.part("control"):
+            if self._training is None:
+                self._training, told = build(self._spec, group, self._device, self._run.directory), None
+            else:
+                progress = Progress(self.step, self.log.reported, self.attended, self._due) if has_state else None
+                told = regroup_training(
+                    self._training, group, self._run.directory, progress, self._spec.bucket_elements
+                )
+                self._training = told.training
+            self._reporter.seated(group, self._device)
+            self._saving.seated(group, self._device)
+        if told is None or told.change.source is None:
+            self._begin()
+        else:
+            self._go_on(told, began)
+
+    def run(self) -> bool:
+        """Train to the last step, or to the end of this generation. Returns False where this rank is to leave."""
+        while self.attended < self._spec.steps:
+            if self.step == self.attended:
+                stop = self._crew.at_boundary(self.step)
+                if stop is not None:
+                    with self._meter.part("control"):
+                        hand_over(self.training.optimizer)
+                    if stop.leaving:
+                        return False
+                    self.join()
+                    continue
+                self._train_step()
+            self._attend()
+        return True
+
+    def hand_over(self) -> None:
+        """Leave before the end; what this rank held is with the others."""
+        self._saving.close(LEAVE_S)
+        self._crew.leave()
+
+    def finish(self) -> dict[str, JsonValue]:
+        """Compare the replicas a last time. Returns the summary on rank 0. Collective. Raises: PeerLost."""
+        training = self.training
+        with self._meter.part("control"):
+            equal = replicas_bit_equal(training.optimizer, training.group)
+        with self._meter.part("checkpoint"):
+            self._saving.close()
+        self._crew.leave()
+        return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
+
+    def _begin(self) -> None:
+        """Resume from the newest whole checkpoint, or begin afresh."""
+        training, meter = self.training, self._meter
+        self.step = self.attended = self._saving.resume(training, meter)
+        self._reporter.resumed(self.step)
+        if training.optimizer.set_global_batch(self._spec.global_batch):  # a run with another global batch was saved
+            self._reporter.event("warmup_rearmed", self.step, global_batch=self._spec.global_batch)
+        self._log = StepLog(training, meter, self._reporter, self.step)
+        if self.step == 0:
+            meter.seconds["startup"] = time.time() - self._run.created_at
+            self._log.before_training(evaluate(training, meter))
+
+    def _go_on(self, told: Joined, began: float) -> None:
+        """After a regroup in which somebody had a state."""
+        change, training = told.change, self.training
+        if self._log is None:
+            self._log = StepLog(training, self._meter, self._reporter, 0)
+        now = told.progress
+        self._log.training, self._log.reported = training, now.reported
+        self._reporter.went_back(now.reported)
+        self.step, self.attended, self._due = change.step, now.attended, now.due
+        seconds = time.perf_counter() - began
+        seat = self._crew.seat
+        fields: dict[str, JsonValue] = {
+            "world_size": training.group.size,
+            "reason": seat.reason if seat else None,
+            "lost": [f"worker {one.slot} (rank {one.rank}): {one.why}" for one in seat.lost] if seat else [],
+            "received": list(change.received),
+            "rolled_forward": list(change.rolled_forward),
+            "redone": told.redone,
+            "local_steps_lost": change.local_steps_lost,
+            "error_norm": change.residual_norm,
+        }
+        generation = seat.generation if seat else 0
+        self._reporter.regrouped(self.step, generation, seconds, change.lost_norm, **fields)
+        logger.info(
+            "regrouped step=%d generation=%d seconds=%.3f error_lost_norm=%.3g %s",
+            self.step,
+            generation,
+            seconds,
+            change.lost_norm,
+            " ".join(f"{key}={value!r}" for key, value in fields.items()),
+        )
+
+    def _train_step(self) -> None:
+        training, now = self.training, self.step + 1
         phase, began = training.optimizer.phase.value, time.perf_counter()
-        loss = train_step(training, step, meter)
-        log.record(step, phase, loss, time.perf_counter() - began)
-        saving = step == spec.steps or step % spec.checkpoint.every_steps == 0
+        loss = train_step(training, now, self._meter)
+        self.step = now
+        self.log.record(now, phase, loss, time.perf_counter() - began)
+
+    def _attend(self) -> None:
+        """Evaluate, report and save where it is due: all that is, since the last time that all of it was done."""
+        training, meter, step, spec = self.training, self._meter, self.step, self._spec
+        last = step == spec.steps
+        saving = last or _passed(spec.checkpoint.every_steps, self.attended, step)
         if saving:
             with meter.part("checkpoint"):
                 training.optimizer.prepare_to_save()
-        due = due or step == spec.steps or step % spec.evaluation.every_steps == 0
+        due = self._due or last or _passed(spec.evaluation.every_steps, self.attended, step)
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
         validation_loss = evaluate(training, meter) if evaluating else None
         found = _health(training, meter) if evaluating else None
-        due = due and not evaluating
-        if evaluating or saving or step % REPORT_EVERY_STEPS == 0:
-            log.flush(validation_loss, found)
-        if step == training.optimizer.frozen_at:
-            reporter.event("phase_change", step, **training.optimizer.stats())
-            if group.rank == 0:
-                logger.info("phase_change step=%d stats=%s", step, training.optimizer.stats())
+        if evaluating or saving or _passed(REPORT_EVERY_STEPS, self.attended, step):
+            self.log.flush(step, validation_loss, found)
+        frozen_at = training.optimizer.frozen_at
+        if frozen_at is not None and self.attended < frozen_at <= step:
+            self._reporter.event("phase_change", frozen_at, **training.optimizer.stats())
+            if training.group.rank == 0:
+                logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
         if saving:
-            _save(training, checkpoints, meter, reporter, step)
-    with meter.part("control"):
-        equal = replicas_bit_equal(training.optimizer, group)
-    return _summary(training, meter, run, equal) if group.rank == 0 else {}
+            self._saving.save(training, meter, step)
+        self._saving.tell()
+        self.attended, self._due = step, due and not evaluating
+
+
+def _passed(every: int, before: int, now: int) -> bool:
+    """Is there a multiple of `every` in (before, now]?"""
+    return now // every > before // every
 
 
 def _health(training: Training, meter: Meter) -> Health:
     """How the optimizer is doing. Collective. Raises: PeerLost."""
     with meter.part("control"):
         return Health.model_validate(health(training.optimizer))
-
-
-def _resume(training: Training, checkpoints: CheckpointFolder, meter: Meter) -> int:
-    """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start."""
-    with meter.part("control"):
-        found = torch.zeros(1, dtype=torch.int64, device=training.device)
-        if training.group.rank == 0:
-            found[0] = checkpoints.newest_whole() or 0
-        training.group.broadcast_(found)
-    step = int(found.item())
-    if step:
-        state = checkpoints.load(step, training.device)
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        meter.load(state["meter"])
-    return step
-
-
-def _save(training: Training, checkpoints: CheckpointFolder, meter: Meter, reporter: Reporter, step: int) -> None:
-    """Write a checkpoint of `step`. A disk that refuses is reported and the run goes on; the older ones are intact."""
-    with meter.part("checkpoint"):
-        training.optimizer.prepare_to_save()
-        if not replicas_bit_equal(training.optimizer, training.group):
-            raise ReplicasDiffer(
-                f"replicas are not bit-equal at step {step}; this is a defect of thinwire or of a machine's memory. "
-                "Please report it with the job's spec; the last checkpoint is from before"
-            )
-        # Collective: the error memory is brought together as one residual, on every rank.
-        state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-        if training.group.rank != 0:
-            return
-        try:
-            path = checkpoints.save(step, {**state, "meter": meter.state()})
-        except OSError as error:
-            logger.error("checkpoint_failed step=%d reason=%s", step, error)
-            reporter.event("checkpoint_failed", step, reason=str(error))
-            return
-    logger.info("checkpoint_saved step=%d path=%s", step, path)
-    reporter.event("checkpoint_saved", step, path=str(path))
 
 
 def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -> dict[str, JsonValue]:

@@ -7,14 +7,18 @@ the run succeeded; otherwise failure.json says why and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
+import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
-from thinwire.workers.reports import Failure
+from thinwire.workers.reports import Failure, WantedWorkers
 from thinwire.workers.spec import TrainSpec, Workers
+from thinwire.workers.wanted import WantedFollower, wanted_workers
 from thinwire.workers.worker import FAILURE_NAME, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
-    """Run the Ray Train job to its end, restarting the workers from the checkpoint when one is lost.
+    """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
     Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
@@ -52,32 +56,88 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # one line a rank is not a duplicate
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train import FailureConfig, RunConfig
 
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "local")
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
         environment = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
         ray.init(address=address, runtime_env=environment)
-    workers, resources = spec.workers, ray.cluster_resources()
+    wanted, resources = wanted_workers(run_dir, spec.workers), ray.cluster_resources()
+    workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
     use_gpu = _use_gpu(workers, resources.get("GPU", 0))
     _refuse_too_many(workers, resources.get("CPU", 0))
+    fit_how = _fit_in_place if workers.elastic == "in_place" else _fit_with_restarts
+    fit_how(
+        workers,
+        job_id,
+        run_dir,
+        use_gpu,
+        train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
+        run_config=RunConfig(
+            name=job_id,
+            storage_path=str(run_dir / "ray"),
+            failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
+        ),
+    )
+
+
+def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, **how: Any) -> None:
+    """Workers come and go one by one, and the others keep their processes."""
+    import ray
+
+    from thinwire.workers.elastic.membership_actor import ensure_membership
+    from thinwire.workers.elastic.trainer import ElasticTrainer
+    from thinwire.workers.membership import Limits
+
+    trainer = ElasticTrainer(
+        train_worker,
+        job=job_id,
+        secret=_membership_secret(run_dir),
+        limits=Limits(workers.min, workers.max),
+        resources_per_worker=_resources(use_gpu),
+        use_gpu=use_gpu,
+        grace_s=workers.grace_s,
+        **how,
+    )
+
+    def tell(now: WantedWorkers) -> None:
+        ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
+
+    follower = WantedFollower(run_dir, workers, tell)
+    try:
+        trainer.fit()
+    finally:
+        follower.close()
+
+
+def _fit_with_restarts(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, **how: Any) -> None:
+    """Ray Train's own way: whenever a worker is lost all start again, from the checkpoint."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
     TorchTrainer(
         train_worker,
-        train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=120),
         scaling_config=ScalingConfig(
             num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
             use_gpu=use_gpu,
-            resources_per_worker={"CPU": 1, **({"GPU": 1} if use_gpu else {})},
+            resources_per_worker=_resources(use_gpu),
         ),
-        run_config=RunConfig(
-            name=job_id,
-            storage_path=str(run_dir / "ray"),
-            failure_config=FailureConfig(max_failures=workers.max_restarts),
-        ),
+        **how,
     ).fit()
+
+
+def _resources(use_gpu: bool) -> dict[str, float]:
+    return {"CPU": 1, **({"GPU": 1} if use_gpu else {})}
+
+
+def _membership_secret(run_dir: Path) -> str:
+    """What only workers of this job know: made of its token, so that a new driver of the job knows it too."""
+    token = run_dir / "token"
+    if token.exists():
+        return hashlib.sha256(b"membership " + token.read_text().strip().encode()).hexdigest()
+    return secrets.token_hex(32)  # a run without a service, which has one driver
 
 
 def _use_gpu(workers: Workers, num_gpus: float) -> bool:

@@ -19,18 +19,23 @@ class Meter:
         self._stats = stats
         self._loaded_bytes: dict[str, int] = {}
 
+    def attach(self, stats: Stats) -> None:
+        """Count the bytes of another group from here on, between two parts."""
+        self._stats = stats
+
     @contextmanager
     def part(self, name: str, bytes_on: str | None = None) -> Iterator[None]:
         """Book what happens inside on `name`. On a GPU the host's time, which the step's last read synchronises.
 
         bytes_on: another part that the bytes belong to, such as those of a step that begin to leave in backward.
         """
-        began, sent = time.perf_counter(), self._stats.sent_bytes
+        stats = self._stats
+        began, sent = time.perf_counter(), stats.sent_bytes
         try:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - began
-            self.sent_bytes[bytes_on or name] += self._stats.sent_bytes - sent
+            self.sent_bytes[bytes_on or name] += stats.sent_bytes - sent
 
     def state(self) -> dict[str, dict[str, float]]:
         """Both accounts, for a checkpoint."""

@@ -78,6 +78,17 @@ METRICS: dict[str, Metric] = {
             "Difference of the counted and the predicted bytes of frames, without its sign, over the counted ones",
         ),
         Metric("thinwire_world_size", MetricKind.GAUGE, "workers", "Workers in the communication group"),
+        Metric(
+            "thinwire_generation", MetricKind.GAUGE, "", "How often the workers have changed, the first start included"
+        ),
+        Metric("thinwire_regroups_total", MetricKind.COUNTER, "", "Changes of workers that this one has gone through"),
+        Metric("thinwire_regroup_seconds", MetricKind.GAUGE, "seconds", "From the last change's begin to going on"),
+        Metric(
+            "thinwire_error_lost_norm",
+            MetricKind.GAUGE,
+            "",
+            "Estimated 2-norm of the error memory that was lost with dead workers in the last change; 0 if planned",
+        ),
         Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
         Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),

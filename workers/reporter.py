@@ -5,6 +5,7 @@ A run without a service (a test, a benchmark, a loop under torchrun) uses `Silen
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import JsonValue
 
+from thinwire.comm.link_classes import exchange_boxes
 from thinwire.workers.history import FILE_NAME, History
 from thinwire.workers.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient, WorkerMetrics
+from thinwire.workers.wire_meter import WireMeter, wire_meter
 
 if TYPE_CHECKING:
-    from thinwire.workers.wire_meter import WireMeter
+    import torch
 
+    from thinwire.comm.protocol import Group
+
+logger = logging.getLogger(__name__)
+
+EVENTS_NAME = "events.jsonl"
 DELIVER_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
 
@@ -30,11 +38,20 @@ class RunSuperseded(Exception):
 class Reporter(Protocol):
     """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run."""
 
+    def seated(self, group: Group, device: torch.device) -> None:
+        """This worker trains with these ranks from here on. Collective. Raises: PeerLost."""
+
+    def went_back(self, step: int) -> None:
+        """History after `step` comes again: a peer was lost that had told it, or had not yet."""
+
     def resumed(self, step: int) -> None:
         """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """New history, this rank's training windows so far, and its bytes by purpose so far."""
+
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
 
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:
         """Something that happened once."""
@@ -54,6 +71,13 @@ class Silent:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
+    def seated(self, group: Group, device: torch.device) -> None:
+        """Nothing."""
+
+    def went_back(self, step: int) -> None:
+        """As resumed."""
+        self.samples = [sample for sample in self.samples if sample.step <= step]
+
     def resumed(self, step: int) -> None:
         """Drop what came after `step`."""
         self.samples = [sample for sample in self.samples if sample.step <= step]
@@ -61,6 +85,10 @@ class Silent:
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """Keep them."""
         self.samples.extend(samples)
+
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """An event."""
+        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
 
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:
         """Nothing."""
@@ -75,21 +103,42 @@ class Silent:
 
 
 class ServiceReporter:
-    """Metrics and a registration on every rank; rank 0 also writes history.jsonl and posts to the service."""
+    """Metrics and a registration on every worker; rank 0 also writes history.jsonl and posts to the service."""
 
     def __init__(
         self, run_dir: Path, job_id: str, rank: int, attempt: int, address: str, wire: WireMeter | None = None
     ) -> None:
-        """`address`: the network address on which this worker's metrics are served. `wire`: where it is measured."""
+        """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
+
+        `address`: the network address on which this worker's metrics are served. `wire`: where it is measured.
+        """
         self._wire = wire
+        self._last_step: int | None = None
         self._metrics = WorkerMetrics(job_id, rank)
         self._metrics.start_http_server(addr=address)
         self._client = ServiceClient(run_dir, rank, attempt)
         self._heartbeat = Heartbeat(self._client, self._metrics.address)
-        self._history = History(run_dir / FILE_NAME) if rank == 0 else None
-        self._poster = Poster(self._client) if rank == 0 else None
+        self._run_dir = run_dir
+        self._history: History | None = None
+        self._poster: Poster | None = None
         self._rounds_skipped = 0
         self._compression_ratio: float | None = None
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """Rank 0 writes and posts from here on; one worker a box measures its wire, where its environment asks for it.
+
+        Collective, whoever is asked: which nodes measure is each node's own affair. Raises: PeerLost.
+        """
+        self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
+        if group.rank == 0 and self._history is None:
+            self._history = History(self._run_dir / FILE_NAME)
+            self._poster = Poster(self._client)
+
+    def went_back(self, step: int) -> None:
+        """Drop the history after `step`, if there is any."""
+        if self._history is not None and (self._last_step is None or self._last_step > step):
+            self._history.truncate_after(step)
+            self._last_step = step
 
     def resumed(self, step: int) -> None:
         """Drop the history after `step`."""
@@ -110,6 +159,7 @@ class ServiceReporter:
             self._rounds_skipped += sample.skipped_round
             self._compression_ratio = sample.compression_ratio or self._compression_ratio
         last = samples[-1]
+        self._last_step = last.step
         self._metrics.update(
             step=last.step,
             phase=last.phase,
@@ -126,10 +176,22 @@ class ServiceReporter:
             wire=None if self._wire is None else self._wire.account(),
         )
 
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """Export it, and tell it as an event."""
+        self._metrics.regrouped(generation, seconds, lost_norm)
+        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
+
     def event(self, kind: str, step: int, **fields: JsonValue) -> None:
-        """Post it."""
-        if self._poster is not None:
-            self._poster.add_event(Event(kind=kind, step=step, time=time.time(), fields=fields))
+        """Post it, and write it into the run folder. A disk that refuses is logged."""
+        if self._poster is None:
+            return
+        told = Event(kind=kind, step=step, time=time.time(), fields=fields)
+        self._poster.add_event(told)
+        try:
+            with (self._run_dir / EVENTS_NAME).open("a") as file:
+                file.write(told.model_dump_json() + "\n")
+        except OSError as error:
+            logger.error("event_unwritten kind=%s step=%d reason=%s", kind, step, error)
 
     def close(
         self,

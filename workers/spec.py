@@ -186,6 +186,12 @@ class Checkpoint(_Frozen):
 
     every_steps: int = Field(50, ge=1)
     keep: int = Field(2, ge=1, le=100)
+    store: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="where: an absolute folder, or a URL that fsspec or pyarrow opens; null: the run's folder",
+    )
 
 
 class Evaluation(_Frozen):

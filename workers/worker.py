@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from pydantic import ValidationError
 
 from thinwire.workers.reports import Failure
 from thinwire.workers.spec import TrainSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinwire.workers.crew import Crew
 
 logger = logging.getLogger(__name__)
 
@@ -19,21 +26,20 @@ FAILURE_NAME = "failure.json"
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """Ray Train's train function. config: run_dir, attempt.
+    """Ray Train's train function. config: run_dir, attempt; "elastic" where the crew is a membership.
 
     An error that no restart can mend is written to failure.json, posted, and ends this function normally, so that Ray
-    does not start the group again. PeerLost is raised: the group starts again and goes on from the checkpoint.
+    does not start the group again. PeerLost is raised: the group starts again and goes on from the checkpoint. A worker
+    that has no place in its membership any more ends normally where it was asked to leave, and else raises.
     """
-    import ray.train
     import ray.train.torch
     import ray.util
 
-    from thinwire.comm import PeerLost, TorchGroup
-    from thinwire.comm.link_classes import exchange_boxes
+    from thinwire.comm import PeerLost
     from thinwire.workers import report
     from thinwire.workers.loop import Run, train
+    from thinwire.workers.membership import Dismissed, MembershipError
     from thinwire.workers.reporter import RunSuperseded, ServiceReporter
-    from thinwire.workers.wire_meter import wire_meter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -41,27 +47,46 @@ def train_worker(config: dict[str, Any]) -> None:
     if (run_dir / FAILURE_NAME).exists():  # a peer has failed for good while this rank saw only that it was gone
         return
     job = json.loads((run_dir / "job.json").read_text())
-    group = TorchGroup()
+    spec = TrainSpec.model_validate(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
-    # On every rank, asked for or not: which nodes measure their wire is each node's own affair.
-    wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
-    reporter = ServiceReporter(run_dir, job["job_id"], group.rank, run.attempt, address, wire)
-    logger.info("worker_started rank=%d world_size=%d pid=%d", group.rank, group.size, os.getpid())
+    crew, number = _crew(config, address, device)
+    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address)
+    logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
-        summary = train(TrainSpec.model_validate(job["spec"]), run, group, device, reporter)
-        if group.rank == 0:
+        summary = train(spec, run, crew, device, reporter)
+        if summary:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)
-    except (PeerLost, RunSuperseded):
+    except Dismissed as reason:
+        logger.info("worker_dismissed number=%d reason=%r", number, str(reason))
+        reporter.close(timeout_s=2.0)
+    except (PeerLost, RunSuperseded, MembershipError):
         reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
         raise
     except Exception as error:
-        logger.exception("training_failed rank=%d", group.rank)
+        logger.exception("training_failed number=%d", number)
         failure = failure_of(error)
         write_failure(run_dir, failure)
+        crew.fail(failure.message)
         reporter.close(failure=failure)
+
+
+def _crew(config: dict[str, Any], address: str, device: torch.device) -> tuple[Crew, int]:
+    """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
+    from thinwire.comm import TorchGroup
+    from thinwire.workers.crew import ElasticCrew, FixedCrew
+    from thinwire.workers.elastic.worker_side import resolve, slot_of
+    from thinwire.workers.membership import Identity, Member
+
+    if "elastic" not in config:
+        group = TorchGroup()
+        return FixedCrew(group), group.rank
+    slot = slot_of(config)
+    identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
+    member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
+    return ElasticCrew(member, address, device), slot
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -7,6 +7,7 @@ import torch
 
 from thinwire.comm import run_threads
 from thinwire.workers import history
+from thinwire.workers.crew import FixedCrew
 from thinwire.workers.loop import Run, train
 from thinwire.workers.reporter import Silent
 from thinwire.workers.spec import TrainSpec
@@ -58,7 +59,7 @@ def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: grou
 
     def work(group):
         reporter = Recording(run_dir, group.rank)
-        summary = train(spec, Run(run_dir, time.time()), wrap(group), torch.device("cpu"), reporter)
+        summary = train(spec, Run(run_dir, time.time()), FixedCrew(wrap(group)), torch.device("cpu"), reporter)
         return summary, reporter.samples, reporter.events
 
     return run_threads(size, work)

@@ -8,9 +8,26 @@ import torch
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost
 from thinwire.workers import history
-from thinwire.workers.checkpoint import CheckpointFolder
+from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
+from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.report import ring_bytes, write_report
+
+
+def saved(folder, step):
+    """The folder of the one checkpoint of this step."""
+    (found,) = folder.glob(f"step-{step:08}-*")
+    return found
+
+
+def newest(folder):
+    which = CheckpointStore(folder, 2).newest_whole()
+    return which and which.step
+
+
+def load(folder, step):
+    token = int(saved(folder, step).name.rpartition("-")[2], 16)
+    return CheckpointStore(folder, 10).load(CheckpointId(token, step), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -51,8 +68,8 @@ def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
     spec = small_spec(checkpoint={"every_steps": 8, "keep": 10})
     run_small(tmp_path / "cut", spec, 2)
     folder = tmp_path / "cut" / "checkpoints"
-    for later in ("step-00000016", "step-00000024"):
-        shutil.rmtree(folder / later)
+    for later in (16, 24):
+        shutil.rmtree(saved(folder, later))
     resumed = run_small(tmp_path / "cut", spec, 2)
     assert resumed[0][2][0] == ("resumed", 8)
     steps = {s.step: s for s in resumed[0][1]}
@@ -61,9 +78,9 @@ def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
         assert steps[sample.step].loss == sample.loss
         assert steps[sample.step].payload_bytes_total == sample.payload_bytes_total
     assert [s.step for s in history.read(tmp_path / "cut" / history.FILE_NAME)] == list(range(25))
-    final = [torch.load(tmp_path / run / "checkpoints/step-00000024/state.pt") for run in ("whole", "cut")]
-    for name, value in final[0]["model"].items():
-        assert torch.equal(value, final[1]["model"][name])
+    final = [load(tmp_path / run / "checkpoints", 24) for run in ("whole", "cut")]
+    for name, value in final[0].flat.items():
+        assert torch.equal(value, final[1].flat[name])
 
 
 @pytest.mark.parametrize("new_size", [1, 3])
@@ -95,7 +112,7 @@ class Dying:
 def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint(tmp_path):
     with pytest.raises(PeerLost):
         run_small(tmp_path, small_spec(), 2, wrap=lambda group: Dying(group, calls=50))
-    before = CheckpointFolder(tmp_path / "checkpoints", 2).newest_whole()
+    before = newest(tmp_path / "checkpoints")
     assert before in (8, 16)
     (summary, _, events), *_ = run_small(tmp_path, small_spec(), 2)
     assert events[0] == ("resumed", before)
@@ -110,17 +127,16 @@ def test_a_loss_that_becomes_nan_stops_every_rank_and_keeps_the_checkpoint(tmp_p
     monkeypatch.setattr(step_module, "learning_rate", lambda spec, step: 1e30 if step > 17 else original(spec, step))
     with pytest.raises(NonFiniteInput, match="NaN or infinity"):
         run_small(tmp_path, small_spec(), 2)
-    folder = CheckpointFolder(tmp_path / "checkpoints", 2)
-    assert folder.newest_whole() == 16
-    state = folder.load(16, torch.device("cpu"))
-    assert torch.isfinite(state["optimizer"]["residuals"]["momentum_error"]).all()
+    assert newest(tmp_path / "checkpoints") == 16
+    content = load(tmp_path / "checkpoints", 16)
+    assert torch.isfinite(content.flat["residuals.momentum_error"]).all()
 
 
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path, monkeypatch):
-    def full(self, step, state):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CheckpointFolder, "save", full)
+    monkeypatch.setattr(LocalStorage, "write", full)
     (summary, _, events), *_ = run_small(tmp_path, small_spec(steps=8), 1)
     assert summary["steps"] == 8
     assert ("checkpoint_failed", 8) in events
@@ -186,7 +202,7 @@ def test_a_resumed_run_of_zero_one_adam_repeats_the_run_that_went_on_bit_for_bit
     whole = run_small(tmp_path / "whole", small_spec(**ZERO_ONE), 3)
     run_small(tmp_path / "cut", small_spec(**ZERO_ONE), 3)
     for later in (32, 40):
-        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{later:08}")
+        shutil.rmtree(saved(tmp_path / "cut" / "checkpoints", later))
     resumed = run_small(tmp_path / "cut", small_spec(**ZERO_ONE), 3)
     assert resumed[0][2][0] == ("resumed", 16)
     for sample, again in zip(whole[0][1][17:], resumed[0][1], strict=True):

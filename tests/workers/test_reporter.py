@@ -1,9 +1,11 @@
 """What a worker's reporter exports and posts of the samples that the loop gives it."""
 
 import httpx
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.stub_service import Service
+from thinwire.comm import SoloGroup
 from thinwire.workers import history
 from thinwire.workers.reporter import ServiceReporter
 from thinwire.workers.reports import Health, Sample
@@ -22,6 +24,7 @@ def exported(reporter: ServiceReporter) -> dict[str, float]:
 
 def test_skipped_rounds_are_counted_and_leave_the_last_ratio_standing(service: Service) -> None:
     reporter = ServiceReporter(service.run_dir, "j-1", 0, attempt=2, address="127.0.0.1")
+    reporter.seated(SoloGroup(), torch.device("cpu"))
     start = sample(0, 0, health=None)
     health = Health(error_to_momentum=1.5)
     reporter.steps([start], 0, {"optimizer": 0})
@@ -41,6 +44,7 @@ def test_skipped_rounds_are_counted_and_leave_the_last_ratio_standing(service: S
 
 def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
     reporter = ServiceReporter(service.run_dir, "j-1", 0, attempt=2, address="127.0.0.1")
+    reporter.seated(SoloGroup(), torch.device("cpu"))
     reporter.steps([sample(step, 0, world_size=1) for step in range(3)], 8, {"optimizer": 0})
     assert exported(reporter)["thinwire_rounds_skipped_total"] == 0
     reporter.close()

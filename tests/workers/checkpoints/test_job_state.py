@@ -1,0 +1,152 @@
+"""What of a job is saved goes back: bit-equal to the run that went on, at any number of ranks, in any precision."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.optim.seeded import seeded
+from tests.workers.checkpoints.states import CPU, bits
+from thinwire.comm import run_threads
+from thinwire.optim import OneBitAdam, ZeroOneAdam
+from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
+from thinwire.workers.checkpoints.job_state import collect, restored
+from thinwire.workers.meter import Meter
+
+TOKEN = 7
+SIZES = (1, 2, 3, 4, 8)
+AT, AFTER = 9, 6
+
+
+class Small(torch.nn.Module):
+    """Tied weights, a frozen parameter, statistics, and biases; no size divides by eight ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(7, 13), torch.nn.BatchNorm1d(13), torch.nn.Linear(13, 7)
+        self.tied = self.first
+        self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
+
+    def forward(self, x):
+        return self.last(self.norm(torch.tanh(self.tied(x)))) * self.frozen
+
+
+OPTIMIZERS = {
+    "onebit_adam": lambda params, group: OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup=4, group=group),
+    "zero_one_adam": lambda params, group: ZeroOneAdam(
+        params, lr=1e-2, var_freeze_step=4, local_step_scaler=4, local_step_clipper=4, group=group
+    ),
+}
+
+
+def make(name, group, dtype):
+    model = seeded(0, Small).to(dtype)
+    return model, OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad], group), Meter(group.stats)
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x = torch.randn(6, 7, generator=generator).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        (model(x) - torch.sin(x)).square().mean().backward()
+        optimizer.step()
+
+
+def held(model, optimizer):
+    """Parameters and state, as bytes."""
+    state = optimizer.state_dict()
+    tensors = {**dict(model.named_parameters()), **state["vectors"], **state["residuals"]}
+    return {name: bits(tensor) for name, tensor in tensors.items()}, state["num_steps"], repr(state["param_groups"])
+
+
+def saving_run(store, name, size, dtype):
+    """By rank: what it held at the checkpoint, and what it held after going on."""
+
+    def work(group):
+        model, optimizer, meter = make(name, group, dtype)
+        train(model, optimizer, group.rank, range(1, AT + 1))
+        writer = Writer(store)
+        writer.save(CheckpointId(TOKEN, AT), group.rank, group.size, collect(model, optimizer, meter))
+        then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, group.rank, range(AT + 1, AT + AFTER + 1))
+        assert writer.close(30)
+        assert not [ticket.failure for ticket in writer.ended() if ticket.failure]
+        return then, held(model, optimizer)
+
+    return run_threads(size, work)
+
+
+def loading_run(store, name, size, dtype, steps=AFTER):
+    """By rank: what it held when loaded, and what it held after going on."""
+
+    def work(group):
+        model, optimizer, meter = make(name, group, dtype)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        state = restored(store.load(store.newest_whole(), CPU))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        meter.load(state["meter"])
+        then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, group.rank, range(AT + 1, AT + steps + 1))
+        return then, held(model, optimizer)
+
+    return run_threads(size, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_resumed_run_is_bit_equal_to_the_one_that_saved_and_went_on(tmp_path, name, size, dtype):
+    store = CheckpointStore(tmp_path, keep=1)
+    saved, resumed = saving_run(store, name, size, dtype), loading_run(store, name, size, dtype)
+    for (_, went_on), (_, went_on_too) in zip(saved, resumed, strict=True):
+        assert went_on == went_on_too
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def saved(request, dtype, tmp_path_factory):
+    """(store, what rank 0 held at the checkpoint), written by so many ranks."""
+    store = CheckpointStore(tmp_path_factory.mktemp("saved"), keep=1)
+    ((then, _), *_) = saving_run(store, "onebit_adam", request.param, dtype)
+    return store, then
+
+
+@pytest.mark.parametrize("new_size", SIZES)
+def test_any_number_of_ranks_loads_what_any_number_wrote(saved, new_size, dtype):
+    store, (model, optimizer) = saved
+    for (model_too, optimizer_too), _ in loading_run(store, "onebit_adam", new_size, dtype, steps=0):
+        assert set(model) == set(model_too)
+        assert all(bits(model[name]) == bits(model_too[name]) for name in model)
+        assert set(optimizer) == set(optimizer_too)
+        for kind in ("vectors", "residuals"):
+            ours, theirs = optimizer[kind], optimizer_too[kind]
+            assert {name: bits(v_N) for name, v_N in ours.items()} == {name: bits(v_N) for name, v_N in theirs.items()}
+        plain = set(optimizer) - {"vectors", "residuals", "master"}
+        assert repr([optimizer[key] for key in plain]) == repr([optimizer_too[key] for key in plain])
+        assert ("master" in optimizer) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_is_at_most_a_tenth_larger_than_parameters_m_v_and_r(tmp_path, dtype):
+    """Of low-precision parameters the master is what counts: the rounded ones are not written beside it."""
+    store = CheckpointStore(tmp_path, keep=1)
+
+    def work(group):
+        model = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(101, 307), torch.nn.Linear(307, 101))).to(dtype)
+        optimizer = OneBitAdam(model.parameters(), warmup=4, group=group)
+        writer = Writer(store)
+        writer.save(CheckpointId(TOKEN, 1), group.rank, group.size, collect(model, optimizer, Meter(group.stats)))
+        assert writer.close(30)
+        return sum(param.numel() for param in model.parameters())
+
+    numel, *_ = run_threads(3, work)
+    size_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert 16 * numel <= size_bytes <= 1.1 * 16 * numel

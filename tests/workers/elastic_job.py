@@ -1,0 +1,178 @@
+"""A small job whose workers are real processes under a membership server of the test: killed, stopped, replaced.
+
+Processes are forked from one that has imported torch, so that a worker is there in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+import uuid
+from pathlib import Path
+
+from tests.workers.small_job import SMALL, Recording
+from thinwire.workers.membership import Identity, Limits, Member, MembershipServer
+from thinwire.workers.spec import TrainSpec
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.crew", "tests.workers.small_job"])
+SECRET = "sixteen-characters-or-more"
+
+
+class Telling(Recording):
+    """Writes events and steps where the test can read them."""
+
+    def __init__(self, run_dir: Path, slot: int, pause_s: float):
+        super().__init__(run_dir, -1)
+        self._slot, self._pause_s, self._run_dir, self.rank = slot, pause_s, run_dir, None
+
+    def seated(self, group, device):
+        from thinwire.workers import history
+
+        self.rank = group.rank
+        if group.rank == 0 and self._history is None:
+            self._history = history.History(self._run_dir / history.FILE_NAME)
+
+    def went_back(self, step):
+        if self._history is not None:
+            self._history.truncate_after(step)
+
+    def steps(self, samples, num_samples, sent_bytes):
+        super().steps(samples, num_samples, sent_bytes)
+        self._tell(kind="steps", step=samples[-1].step)
+
+    def event(self, kind, step, **fields):
+        if self.rank == 0:
+            self._tell(kind=kind, step=step, **fields)
+
+    def _tell(self, **fields):
+        with (self._run_dir / "events.jsonl").open("a") as file:
+            told = {"slot": self._slot, "pid": os.getpid(), "rank": self.rank, "time": time.time(), **fields}
+            file.write(json.dumps(told) + "\n")
+
+
+def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout_s: float):
+    import torch
+
+    from thinwire.workers import loop
+    from thinwire.workers.crew import ElasticCrew
+    from thinwire.workers.report import write_report
+
+    torch.set_num_threads(1)
+    os.setsid()
+    log = (run_dir / f"log-{slot}-{os.getpid()}").open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", force=True)
+    plain = loop.train_step
+
+    def slow(training, step, meter):
+        time.sleep(pause_s)
+        while step > int((run_dir / "allowed").read_text() or 0):
+            time.sleep(0.005)
+        return plain(training, step, meter)
+
+    loop.train_step = slow
+    identity = Identity(uuid.uuid4().hex, slot, "127.0.0.1", os.getpid())
+    member = Member(lambda: address, SECRET, identity, beat_s=0.2)
+    crew = ElasticCrew(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s)
+    reporter = Telling(run_dir, slot, pause_s)
+    status = 0
+    try:
+        summary = loop.train(
+            TrainSpec.model_validate(spec), loop.Run(run_dir, time.time()), crew, torch.device("cpu"), reporter
+        )
+        reporter._tell(kind="ended", step=-1)
+        if summary:
+            write_report(run_dir, summary)
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        traceback.print_exc()
+        crew.fail(str(error))
+        reporter._tell(kind="failed", step=-1, error=f"{type(error).__name__}: {error}")
+        status = 1
+    log.flush()
+    os._exit(status)
+
+
+class ElasticJob:
+    """The server, and the workers by slot. Ends all that it started."""
+
+    def __init__(self, run_dir: Path, limits: Limits, *, pause_s=0.02, timeout_s=20.0, server=None, **spec):
+        self.run_dir, self._pause_s, self._timeout_s = run_dir, pause_s, timeout_s
+        run_dir.mkdir(parents=True, exist_ok=True)
+        text = {"source": "text-file", "path": str(Path("tests/data/tinyshakespeare.txt").resolve())}
+        self.spec = {**SMALL, "workers": {"min": 1, "max": 7}, "data": text, **spec}
+        self.allow(self.spec["steps"])
+        self.said = []
+        self.server = MembershipServer(limits, SECRET, start_wait_s=60.0, on_event=self.said.append, **(server or {}))
+        self.workers = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.workers.values():
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        self.server.close()
+
+    def start(self, *slots):
+        for slot in slots:
+            arguments = (self.run_dir, self.spec, slot, self.server.address, self._pause_s, self._timeout_s)
+            process = _FORKSERVER.Process(target=_work, args=arguments)
+            process.start()
+            self.workers[slot] = process
+        return self
+
+    def allow(self, step):
+        """Steps after this one wait until they are allowed too."""
+        partial = self.run_dir / "allowed.new"
+        partial.write_text(str(step))
+        partial.replace(self.run_dir / "allowed")
+
+    def kill(self, slot, number=signal.SIGKILL):
+        os.kill(self.workers[slot].pid, number)
+        return time.time()
+
+    def events(self, kind=None):
+        file = self.run_dir / "events.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        told = [json.loads(line) for line in lines]
+        return [one for one in told if kind is None or one["kind"] == kind]
+
+    def joined(self, slot):
+        """How often the worker of this slot has asked for a seat."""
+        return sum(one.kind == "joined" and one.fields.get("slot") == slot for one in list(self.said))
+
+    def regroups(self):
+        """The sizes of the generations after the first."""
+        return [one["world_size"] for one in self.events("regrouped")]
+
+    def step(self):
+        return max((one["step"] for one in self.events("steps")), default=0)
+
+    def until(self, holds, limit_s=60.0, tolerate="nothing"):
+        end = time.monotonic() + limit_s
+        while not holds():
+            failed = [one for one in self.events("failed") if not one["error"].startswith(tolerate)]
+            assert not failed, f"{failed}\n{self.logs()}"
+            assert time.monotonic() < end, f"it did not come\n{self.server.snapshot()}\n{self.logs()}"
+            time.sleep(0.01)
+
+    def until_step(self, step, limit_s=60.0):
+        self.until(lambda: self.step() >= step, limit_s)
+
+    def wait(self, limit_s=120.0, tolerate="nothing"):
+        """Until all workers that are alive have ended well."""
+        self.until(lambda: not any(process.is_alive() for process in self.workers.values()), limit_s, tolerate)
+
+    def logs(self):
+        found = sorted(self.run_dir.glob("log-*"))
+        return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in found)

@@ -1,0 +1,141 @@
+"""Workers come and go while a job runs: those that stay keep their processes, and no committed step is done again."""
+
+import json
+import signal
+
+import pytest
+
+from tests.workers.elastic_job import ElasticJob
+from thinwire.workers import history
+from thinwire.workers.membership import Limits
+
+ADAM = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99], "warmup": 6}
+OPTIMIZERS = {
+    "1-bit Adam": ADAM,
+    "1-bit LAMB": {**ADAM, "name": "onebit_lamb"},
+    "0/1 Adam": {
+        "name": "zero_one_adam",
+        "lr": 4e-3,
+        "betas": [0.9, 0.99],
+        "var_freeze": 6,
+        "var_update_scaler": 2,
+        "local_step_scaler": 8,
+        "local_step_clipper": 4,
+    },
+}
+PHASES = {"warm-up": 3, "compressed": 20}
+
+
+def assert_whole(job, steps):
+    """The run ended well, with every step once and equal replicas."""
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["replicas_bit_equal"] is True
+    samples = history.read(job.run_dir / history.FILE_NAME)
+    assert [sample.step for sample in samples] == list(range(steps + 1))
+    assert all(sample.loss is not None for sample in samples[1:])
+    assert summary["loss"]["validation_last"] < summary["loss"]["validation_first"]
+    return summary
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_killed_worker_costs_no_step_and_its_replacement_joins_in(tmp_path, optimizer, phase):
+    killed_at = PHASES[phase]
+    with ElasticJob(tmp_path, Limits(2, 3), steps=50, optimizer=OPTIMIZERS[optimizer]) as job:
+        job.allow(killed_at)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == killed_at)
+        job.kill(1)
+        job.allow(30)
+        job.until(lambda: job.regroups() == [2])
+        lost = job.events("regrouped")[0]
+        compresses = phase == "compressed" or optimizer == "0/1 Adam"  # which does so from its first step
+        assert (lost["error_lost_norm"] > 0) == compresses
+        assert lost["step"] in (killed_at, killed_at + 1)
+        job.start(1)
+        job.until(lambda: job.joined(1) == 2)
+        job.allow(50)
+        job.wait()
+        assert job.regroups() == [2, 3]
+        assert job.events("regrouped")[1]["received"] == [2]
+        assert job.events("regrouped")[1]["error_lost_norm"] == 0
+        assert_whole(job, 50)
+        assert len({one["pid"] for one in job.events("steps") if one["rank"] == 0}) == 1
+
+
+def test_the_leader_may_die_and_history_goes_on_without_a_gap(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
+        job.allow(17)  # reported are 15, saved 16
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 17)
+        job.kill(0)
+        job.allow(40)
+        job.wait()
+        assert job.regroups() == [2]
+        assert_whole(job, 40)
+
+
+def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
+        job.allow(12)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.kill(0)
+        job.kill(2)
+        job.allow(40)
+        job.wait()
+        assert job.regroups()[-1] == 1
+        assert_whole(job, 40)
+
+
+def test_below_min_the_job_waits_and_says_so(tmp_path):
+    with ElasticJob(tmp_path, Limits(2, 2), steps=30) as job:
+        job.allow(12)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.kill(1)
+        job.allow(30)
+        job.until(lambda: job.server.snapshot().status == "waiting for workers")
+        assert "1 of 2" in job.server.snapshot().status_text
+        job.start(1)
+        job.wait()
+        assert job.regroups() == [2]
+        assert job.events("regrouped")[0]["received"] == [1]
+        assert_whole(job, 30)
+
+
+def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
+    with ElasticJob(tmp_path, Limits(2, 2), steps=60) as job:
+        job.allow(10)
+        job.start(0, 1, 2, 3)
+        job.until(lambda: job.server.snapshot().last_step == 10)
+        pids = {slot: job.workers[slot].pid for slot in (0, 1)}
+        job.server.set_limits(Limits(2, 4))
+        job.until(lambda: all(job.joined(slot) for slot in range(4)))
+        job.allow(30)
+        job.until(lambda: job.regroups() == [4])
+        job.server.set_limits(Limits(2, 2))
+        job.allow(60)
+        job.wait()
+        assert job.regroups() == [4, 2]
+        assert all(one["error_lost_norm"] == 0 for one in job.events("regrouped"))
+        assert all(one["error_norm"] > 0 for one in job.events("regrouped"))
+        assert {one["slot"]: one["pid"] for one in job.events("ended") if one["slot"] in pids} == pids
+        assert_whole(job, 60)
+
+
+def test_a_worker_that_was_stopped_for_long_is_fenced_and_changes_nothing(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 3), steps=40, server={"beat_timeout_s": 4.0}) as job:
+        job.allow(12)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.kill(0, signal.SIGSTOP)
+        job.allow(40)
+        job.until(lambda: job.regroups() == [2])
+        job.until_step(40)
+        job.kill(0, signal.SIGCONT)
+        job.until(lambda: not job.workers[0].is_alive(), tolerate="Fenced")
+        job.wait(tolerate="Fenced")
+        assert "not been heard of" in job.events("regrouped")[0]["lost"][0]
+        assert_whole(job, 40)

@@ -1,0 +1,216 @@
+"""Where checkpoints lie: folders of files on a local disk, or in any store that fsspec or pyarrow opens.
+
+A file that is written appears whole or not at all on a local disk, and on a store whose uploads end with one put, as
+object stores' do. Elsewhere a torn one may be seen; every file of a checkpoint has a checksum, so it is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec  # type: ignore[import-untyped]
+
+
+class Storage(Protocol):
+    """Folders of files, one level deep. Every method raises OSError, and nothing else, where the store refuses."""
+
+    def address(self, folder: str) -> str:
+        """What messages call a folder."""
+
+    def folders(self) -> list[str]:
+        """Names of all folders. None where the place does not exist yet."""
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Name and size in bytes of each file of a folder; empty where there is no such folder."""
+
+    def write(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Put a file, making its folder. A failure leaves no part of it, and the file of that name as it was."""
+
+    def read(self, folder: str, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file. Raises: FileNotFoundError."""
+
+    def remove(self, folder: str, *names: str) -> None:
+        """Remove files of a folder, or without names the folder; what is not there is no error."""
+
+
+def open_storage(where: str | Path) -> Storage:
+    """The storage at a path or URL: /path, file:///path, s3://bucket/path, memory://name, ...
+
+    Raises: ValueError where neither fsspec nor pyarrow opens it, saying why.
+    """
+    if isinstance(where, Path) or "://" not in where:
+        return LocalStorage(Path(where).absolute())
+    if where.startswith("file://"):
+        return LocalStorage(Path(where.removeprefix("file://")))
+    try:
+        filesystem, root = fsspec.core.url_to_fs(where, use_listings_cache=False)
+    except (ImportError, ValueError) as no_fsspec:
+        try:
+            return through_pyarrow(where)
+        except (ImportError, ValueError, OSError) as no_pyarrow:
+            reasons = f"fsspec: {no_fsspec}; pyarrow: {no_pyarrow}".replace(where, _shown(where))
+            raise ValueError(f"cannot open {_shown(where)}: {reasons}") from None  # their texts have the whole URL
+    return RemoteStorage(filesystem, root, _shown(where))
+
+
+def through_pyarrow(where: str) -> Storage:
+    """The storage at a URL that pyarrow opens with what it brings along: s3://, gs://, abfs://, hdfs://."""
+    from fsspec.implementations.arrow import ArrowFSWrapper  # type: ignore[import-untyped]
+    from pyarrow.fs import FileSystem  # type: ignore[import-untyped]
+
+    filesystem, root = FileSystem.from_uri(where)
+    return RemoteStorage(ArrowFSWrapper(filesystem), root, _shown(where))
+
+
+class LocalStorage:
+    """A directory. Files are synced and renamed into place, and so are the folders' entries."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def address(self, folder: str) -> str:
+        """Its path."""
+        return str(self.path / folder)
+
+    def folders(self) -> list[str]:
+        """As Storage says."""
+        try:
+            return [entry.name for entry in self.path.iterdir() if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def files(self, folder: str) -> dict[str, int]:
+        """As Storage says."""
+        try:
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.path / folder) if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def write(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As Storage says."""
+        parent = self.path / folder
+        if not parent.is_dir():
+            parent.mkdir(parents=True, exist_ok=True)
+            _sync(self.path)
+        partial = parent / f".{name}.partial"
+        try:
+            with partial.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(parent / name)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        _sync(parent)
+
+    def read(self, folder: str, name: str) -> AbstractContextManager[BinaryIO]:
+        """As Storage says."""
+        return (self.path / folder / name).open("rb")
+
+    def remove(self, folder: str, *names: str) -> None:
+        """As Storage says."""
+        for name in names:
+            (self.path / folder / name).unlink(missing_ok=True)
+        if not names:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.path / folder)
+
+
+class RemoteStorage:
+    """A place in an fsspec file system. Its credentials and settings are fsspec's own: environment, config files."""
+
+    def __init__(self, filesystem: Any, root: str, shown: str) -> None:
+        self._filesystem, self._root, self._shown = filesystem, root.rstrip("/"), shown.rstrip("/")
+
+    def address(self, folder: str) -> str:
+        """Its URL."""
+        return f"{self._shown}/{folder}"
+
+    def folders(self) -> list[str]:
+        """As Storage says."""
+        return [_name(entry) for entry in self._list("") if entry["type"] == "directory"]
+
+    def files(self, folder: str) -> dict[str, int]:
+        """As Storage says."""
+        return {_name(entry): int(entry["size"]) for entry in self._list(folder) if entry["type"] == "file"}
+
+    def write(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As Storage says."""
+        path = f"{self._root}/{folder}/{name}"
+        with _os_errors(path):
+            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            try:
+                with self._filesystem.open(path, "wb") as file:
+                    for chunk in chunks:
+                        file.write(chunk)
+            except BaseException:
+                with suppress(Exception):  # closing has put what was written so far
+                    self._filesystem.rm_file(path)
+                raise
+
+    @contextmanager
+    def read(self, folder: str, name: str) -> Iterator[BinaryIO]:
+        """As Storage says."""
+        path = f"{self._root}/{folder}/{name}"
+        with _os_errors(path), self._filesystem.open(path, "rb") as file:
+            yield cast(BinaryIO, file)
+
+    def remove(self, folder: str, *names: str) -> None:
+        """As Storage says."""
+        path = f"{self._root}/{folder}"
+        with _os_errors(path), suppress(FileNotFoundError):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._filesystem.rm_file(f"{path}/{name}")
+            if not names:
+                self._filesystem.rm(path, recursive=True)
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        path = f"{self._root}/{folder}".rstrip("/")
+        with _os_errors(path):
+            self._filesystem.invalidate_cache()
+            try:
+                return list(self._filesystem.ls(path, detail=True))
+            except FileNotFoundError:
+                return []
+
+
+@contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    """A store's client raises what it likes; outside it is an OSError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    except (OSError, ValueError):  # ValueError: of who reads and finds what is wrong
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _shown(where: str) -> str:
+    """A URL without what logs must not hold: a password, or settings that may have one."""
+    parts = urlsplit(where)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,202 @@
+"""Writes a rank's checkpoints while training goes on: a thread that never raises into it and needs no collective."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from thinwire.workers.checkpoints.manifest import CheckpointId, Refusal, ShardRecord
+from thinwire.workers.checkpoints.snapshot import Content, Snapshot, Staging
+from thinwire.workers.checkpoints.store import CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT_S = 60.0
+"""How long rank 0 waits for the shards of the others, from when its own is written."""
+
+POLL_S, LONGEST_POLL_S = 0.02, 1.0
+
+
+class Ticket:
+    """What became of one save. On rank 0 it is over when the checkpoint is whole; on another when its shard is there.
+
+    failure: why there is no checkpoint; None where there is, or where it is not over yet.
+    """
+
+    def __init__(self, which: CheckpointId, rank: int, address: str) -> None:
+        self.which, self.rank, self.address = which, rank, address
+        self.failure: str | None = None
+        self._over = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        """Has it succeeded or failed?"""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over; for a checkpoint that must be there before this process leaves. Returns whether."""
+        return self._over.wait(timeout_s)
+
+    def _succeed(self) -> None:
+        if self.rank == 0:
+            logger.info("checkpoint_saved step=%d path=%s", self.which.step, self.address)
+        self._over.set()
+
+    def _fail(self, reason: str) -> None:
+        logger.error("checkpoint_failed step=%d path=%s reason=%s", self.which.step, self.address, reason)
+        self.failure = reason
+        self._over.set()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A checkpoint of which rank 0 waits for receipts until `deadline`, of time.monotonic."""
+
+    snapshot: Snapshot
+    ticket: Ticket
+    deadline: float
+    receipts: dict[int, ShardRecord] = field(default_factory=dict)
+
+
+class Writer:
+    """One rank's background thread. It may outlive a change of membership: rank and size come with each save.
+
+    A rank writes one shard at a time. A save while the one before is still being written waits for it, since the memory
+    is the same, and since a rank that left one out would leave all ranks without it; where that has not ended within
+    commit_timeout_s of its beginning the new one is refused. The manifest is waited for beside.
+    """
+
+    def __init__(self, store: CheckpointStore, commit_timeout_s: float = COMMIT_TIMEOUT_S) -> None:
+        self.store = store
+        self._timeout_s = commit_timeout_s
+        self._staging = Staging()
+        self._begun_at = 0.0
+        self._free = threading.Event()
+        self._free.set()
+        self._jobs: queue.SimpleQueue[tuple[Snapshot, Ticket] | None] = queue.SimpleQueue()
+        self._pending: list[_Pending] = []
+        self._tickets: list[Ticket] = []
+        self._latest: Ticket | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def save(
+        self,
+        which: CheckpointId,
+        rank: int,
+        world_size: int,
+        content: Content,
+        patience_s: float = COMMIT_TIMEOUT_S,
+    ) -> Ticket:
+        """Copy this rank's part of `content` and write it in the background. Every rank calls it; not a collective.
+
+        Returns when the copy is made, which waits for the one before for at most patience_s. A second call for the same
+        checkpoint returns the same ticket. Nothing that a disk or a store does is raised: it is in the ticket and in
+        the log, and older checkpoints are intact.
+        Raises: ValueError for content that no checkpoint can hold.
+        """
+        latest = self._latest
+        if latest is not None and latest.which == which and not latest.failure:
+            return latest
+        ticket = Ticket(which, rank, self.store.address(which))
+        in_writing_s = time.monotonic() - self._begun_at
+        if not self._free.wait(max(0.0, min(patience_s, self._timeout_s - in_writing_s))):
+            ticket._fail(f"the one before has been in writing for {time.monotonic() - self._begun_at:.0f} s")
+            self._tickets.append(ticket)
+            return ticket
+        snapshot = Snapshot.take(which, rank, world_size, content, self._staging)
+        self._latest, self._begun_at = ticket, time.monotonic()
+        self._tickets.append(ticket)
+        self._free.clear()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+            self._thread.start()
+        self._jobs.put((snapshot, ticket))
+        return ticket
+
+    def ended(self) -> list[Ticket]:
+        """Those that are over and were not returned before, oldest first: what a loop reports between two steps."""
+        ended = [ticket for ticket in self._tickets if ticket.over]
+        self._tickets = [ticket for ticket in self._tickets if ticket not in ended]
+        return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all saves are over. Returns whether they are."""
+        deadline = time.monotonic() + timeout_s
+        return all(ticket.wait(max(0.0, deadline - time.monotonic())) for ticket in self._tickets)
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until all saves are over, for so long, then give up the rest. Returns whether they were over."""
+        over = self.wait(timeout_s)
+        self._closed.set()
+        self._jobs.put(None)
+        if self._thread is not None and over:
+            self._thread.join()
+        return over
+
+    def _run(self) -> None:
+        poll_s = POLL_S
+        while not self._closed.is_set():
+            with suppress(queue.Empty):
+                job = self._jobs.get(timeout=poll_s if self._pending else None)
+                poll_s = POLL_S
+                if job is not None:
+                    self._deliver(*job)
+            self._pending = [one for one in self._pending if not self._settle(one)]
+            poll_s = min(1.5 * poll_s, LONGEST_POLL_S)
+        for one in self._pending:
+            one.ticket._fail("the writer was closed before all ranks had delivered")
+
+    def _deliver(self, snapshot: Snapshot, ticket: Ticket) -> None:
+        """Write this rank's shard; on rank 0 begin to wait for the others'."""
+        try:
+            self.store.deliver(snapshot)
+        except Exception as error:  # noqa: BLE001 - the border of the thread: training goes on, the ticket says it
+            self._give_up(snapshot, ticket, f"rank {snapshot.rank}: {type(error).__name__}: {error}")
+        else:
+            if snapshot.rank == 0:
+                self._pending.append(_Pending(snapshot, ticket, time.monotonic() + self._timeout_s))
+            else:
+                ticket._succeed()
+        finally:
+            self._free.set()
+
+    def _settle(self, one: _Pending) -> bool:
+        """Make a checkpoint whole if all receipts are there, give it up if one never will be. Returns whether."""
+        snapshot = one.snapshot
+        try:
+            for rank, receipt in self.store.receipts(snapshot.which, snapshot.world_size, one.receipts).items():
+                if isinstance(receipt, Refusal):
+                    self._give_up(snapshot, one.ticket, receipt.refused)
+                    return True
+                one.receipts[rank] = receipt
+            if len(one.receipts) == snapshot.world_size:
+                self.store.commit(snapshot, one.receipts, [other.snapshot.which for other in self._pending])
+                one.ticket._succeed()
+                return True
+        except Exception as error:  # noqa: BLE001 - as in _deliver
+            self._give_up(snapshot, one.ticket, f"{type(error).__name__}: {error}")
+            return True
+        missing = sorted(set(range(snapshot.world_size)) - set(one.receipts))
+        if time.monotonic() < one.deadline:
+            return False
+        reason = (
+            f"no shard of rank {', '.join(map(str, missing))} within {self._timeout_s:g} s: a worker that died, or "
+        )
+        self._give_up(snapshot, one.ticket, reason + "a place that not all workers share")
+        return True
+
+    def _give_up(self, snapshot: Snapshot, ticket: Ticket, reason: str) -> None:
+        """No checkpoint will come of it. Rank 0 removes what there is; another rank tells rank 0."""
+        try:
+            if snapshot.rank == 0:
+                self.store.discard(snapshot.which)
+            else:
+                self.store.refuse(snapshot, reason)
+        except OSError as error:
+            reason += f" (and then: {error})"
+        ticket._fail(reason)

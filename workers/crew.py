@@ -1,0 +1,212 @@
+"""With whom does a worker train? A crew gives the group of the present generation, and the next one when it is over.
+
+    FixedCrew      the ranks that Ray Train started together; one that is lost ends them all
+    ElasticCrew    members of a membership (workers/membership): who is lost is replaced, and who is left goes on
+
+A new group is made for each generation: a process group over a store of its own, at rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinwire.comm import PeerLost, SoloGroup, TorchGroup
+from thinwire.comm.protocol import Group
+from thinwire.comm.roll import Lost
+from thinwire.workers.membership import GenerationOver, Member, Seat, Standing, StoreTimeout
+
+logger = logging.getLogger(__name__)
+
+LISTEN_S = 30.0
+"""How long rank 0 may take to open the store of a generation, and a peer to connect to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The generation ends after this step, on all ranks, as planned."""
+
+    leaving: bool
+    reason: str
+
+
+class Crew(Protocol):
+    """The ranks that one worker trains with, now and next."""
+
+    @property
+    def elastic(self) -> bool:
+        """Is there a next generation after a PeerLost?"""
+
+    def form(self, step: int, has_state: bool) -> Group:
+        """Wait for the next generation, and return its group. The group before must be of no more use.
+
+        step, has_state: what this worker brings. Raises: PeerLost, and then call it again; MembershipError where this
+        worker has no place any more.
+        """
+
+    def at_boundary(self, step: int) -> Stop | None:
+        """After each committed step: is it the last of this generation? Raises: PeerLost where a peer was lost."""
+
+    def leave(self) -> None:
+        """End well: the others do not wait for this worker any more."""
+
+    def fail(self, reason: str) -> None:
+        """End with an error of this worker's own: the others are told at once."""
+
+    @property
+    def seat(self) -> Seat | None:
+        """The place in the present generation; None where there are none."""
+
+
+class FixedCrew:
+    """One group from first to last."""
+
+    elastic = False
+    seat: Seat | None = None
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def form(self, step: int, has_state: bool) -> Group:
+        """The group."""
+        return self._group
+
+    def at_boundary(self, step: int) -> Stop | None:
+        """No."""
+        return None
+
+    def leave(self) -> None:
+        """Nothing: the process ends."""
+
+    def fail(self, reason: str) -> None:
+        """Leave the group, where that can be done."""
+        if isinstance(self._group, TorchGroup):
+            self._group.leave(reason)
+
+
+class ElasticCrew:
+    """Members of a membership. One a process: it owns torch.distributed's default group.
+
+    timeout_s: of a collective; a peer that lives and does not come is found by it.
+    """
+
+    elastic = True
+
+    def __init__(self, member: Member, host: str, device: torch.device, *, timeout_s: float = 60.0) -> None:
+        self._member, self._host, self._device, self._timeout_s = member, host, device, timeout_s
+        self.seat: Seat | None = None
+
+    def form(self, step: int, has_state: bool) -> Group:
+        """As Crew.form."""
+        _close_group(self._timeout_s + LISTEN_S)
+        last = self.seat
+        standing = Standing(
+            None if last is None else last.generation, None if last is None else last.rank, step, has_state
+        )
+        self.seat = seat = self._member.join(standing)
+        logger.info(
+            "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
+        )
+        if seat.size == 1:
+            return SoloGroup()
+        try:
+            dist.init_process_group(
+                "nccl" if self._device.type == "cuda" else "gloo",
+                store=self._store(seat),
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+        except (RuntimeError, GenerationOver, StoreTimeout) as error:
+            raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
+        return TorchGroup(roll=MemberRoll(self._member, seat))
+
+    def at_boundary(self, step: int) -> Stop | None:
+        """As Crew.at_boundary."""
+        change = self._member.at_boundary(step)
+        if change is not None:
+            return Stop(change.leaving, change.reason)
+        if self._member.over is not None and self.seat is not None and self.seat.size > 1:
+            raise (
+                MemberRoll(self._member, self.seat)
+                .find_lost(0)
+                .error(self.seat.rank, self.seat.size, f"the steps up to {step}", self._member.over)
+            )
+        return None
+
+    def leave(self) -> None:
+        """As Crew.leave."""
+        self._member.finish()
+        _close_group(0.0)
+
+    def fail(self, reason: str) -> None:
+        """As Crew.fail."""
+        self._member.fail(reason)
+        _close_group(0.0)
+
+    def _store(self, seat: Seat) -> Store:
+        timeout = timedelta(seconds=LISTEN_S)
+        if seat.rank == 0:
+            # The port is told once it listens: a client that comes too early would back off for most of a second.
+            store = dist.TCPStore(self._host, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+            self._member.announce_store(store.port)
+        else:
+            host, port = self._member.store_address(LISTEN_S)
+            store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        return PrefixStore(f"generation-{seat.generation}", store)
+
+
+class MemberRoll:
+    """Which ranks of a generation are gone, as the membership says: at once, and alike on all. A comm.roll.Caller."""
+
+    def __init__(self, member: Member, seat: Seat) -> None:
+        self._member, self._seat = member, seat
+        self.left: str | None = None
+
+    def leave(self, reason: str) -> None:
+        """Tell the membership."""
+        self.left = reason
+        self._member.fail(reason)
+
+    def find_lost(self, answer_s: float) -> Lost:
+        """Who is gone. The membership may take `answer_s` to find out."""
+        self._member.wait_over(answer_s)
+        return Lost({rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank})
+
+    def watch(self) -> _Look:
+        """Look at what the membership has said."""
+        return _Look(self._member)
+
+
+class _Look:
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    @property
+    def seen(self) -> bool:
+        return self._member.over is not None
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def _close_group(linger_s: float) -> None:
+    """Forget torch.distributed's groups. What still runs in them ends by itself, at its time-out."""
+    if not dist.is_initialized():
+        return
+    if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+    # A gloo group that goes waits for its collectives, holding the interpreter's lock; with a peer that hangs that
+    # takes the whole time-out. So it stays until they are over, and nobody waits.
+    last = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    timer = threading.Timer(linger_s, last.clear)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,153 @@
+"""The figures of a drill, from the history and the events of its two jobs and the times of the kills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from thinwire.workers.drill.killer import Kill
+from thinwire.workers.reports import Event, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and worst of some seconds; None where there are none."""
+
+    median: float | None
+    worst: float | None
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Of these."""
+        return cls(round(median(seconds), 3), round(max(seconds), 3)) if seconds else cls(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the kills have cost.
+
+    goodput: time inside committed steps / wall time from the first step to the last, at whatever world size.
+    steps_lost: committed steps that were run again. regroup_s: from a kill to the survivors going on. readmit_s: from a
+    kill to all workers training again. error_lost: of ||R||, the share that each death has lost, as estimated.
+    outside_s: where the rest of the wall time went: regrouping, and all else between steps.
+    """
+
+    goodput: float
+    kills: int
+    steps: int
+    steps_lost: int
+    local_steps_lost: int
+    restarts: int
+    regroup_s: Spread
+    readmit_s: Spread
+    mean_world_size: float
+    samples_per_second: float
+    undisturbed_samples_per_second: float
+    undisturbed_goodput: float
+    error_lost: Spread
+    final_loss: float | None
+    undisturbed_loss: float | None
+    outside_s: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a machine: the medians under the short names."""
+        whole = asdict(self)
+        return {
+            **whole,
+            "regroup_s": self.regroup_s.median,
+            "regroup_worst_s": self.regroup_s.worst,
+            "readmit_s": self.readmit_s.median,
+            "readmit_worst_s": self.readmit_s.worst,
+            "error_lost": self.error_lost.median,
+            "error_lost_worst": self.error_lost.worst,
+        }
+
+
+def account(
+    samples: Sequence[Sample],
+    events: Sequence[Event],
+    kills: Sequence[Kill],
+    undisturbed: Sequence[Sample],
+    workers: int,
+    global_batch: int,
+) -> Account:
+    """The figures. samples, undisturbed: whole histories, step 0 included. Raises: ValueError without a step."""
+    steps, other = _steps(samples), _steps(undisturbed)
+    regroups = [event for event in events if event.kind == "regrouped"]
+    restarts = [event for event in events if event.kind == "resumed"]
+    wall_s = _wall_s(steps)
+    inside_s = sum(sample.step_seconds for sample in steps)
+    lost = [
+        _number(event, "error_lost_norm") / _number(event, "error_norm")
+        for event in regroups
+        if event.fields["lost"] and event.fields["error_norm"]
+    ]
+    regrouping_s = sum(_number(event, "seconds") for event in regroups)
+    common = [sample.step for sample in samples if sample.validation_loss is not None]
+    theirs = {sample.step: sample.validation_loss for sample in undisturbed}
+    last = max((step for step in common if theirs.get(step) is not None), default=None)
+    ours = {sample.step: sample.validation_loss for sample in samples}
+    return Account(
+        goodput=inside_s / wall_s,
+        kills=len(kills),
+        steps=steps[-1].step,
+        steps_lost=round(sum(_number(event, "redone") for event in regroups)) + _redone_by_restarts(samples, restarts),
+        local_steps_lost=round(sum(_number(event, "local_steps_lost") for event in regroups)),
+        restarts=len(restarts),
+        regroup_s=Spread.of(_after(kills, [event.time for event in regroups])),
+        readmit_s=Spread.of(_after(kills, [e.time for e in regroups if e.fields["world_size"] == workers])),
+        mean_world_size=_mean_world_size(steps),
+        samples_per_second=len(steps) * global_batch / wall_s,
+        undisturbed_samples_per_second=len(other) * global_batch / _wall_s(other),
+        undisturbed_goodput=sum(sample.step_seconds for sample in other) / _wall_s(other),
+        error_lost=Spread.of(lost),
+        final_loss=None if last is None else ours[last],
+        undisturbed_loss=None if last is None else theirs[last],
+        outside_s={"regrouping": round(regrouping_s, 3), "other": round(wall_s - inside_s - regrouping_s, 3)},
+    )
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.fields[name]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _steps(samples: Sequence[Sample]) -> list[Sample]:
+    steps = [sample for sample in samples if sample.step > 0]
+    if len(steps) < 2:
+        raise ValueError(f"{len(steps)} steps: a drill needs more; look at driver.log of the run, or give more minutes")
+    return steps
+
+
+def _wall_s(steps: Sequence[Sample]) -> float:
+    """From the begin of the first step to the end of the last."""
+    return steps[-1].time - steps[0].time + steps[0].step_seconds
+
+
+def _mean_world_size(steps: Sequence[Sample]) -> float:
+    """Over time: between two steps the workers of the second are there."""
+    spans = [(after.time - before.time, after.world_size) for before, after in pairwise(steps)]
+    return sum(seconds * size for seconds, size in spans) / sum(seconds for seconds, _ in spans)
+
+
+def _after(kills: Sequence[Kill], times: Sequence[float]) -> list[float]:
+    """Of each kill: how long until the first of these times."""
+    found = []
+    for kill in kills:
+        later = [at for at in times if at > kill.time]
+        if later:
+            found.append(min(later) - kill.time)
+    return found
+
+
+def _redone_by_restarts(samples: Sequence[Sample], restarts: Sequence[Event]) -> int:
+    """Steps that had been taken when all workers started again from a checkpoint: their times are out of order."""
+    redone = 0
+    for restart in restarts:
+        before = [sample.step for sample in samples if sample.time < restart.time]
+        redone += max(0, max(before, default=restart.step) - restart.step)
+    return redone

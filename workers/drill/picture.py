@@ -1,0 +1,66 @@
+"""The timeline of a drill: who trained when, how fast, and what the loss made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.workers.drill.account import Account
+from thinwire.workers.drill.killer import Kill
+from thinwire.workers.reports import Sample
+
+
+def draw(
+    path: Path, samples: Sequence[Sample], kills: Sequence[Kill], undisturbed: Sequence[Sample], found: Account
+) -> None:
+    """Write the picture. Raises: OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, other = ([one for one in run if one.step > 0] for run in (samples, undisturbed))
+    began = steps[0].time
+    figure, (size, speed, loss) = pyplot.subplots(3, 1, figsize=(10, 8), height_ratios=(1, 1, 1.4))
+    times = [one.time - began for one in steps]
+    size.step(times, [one.world_size for one in steps], where="pre", color="tab:blue")
+    size.set_ylabel("workers that train")
+    size.set_ylim(0, max(one.world_size for one in steps) + 0.5)
+    size.set_title(
+        f"{found.kills} kills: goodput {found.goodput:.1%}, {found.steps_lost} committed steps lost, "
+        f"regrouped in {found.regroup_s.median or 0:.2f} s"
+    )
+    at, rates = _per_second(steps)
+    speed.plot(at, rates, color="tab:green")
+    speed.axhline(len(other) / (other[-1].time - other[0].time), color="grey", linestyle="--", label="undisturbed")
+    speed.set_ylabel("steps a second")
+    speed.set_xlabel("seconds")
+    speed.legend(loc="lower right")
+    for kill in kills:
+        for axes in (size, speed):
+            axes.axvline(kill.time - began, color="tab:red", alpha=0.6, linewidth=1)
+    for run, label, style in ((other, "undisturbed", "grey"), (steps, "workers killed", "tab:blue")):
+        known = [(one.step, one.loss) for one in run if one.loss is not None]
+        loss.plot([step for step, _ in known], _smooth([value for _, value in known]), label=label, color=style)
+    loss.set_xlabel("step")
+    loss.set_ylabel("training loss, mean of 20 steps")
+    loss.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _per_second(steps: Sequence[Sample], window_s: float = 2.0) -> tuple[list[float], list[float]]:
+    began, ended = steps[0].time, steps[-1].time
+    edges = [i * window_s for i in range(int((ended - began) / window_s) + 1)]
+    counts = [0] * len(edges)
+    for one in steps:
+        counts[min(int((one.time - began) / window_s), len(edges) - 1)] += 1
+    return [edge + window_s / 2 for edge in edges], [count / window_s for count in counts]
+
+
+def _smooth(values: Sequence[float], over: int = 20) -> list[float]:
+    return [
+        sum(values[max(0, i - over + 1) : i + 1]) / len(values[max(0, i - over + 1) : i + 1])
+        for i in range(len(values))
+    ]

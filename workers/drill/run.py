@@ -1,0 +1,165 @@
+"""The drill: a job whose workers are killed, then the same job undisturbed up to the same step, on a Ray of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.workers.drill.account import Account, account
+from thinwire.workers.drill.job import Job
+from thinwire.workers.drill.killer import Killer
+
+START_S = 300.0
+"""How long a job may take to its first step."""
+LOOK_S = 0.2
+GLOBAL_BATCH = 16
+PICTURE_NAME = "drill.png"
+FIGURES_NAME = "drill.json"
+
+Say = Callable[[str, float], None]
+"""What is going on, and how much of it is done, 0 to 1."""
+
+
+class DrillFailed(Exception):
+    """A job ended before its time; the message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """What is to be done. optimizer: as in a job file. seed: of who is killed."""
+
+    workers: int
+    kill_every_s: float
+    minutes: float
+    out: Path
+    optimizer: str = "onebit_adam"
+    seed: int = 0
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The job: a small GPT whose schedule does not end before the drill does."""
+        warmup = {"var_freeze": 50} if self.optimizer == "zero_one_adam" else {"warmup": 50}
+        dense = self.optimizer in ("adam", "lamb", "sgd")
+        return {
+            "name": "drill",
+            "steps": 10**8,
+            "global_batch": GLOBAL_BATCH,
+            "recipe": {"layers": 3, "width": 96, "heads": 4, "context": 64},
+            "optimizer": {"name": self.optimizer, "lr": 2e-3, **({} if dense else warmup)},
+            "lr_schedule": {"warmup": 20, "decay": "constant"},
+            "workers": {"min": 1, "max": self.workers, "device": "auto", "max_restarts": 100},
+            "checkpoint": {"every_steps": 500},
+            "evaluation": {"every_steps": 250, "windows": 64},
+        }
+
+
+def run(drill: Drill, say: Say) -> Account:
+    """Run both jobs; figures, picture and run folders are in drill.out. Takes about twice drill.minutes.
+
+    Raises: DrillFailed; OSError.
+    """
+    from thinwire.workers.drill.picture import draw
+
+    with _ray(drill.workers) as address:
+        killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", drill.spec, address)
+        killer = _disturb(drill, killed, say)
+        other = Job(drill.out / f"undisturbed-{time.time_ns() // 10**6}", drill.spec, address)
+        _undisturbed(other, killed.samples()[-1].step, say)
+    samples, undisturbed = killed.samples(), other.samples()
+    found = account(samples, killed.events(), killer.kills, undisturbed, drill.workers, GLOBAL_BATCH)
+    (drill.out / FIGURES_NAME).write_text(json.dumps(found.as_json(), indent=2) + "\n")
+    draw(drill.out / PICTURE_NAME, samples, killer.kills, undisturbed, found)
+    return found
+
+
+def _disturb(drill: Drill, job: Job, say: Say) -> Killer:
+    with _running(job):
+        _first_step(job, drill.workers, say)
+        killer = Killer(lambda: _snapshot(job.id), drill.kill_every_s, drill.seed)
+        until = time.monotonic() + 60 * drill.minutes
+        while (left_s := until - time.monotonic()) > 0:
+            _alive(job)
+            kill = killer.look()
+            if kill is not None:
+                say(f"killed worker {kill.slot} (rank {kill.rank})", 1 - left_s / (60 * drill.minutes))
+            time.sleep(LOOK_S)
+    return killer
+
+
+def _undisturbed(job: Job, steps: int, say: Say) -> None:
+    with _running(job):
+        while True:
+            samples = job.samples()
+            step = samples[-1].step if samples else 0
+            say(f"the same job undisturbed: step {step} of {steps}", step / steps)
+            if step >= steps:
+                return
+            _alive(job)
+            time.sleep(1.0)
+
+
+def _first_step(job: Job, workers: int, say: Say) -> None:
+    """Wait until all workers train together."""
+    until = time.monotonic() + START_S
+    while True:
+        samples = job.samples()
+        if samples and samples[-1].step > 0 and samples[-1].world_size == workers:
+            return
+        _alive(job)
+        if time.monotonic() > until:
+            raise DrillFailed(f"no step with {workers} workers in {START_S:g} s:\n{job.why_it_ended()}")
+        say(f"starting a job of {workers} workers", 0.0)
+        time.sleep(LOOK_S)
+
+
+def _alive(job: Job) -> None:
+    if not job.running:
+        raise DrillFailed(f"the job of {job.run_dir} ended:\n{job.why_it_ended()}")
+
+
+@contextmanager
+def _running(job: Job) -> Iterator[None]:
+    job.start()
+    try:
+        yield
+    finally:
+        job.stop()
+
+
+@contextmanager
+def _ray(workers: int) -> Iterator[str]:
+    """A Ray of this process's own, with a CPU a worker. Gives its address."""
+    import ray
+
+    context = ray.init(
+        address="local",
+        num_cpus=workers,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        yield str(context.address_info["gcs_address"])
+    finally:
+        ray.shutdown()
+
+
+def _snapshot(job_id: str) -> dict[str, Any] | None:
+    """Who trains now, as the job's membership says; None where it is away."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from thinwire.workers.elastic.plan import NAMESPACE
+
+    try:
+        actor = ray.get_actor(f"{job_id}/membership", namespace=NAMESPACE)
+        found: dict[str, Any] = ray.get(actor.snapshot.remote(), timeout=5.0)
+    except (ValueError, RayActorError, GetTimeoutError):
+        return None
+    return found

@@ -1,0 +1,95 @@
+"""When is a job saved, and from what does it go on? The checkpoints of one rank, through all changes of ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from thinwire.comm.protocol import Group
+from thinwire.workers.build import Training
+from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
+from thinwire.workers.checkpoints.job_state import collect, restored
+from thinwire.workers.meter import Meter
+from thinwire.workers.replicas import replicas_bit_equal
+from thinwire.workers.reporter import Reporter
+from thinwire.workers.spec import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 60.0
+"""How long the end of a run waits for its last checkpoint."""
+LEAVE_S = 25.0
+"""The same where the worker has been told to stop: notices of preemption give 30 s."""
+
+
+class ReplicasDiffer(Exception):
+    """Two ranks hold different parameters or state: a defect, never a user's fault. Nothing is saved any more."""
+
+
+class Saving:
+    """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
+
+    def __init__(self, run_dir: Path, settings: Checkpoint, reporter: Reporter) -> None:
+        where = run_dir / "checkpoints" if settings.store is None else f"{settings.store.rstrip('/')}/{run_dir.name}"
+        self._writer = Writer(CheckpointStore(where, settings.keep))
+        self._reporter = reporter
+        self._token = 0
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """Checkpoints of these ranks are from here on told from all others. Collective. Raises: PeerLost, OSError."""
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        if group.rank == 0:
+            token[0] = self._writer.store.draw_token()
+        group.broadcast_(token)
+        self._token = int(token)
+
+    def resume(self, training: Training, meter: Meter) -> int:
+        """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
+
+        Raises: PeerLost; FileNotFoundError where this rank does not see it, OSError.
+        """
+        store, group = self._writer.store, training.group
+        with meter.part("control"):
+            found = torch.zeros(2, dtype=torch.int64, device=training.device)
+            if group.rank == 0 and (newest := store.newest_whole()) is not None:
+                found[:] = torch.tensor(newest)
+            group.broadcast_(found)
+        which = CheckpointId(*found.tolist())
+        if which.step:
+            state = restored(store.load(which, training.device))
+            training.model.load_state_dict(state["model"])
+            training.optimizer.load_state_dict(state["optimizer"])
+            meter.load(state["meter"])
+        return which.step
+
+    def save(self, training: Training, meter: Meter, step: int) -> None:
+        """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
+
+        Raises: PeerLost; ReplicasDiffer.
+        """
+        with meter.part("checkpoint"):
+            training.optimizer.prepare_to_save()
+            if not replicas_bit_equal(training.optimizer, training.group):
+                raise ReplicasDiffer(
+                    f"replicas are not bit-equal at step {step}; this is a defect of thinwire or of a machine's "
+                    "memory. Please report it with the job's spec; the last checkpoint is from before"
+                )
+            content = collect(training.model, training.optimizer, meter)
+            group = training.group
+            self._writer.save(CheckpointId(self._token, step), group.rank, group.size, content)
+
+    def tell(self) -> None:
+        """Report those that have become whole, or have not, since the last time."""
+        for ticket in self._writer.ended():
+            if ticket.failure is not None:
+                self._reporter.event("checkpoint_failed", ticket.which.step, reason=ticket.failure)
+            else:
+                self._reporter.event("checkpoint_saved", ticket.which.step, path=ticket.address)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Wait for what is being written, and tell it."""
+        if not self._writer.close(timeout_s):
+            logger.error("checkpoint_unfinished after_s=%g", timeout_s)
+        self.tell()
