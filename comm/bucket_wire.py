@@ -4,6 +4,7 @@
     collected  one row from each rank, all of this rank's own chunk
     served     the mean of those, encoded                                   -> gathered of every rank   all-gather
     gathered   one row from each rank, its chunk of the result; two sets: the last result, and the one that is made
+    shadow     where it is asked for: the same as sent and collected, of the chunk of the rank before this one
 
 A row is [8-byte header: byte 0 is 1 where all of it is finite | scales of the chunk's blocks | signs]: comm.reduce's.
 Everything is made once; a step makes no tensor.
@@ -47,14 +48,36 @@ class Row:
         self.scale_b.fill_(torch.nan)
 
 
+class ShadowWire:
+    """Buffers for what the rank before this one serves, to know its server error too. before: that rank.
+
+    Rank i sends to rank j what it sends to rank j - 1 as well. served: scratch.
+    """
+
+    def __init__(self, wire: BucketWire, rank: int, size: int, dtype: torch.dtype) -> None:
+        self.before = (rank - 1) % size
+        self.table = wire.tables[self.before]
+        self.sent_nB, self.collected_nB = torch.zeros_like(wire.sent_nB), torch.zeros_like(wire.sent_nB)
+        self.collected = Row.of(self.collected_nB, self.table, dtype)
+        self.served = Row.of(torch.zeros_like(wire.served_B), self.table, dtype)
+
+    def take(self, wire: BucketWire) -> None:
+        """Sent <- the rows that are sent to the ranks before."""
+        self.sent_nB[0].copy_(wire.sent_nB[-1])
+        self.sent_nB[1:].copy_(wire.sent_nB[:-1])
+
+
 class BucketWire:
     """The buffers of one bucket on one rank, and the views into them.
 
     chunks: the elements that each rank serves, counted from the start of the vector. tables: their blocks.
     sent_nB, collected_nB, served_B, gathered_nB[0 and 1]: uint8 buffers. sent, collected, served, gathered: their rows.
+    shadow: None unless it is asked for.
     """
 
-    def __init__(self, bucket: Bucket, layout: VectorLayout, block: int, rank: int, size: int, like: Tensor) -> None:
+    def __init__(
+        self, bucket: Bucket, layout: VectorLayout, block: int, rank: int, size: int, like: Tensor, *, shadow: bool
+    ) -> None:
         self.bucket = bucket
         self.chunks: list[Span] = [bucket.chunk(owner, size) for owner in range(size)]
         self.tables = [BlockTable.of(layout, start, stop, block, like) for start, stop in self.chunks]
@@ -75,6 +98,7 @@ class BucketWire:
         self.gathered_flags = tuple(gathered_nB[:, 0] for gathered_nB in self.gathered_nB)
         for row in (*self.sent, self.served):
             row.flag.fill_(1)  # a chunk without elements is never written, and finite
+        self.shadow = ShadowWire(self, rank, size, like.dtype) if shadow else None
 
     def _rows(self, wire_nB: Tensor, dtype: torch.dtype) -> list[Row]:
         return [Row.of(wire_B, table, dtype) for wire_B, table in zip(wire_nB, self.tables, strict=True)]

@@ -25,11 +25,13 @@ def default_reducer(
     *,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
+    shadow: bool = False,
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
-    bucket_elements, none across one of `cuts` (comm.bucketed); "l1" gets CompressedAllReduce.
+    bucket_elements, none across one of `cuts` (comm.bucketed), with a shadow where
+    asked for; "l1" gets CompressedAllReduce.
     A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
     group may have left. Collective. Raises: WireMismatch, PeerLost.
     """
@@ -38,7 +40,9 @@ def default_reducer(
         return CompressedAllReduce(group, layout, DenseCodec(), like)
     if scale != "l2":
         return CompressedAllReduce(group, layout, SignCodec(block, scale), like)
-    return BucketedAllReduce(group, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts)
+    return BucketedAllReduce(
+        group, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts, shadow=shadow
+    )
 
 
 def given_or_default(group: Group | None) -> Group:

@@ -12,6 +12,7 @@ and goes on is bit-equal to one that loads what it saved.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -35,12 +36,16 @@ class ErrorMemory(Protocol):
     def residual(self) -> Tensor:
         """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
 
-    def share(self, holders: int) -> Tensor:
+    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
 
         Summed over all ranks, holders being their number, it is R. Where a rank is gone, the sum over the others,
-        holders being theirs, imputes its worker error (their mean) and lacks its server error.
+        holders being theirs, imputes its worker error (their mean), and has its server error only where another keeps
+        it too. missing: the ranks that are gone.
         """
+
+    def kept_of(self, rank: int) -> bool:
+        """Is the server error of this rank kept here, as this one's own is?"""
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
@@ -75,12 +80,16 @@ class ErrorFeedback:
         self._group.all_gather(all_nB, own_B)
         return mean_N.add_(all_nB.view(-1).view(mean_N.dtype)[: mean_N.numel()])
 
-    def share(self, holders: int) -> Tensor:
+    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
         part_N = self.worker_N / holders
         start, stop = self._partition.bounds(self._group.rank)
         part_N[start:stop] += self.server_c
         return part_N
+
+    def kept_of(self, rank: int) -> bool:
+        """Only of this rank itself."""
+        return rank == self._group.rank
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server errors, each rank its chunk; worker errors zero. Local; R is not modified.

@@ -34,6 +34,7 @@ from thinwire.comm.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.protocol import Group, Pending
 from thinwire.comm.received import Received
 from thinwire.comm.reduce import gather_flags, non_finite
+from thinwire.comm.shadow import follow, followed
 
 
 class BucketExchange:
@@ -42,7 +43,9 @@ class BucketExchange:
     buckets: the cut, also for readers. threads: cores that a kernel may use.
     """
 
-    def __init__(self, group: Group, buckets: Buckets, block: int, like: Tensor, threads: int = 1) -> None:
+    def __init__(
+        self, group: Group, buckets: Buckets, block: int, like: Tensor, threads: int = 1, *, shadow: bool = False
+    ) -> None:
         self.buckets = buckets
         self._group = group
         self._lane = group.second_lane()
@@ -51,12 +54,15 @@ class BucketExchange:
         if like.device.type == "cpu":
             warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
         layout = buckets.layout
-        self._wires = [BucketWire(bucket, layout, block, group.rank, group.size, like) for bucket in buckets]
+        self._wires = [
+            BucketWire(bucket, layout, block, group.rank, group.size, like, shadow=shadow) for bucket in buckets
+        ]
         self._received = Received(self._wires, layout, block, self._kernels)
         self._whole = [whole_chunks(wire) for wire in self._wires]
         self._cut: list[list[Part]] = [[] for _ in self._wires]
         self._pipeline = self._make_pipeline()
         self._first: list[Pending | None] = [None] * len(buckets)
+        self._shadowed: list[Pending | None] = [None] * len(buckets)
         self._second: list[Pending | None] = [None] * len(buckets)
         self._given: list[Given] = []
         self._num_served = 0
@@ -169,6 +175,7 @@ class BucketExchange:
     def commit(self) -> None:
         """Keep it: the result is the momentum from now on, and x or g may change. Local; ends the exchange."""
         slot = self._require_finished()
+        follow(self._wires, slot, self._kernels)
         self._received.last = self._received.next
         self._last = (slot, slot.version)
         self._close()
@@ -216,10 +223,9 @@ class BucketExchange:
             else:
                 self._encode_momentum(slot, k, one.vector_N, one.beta1, one.runs)
             self._serve_rows(slot, k)
-        try:
+        with followed(self._wires, slot, self._kernels):
             yield True
-        finally:
-            self._undo_kept(slot, given, num_served)
+        self._undo_kept(slot, given, num_served)
 
     def momentum_(self, slot: ErrorMemory, out_N: Tensor) -> None:
         """Out <- the last committed result of this slot. Raises: RuntimeError where has_momentum(slot) is false.
@@ -264,7 +270,11 @@ class BucketExchange:
         if self._error is not None or self._pipeline.failed:
             return  # a peer is lost: nobody will answer
         try:
-            self._first[k] = self._group.start_all_to_all(self._wires[k].collected_nB, self._wires[k].sent_nB)
+            wire = self._wires[k]
+            self._first[k] = self._group.start_all_to_all(wire.collected_nB, wire.sent_nB)
+            if wire.shadow is not None:
+                wire.shadow.take(wire)
+                self._shadowed[k] = self._group.start_all_to_all(wire.shadow.collected_nB, wire.shadow.sent_nB)
         except CommError as error:
             self._error = error
             return
@@ -277,6 +287,9 @@ class BucketExchange:
         assert slot is not None
         pending.wait()
         self._first[k] = None
+        if (shadowed := self._shadowed[k]) is not None:  # before phase 2: who has the result knows that all have these
+            shadowed.wait()
+            self._shadowed[k] = None
         self._serve_rows(slot, k)
         self._num_served = k + 1
         wire = self._wires[k]
@@ -289,13 +302,7 @@ class BucketExchange:
         if wire.own_table.numel:
             collected = wire.collected
             self._kernels.serve(
-                kept.sum_c,
-                kept.scale_b,
-                collected.scale_b,
-                collected.bits_B,
-                wire.own_table,
-                row.scale_b,
-                row.bits_B,
+                kept.sum_c, kept.scale_b, collected.scale_b, collected.bits_B, wire.own_table, row.scale_b, row.bits_B
             )
             # A row that its sender could not write has scales that are NaN, so this flag is also that of all rows.
             _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
@@ -329,7 +336,7 @@ class BucketExchange:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
         raised = self._pipeline.drain()
         self._error = self._error or raised
-        for pendings in (self._first, self._second):
+        for pendings in (self._first, self._shadowed, self._second):
             for k, pending in enumerate(pendings):
                 if pending is not None:
                     try:

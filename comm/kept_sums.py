@@ -9,7 +9,7 @@ the cut into buckets is in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,8 @@ class Kept:
 class KeptSums:
     """Error memory of one exchanged vector, an ErrorMemory. Made by BucketedAllReduce.new_slot().
 
-    worker[k][rank]: of bucket k, what goes to this rank. server[k]: of this rank's own chunk of bucket k.
+    worker[k][rank]: of bucket k, what goes to this rank. server[k]: of this rank's own chunk of bucket k. shadow[k]:
+    where they are kept, those of the server's sums of the rank before this one, bit-equal to that rank's; else empty.
     version: changes whenever the sums are written from outside of an exchange.
     """
 
@@ -49,6 +50,7 @@ class KeptSums:
         "_wires",
         "server",
         "server_scale_b",
+        "shadow",
         "version",
         "worker",
         "worker_scale_b",
@@ -76,6 +78,8 @@ class KeptSums:
             scale_b = self.server_scale_b[own_at : own_at + own.num_blocks]
             self.server.append(Kept(self._sum_s[served : served + own.numel], scale_b))
             own_at, served = own_at + own.num_blocks, served + own.numel
+        tables = [wire.shadow.table for wire in wires if wire.shadow is not None]
+        self.shadow = [Kept(like.new_zeros(table.numel), like.new_zeros(table.num_blocks)) for table in tables]
 
     @property
     def worker_N(self) -> Tensor:
@@ -116,14 +120,25 @@ class KeptSums:
                 at += stop - start
         return mean_N
 
-    def share(self, holders: int) -> Tensor:
-        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
+    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
+        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
+
+        missing: ranks that are gone: their server errors are added by those that keep them too.
+        """
         part_N = self.worker_N.div_(holders)
+        for wire, kept in zip(self._wires, self.shadow, strict=False):
+            if wire.shadow is not None and wire.shadow.before in missing:
+                part_N[slice(*wire.chunks[wire.shadow.before])] += kept.sum_c - kept.sent(wire.shadow.table)
         server_s, at = self.server_c, 0
         for start, stop in self._served_spans(self._group.rank):
             part_N[start:stop] += server_s[at : at + stop - start]
             at += stop - start
         return part_N
+
+    def kept_of(self, rank: int) -> bool:
+        """Is the server error of this rank kept here?"""
+        here = any(wire.shadow is not None and wire.shadow.before == rank for wire in self._wires)
+        return rank == self._group.rank or here
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server's sums, each rank its own chunks; nothing sent. Local; R is not modified.
@@ -142,6 +157,10 @@ class KeptSums:
         self.server_scale_b.zero_()
         for wire, kept in zip(self._wires, self.server, strict=True):
             kept.sum_c.copy_(residual_N[wire.own])
+        for wire, kept in zip(self._wires, self.shadow, strict=False):
+            if wire.shadow is not None:
+                kept.sum_c.copy_(residual_N[slice(*wire.chunks[wire.shadow.before])])
+                kept.scale_b.zero_()
 
     def _served_spans(self, rank: int) -> list[tuple[int, int]]:
         """What a rank serves, in the order of the vector."""

@@ -15,7 +15,7 @@ Source: Tang et al. 2021, Alg. 1; DeepSpeed 0.19.6, runtime/comm/nccl.py and run
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import ClassVar
@@ -134,6 +134,13 @@ class ArrangedErrors(ErrorFeedback):
         residual_N = residual_P.new_zeros(self._numel)
         self._arrangement.gather_(residual_N, residual_P)
         return residual_N
+
+    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
+        """As ErrorFeedback.share, of the flat vector."""
+        part_P = super().share(holders, missing)
+        part_N = part_P.new_zeros(self._numel)
+        self._arrangement.gather_(part_N, part_P)
+        return part_N
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R, in the server errors. Local. Raises: ValueError where R is of another length."""

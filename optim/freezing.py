@@ -114,7 +114,14 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""
         return scaled_reducer(
-            self.settings.scales, group, self.space, self.param_groups, block, self.scale, self.bucket_elements
+            self.settings.scales,
+            group,
+            self.space,
+            self.param_groups,
+            block,
+            self.scale,
+            self.bucket_elements,
+            shadow=self.shadow,
         )
 
     def plan(self, step: int) -> StepPlan:

@@ -8,7 +8,8 @@ A resize is a checkpoint that is not written: replicated vectors of the most adv
 plain values, loaded by load_state_dict() over the new group. Nothing of the world size is in them.
 
     R      planned: handed over.  Unplanned: the sum of what the survivors hold (ErrorMemory.share): the worker error of
-           a dead rank is imputed, the mean of theirs in its place; its server chunk is lost, and so reported.
+           a dead rank is imputed, the mean of theirs in its place; its server error is the one that the rank after
+           it keeps (Regroupable.shadow), or is lost, and so reported.
     step   if any survivor has finished a step, it counts: the others were sent all that they needed for it, so that
            their error memory goes forward with it (Reducer.redone). Else it is undone on all, and run again.
 
@@ -41,7 +42,7 @@ class Regrouped:
     received: ranks that were given it. rolled_forward: survivors that had not finished the step themselves.
     local_steps_lost: steps of 0/1 Adam that some rank, gone or not, has made alone, or not made, and that count for
     nothing.
-    server_lost: ranks of the old group whose server chunk is gone.
+    lost: ranks of the old group that are gone. server_lost: those whose server error has gone with them.
     lost_norm: an estimate of the norm of what R has lost, from what the survivors hold; 0 where nothing is.
     residual_norm: ||R|| of all slots now.
     """
@@ -51,6 +52,7 @@ class Regrouped:
     received: tuple[int, ...] = ()
     rolled_forward: tuple[int, ...] = ()
     local_steps_lost: int = 0
+    lost: tuple[int, ...] = ()
     server_lost: tuple[int, ...] = ()
     lost_norm: float = 0.0
     residual_norm: float = 0.0
@@ -58,19 +60,24 @@ class Regrouped:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What a rank brings. common: the last step at which all held the same. seat: rank and size in the old group."""
+    """What a rank brings.
+
+    common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
+    whose server error is here.
+    """
 
     has_state: bool
     num_steps: int
     common: int
     handed_over: bool
     seat: tuple[int, int]
+    keeps: list[int]
     bucket_elements: int
     plain: dict[str, Any]
 
     @classmethod
     def of(cls, optimizer: FlatOptimizer[Any], has_state: bool) -> _Standing:
-        group = optimizer.group
+        group, errors = optimizer.group, slots(optimizer.vectors).values()
         plain = optimizer.plain_state()
         return cls(
             has_state,
@@ -78,6 +85,7 @@ class _Standing:
             optimizer.common_steps,
             optimizer.handed_over is not None,
             (group.rank, group.size),
+            [rank for rank in range(group.size) if all(slot.kept_of(rank) for slot in errors)],
             optimizer.bucket_elements,
             plain,
         )
@@ -146,8 +154,8 @@ def regroup(
 
 def _residuals(
     optimizer: FlatOptimizer[Any], group: Group, all_n: list[_Standing], is_behind: bool
-) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], float, float]]:
-    """R of each slot, bit-equal on every rank; whose server chunks are lost, about how much, and ||R||. Collective."""
+) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
+    """R of each slot, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||."""
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
     whole = [rank for rank, one in enumerate(all_n) if one.handed_over and one.has_state and one.common == now]
@@ -158,13 +166,15 @@ def _residuals(
             mine = optimizer.handed_over[name] if optimizer.handed_over and group.rank in whole else None
             residuals[name] = torch.empty_like(optimizer.space.p_N) if mine is None else mine
             group.broadcast_(residuals[name], whole[0])
-        return residuals, ((), 0.0, _norm(residuals))
+        return residuals, ((), (), 0.0, _norm(residuals))
     old_size = holders[0].seat[1]
     if any(one.seat[1] != old_size for one in holders):
         raise ValueError(
             f"survivors of groups of {[one.seat[1] for one in holders]} ranks: they were in different ones"
         )
     missing = tuple(sorted(set(range(old_size)) - {one.seat[0] for one in holders}))
+    kept = {rank for one in holders for rank in one.keeps}
+    servers_lost = tuple(rank for rank in missing if rank not in kept)
     has_state = all_n[group.rank].has_state
     found = optimizer.space.p_N.new_zeros(2)  # sums over survivors of ||worker error||^2 and ||server error||^2
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
@@ -174,13 +184,11 @@ def _residuals(
                 "part of that step: this is a defect of thinwire; please report it"
             )
         for name, slot in errors.items():
+            part_N = torch.zeros_like(optimizer.space.p_N)
             if has_state:
-                worker_N = slot.worker_N
-                found[0] += worker_N.square().sum()
+                found[0] += slot.worker_N.square().sum()
                 found[1] += slot.server_c.square().sum()
-                part_N = slot.share(len(holders))
-            else:
-                worker_N = part_N = torch.zeros_like(optimizer.space.p_N)
+                part_N = slot.share(len(holders), missing)
             group.start_sum_(part_N).wait()
             residuals[name] = part_N
     group.start_sum_(found).wait()
@@ -189,8 +197,8 @@ def _residuals(
     if missing:
         # Of each dead rank: its server chunk, and 1/n of its worker error's distance from the others', about that of
         # two workers. From what the survivors hold, for nobody has the dead rank's.
-        lost = (len(missing) * (server + 2 * worker / old_size**2) / len(holders)) ** 0.5
-    return residuals, (missing, lost, _norm(residuals))
+        lost = ((len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)) ** 0.5
+    return residuals, (missing, servers_lost, lost, _norm(residuals))
 
 
 def _load(

@@ -22,8 +22,11 @@ class Regroupable:
     """The part of FlatOptimizer that optim.regroup drives. An algorithm whose ranks differ between steps overrides it.
 
     handed_over: R of each slot, from when it was taken to the next step at which all hold the same.
+    shadow: from the next regroup() on, each rank also keeps the server error of the rank before it, so that the death
+    of one takes none of it away (comm.bucketed). The same on every rank.
     """
 
+    shadow: bool = False
     handed_over: HandedOver | None = None
     bucket_elements: int
     num_steps: int

@@ -36,11 +36,14 @@ def scaled_reducer(
     block: int,
     scale: Scale = "l2",
     bucket_elements: int = DEFAULT_BUCKET,
+    *,
+    shadow: bool = False,
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
-    only. bucket_elements: the most that is sent at a time, there with "l2". Collective.
+    only. bucket_elements: the most that is sent at a time, there with "l2". shadow: as in
+    comm.bucketed, there too. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
     if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
@@ -52,7 +55,14 @@ def scaled_reducer(
     match scales:
         case Scales.BLOCK:
             return default_reducer(
-                group, space.layout, space.p_N, block, scale, bucket_elements=bucket_elements, cuts=space.cuts
+                group,
+                space.layout,
+                space.p_N,
+                block,
+                scale,
+                bucket_elements=bucket_elements,
+                cuts=space.cuts,
+                shadow=shadow,
             )
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)

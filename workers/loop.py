@@ -101,6 +101,7 @@ class Course:
         if self._crew.elastic and self._training is None:
             with self._meter.part("control"):
                 self._training = build(self._spec, SoloGroup(), self._device)
+                self._training.optimizer.shadow = self._spec.workers.shadow
         has_state = self._log is not None
         group = self._crew.form(self.step, has_state)
         self._meter.attach(group.stats)
@@ -182,6 +183,7 @@ class Course:
             "rolled_forward": list(change.rolled_forward),
             "redone": told.redone,
             "local_steps_lost": change.local_steps_lost,
+            "server_error_lost": list(change.server_lost),
             "error_norm": change.residual_norm,
         }
         generation = seat.generation if seat else 0

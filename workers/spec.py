@@ -176,6 +176,11 @@ class Workers(_Frozen):
         description="in_place: survivors keep their processes when workers come or go; restart: Ray Train's own way, "
         "everybody starts again from the checkpoint",
     )
+    shadow: bool = Field(
+        False,
+        description="each worker also keeps the server error of the one before it, so that a death loses none of it; "
+        "sends half as many bytes again",
+    )
     grace_s: float = Field(
         30.0, gt=0.0, description="how long a worker that is told to stop (preemption, drain) has to hand over"
     )

@@ -121,11 +121,32 @@ def test_the_ray_job_has_the_same_id_and_shows_no_token(server):
         assert secret not in told
 
 
-def test_a_killed_worker_costs_a_restart_from_the_checkpoint_and_no_step(server):
+def pids(server, job_id, number):
+    """Of the processes that have been this worker."""
+    return [int(pid) for pid in re.findall(rf"worker_started number={number} pid=(\d+)", server.logs(job_id))]
+
+
+def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     job_id = server.submit(**LONG)
     server.wait_for_step(job_id, 45)
-    pid = int(re.search(r"worker_started rank=1 world_size=2 pid=(\d+)", server.logs(job_id)).group(1))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
+    job = server.wait_for_end(job_id)
+    assert_whole(server, job, LONG["steps"])
+    assert job["attempt"] == 1
+    events = server.history(job_id)["events"]
+    assert not [e for e in events if e["kind"] == "resumed"]
+    first = next(e for e in events if e["kind"] == "regrouped")
+    assert first["fields"]["world_size"] == 1
+    assert first["fields"]["redone"] == 0
+    assert first["step"] >= 45
+    assert len(pids(server, job_id, 0)) == 1
+
+
+def test_with_restarts_a_killed_worker_costs_the_steps_since_the_checkpoint_and_the_loss_is_the_same(server):
+    workers = {**LONG.get("workers", {}), "min": 2, "max": 2, "elastic": "restart"}
+    job_id = server.submit(**{**LONG, "workers": workers})
+    server.wait_for_step(job_id, 45)
+    os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
     job = server.wait_for_end(job_id)
     assert_whole(server, job, LONG["steps"])
     assert job["attempt"] == 1
@@ -133,6 +154,9 @@ def test_a_killed_worker_costs_a_restart_from_the_checkpoint_and_no_step(server)
     assert len(resumed) == 1
     assert resumed[0]["step"] >= 40
     assert resumed[0]["step"] % 20 == 0
+    other = server.wait_for_end(server.submit(**LONG))
+    ours, theirs = (one["summary"]["loss"]["validation_last"] for one in (job, other))
+    assert ours == pytest.approx(theirs, abs=0.05)
 
 
 def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server):

@@ -228,3 +228,84 @@ def test_t5_what_is_lost_is_the_dead_ranks_part_and_is_told():
     true = float(torch.linalg.vector_norm(lost_N))
     assert 0.4 * true <= stay[0].told.lost_norm <= 2.5 * true
     assert stay[0].told.lost_norm < stay[0].told.residual_norm
+
+
+def shadowed(net):
+    optimizer = maker("onebit_adam")(net)
+    optimizer.shadow = True
+    return optimizer
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
+    ranks = crew(size, shadowed)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP)
+
+    together(ranks, work)
+    kept = [rank.optimizer.vectors.momentum_error for rank in ranks]
+    assert any(own.sum_c.any() for slot in kept for own in slot.server)
+    for at, slot in enumerate(kept):
+        before = kept[at - 1]
+        for own, followed in zip(before.server, slot.shadow, strict=True):
+            assert torch.equal(own.sum_c, followed.sum_c)
+            assert torch.equal(own.scale_b, followed.scale_b)
+
+
+def test_a_shadow_changes_no_bit_of_training_and_costs_half_as_many_bytes_again():
+    plain, ours = crew(3, maker("onebit_adam")), crew(3, shadowed)
+    sent = []
+    for ranks in (plain, ours):
+
+        def work(rank, group):
+            rank.regroup(group)
+            rank.train(group, STEP)
+            before = group.stats.sent_bytes
+            rank.train(group, STEP + 1)
+            return group.stats.sent_bytes - before
+
+        sent.append(together(ranks, work)[0])
+    assert torch.equal(plain[0].held(), ours[0].held())
+    assert sent[1] == 1.5 * sent[0]
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_t5_with_a_shadow_one_death_loses_nothing_of_the_server_errors(where, size):
+    dead, fault = size - 1, FAULTS[where]
+    behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
+    forward = len(behind) > 1
+    name = "momentum_error"
+    ranks = crew(size, shadowed)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP)
+        call = len(rank.optimizer.bucketed.buckets) - 1 if fault.call < 0 else fault.call
+        what = fault.what if forward else What.LOSE
+        when = fault.when if forward or fault.call >= 0 else When.BEFORE
+        calls = call * (2 if fault.collective == "all_to_all" else 1)  # a shadow's rows are one more in each bucket
+        group.arm(Fault(behind, fault.collective, calls, when, what))
+        try:
+            rank.train(group, STEP + 3)
+        except PeerLost:
+            if forward and group.rank in behind:
+                ahead = [one for i, one in enumerate(ranks) if i not in behind]
+                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
+            raise
+
+    together(ranks, work)
+    stay = ranks[:dead]
+    found_N = regrouped(stay)[0][name]
+    step = stay[0].told.step
+    assert step == (STEP + 1 if forward else STEP)
+    assert stay[0].told.lost == (dead,)
+    assert stay[0].told.server_lost == ()
+    held, kept = undisturbed("onebit_adam", size, step, "l2")
+    assert torch.equal(stay[0].held(), held)
+    mean_N = sum(kept[i][name][0] for i in range(dead)) / dead
+    whole_N = mean_N + sum(own[name][1] for own in kept)
+    largest = max(float(w.abs().max()) + float(s.abs().max()) for own in kept for w, s in own.values())
+    assert (found_N - whole_N).abs().max() <= 64 * EPS * largest
