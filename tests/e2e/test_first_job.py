@@ -136,7 +136,7 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     events = server.history(job_id)["events"]
     assert not [e for e in events if e["kind"] == "resumed"]
     first = next(e for e in events if e["kind"] == "regrouped")
-    assert first["fields"]["world_size"] == 1
+    assert first["fields"]["world_size"] == 2
     assert first["fields"]["redone"] == 0
     assert first["step"] >= 45
     assert len(pids(server, job_id, 0)) == 1

@@ -1,0 +1,226 @@
+"""One slot, from nothing or from a living worker, to a train function that runs: a thread for each.
+
+    place       a placement group of its own; waits for resources as long as it takes
+    create      the worker's actor, named by its slot           (an adopted worker begins here, with `hello`)
+    initialise  Ray Train's context
+    run         the train function
+
+A thread touches nothing of the group's: it leaves an Arrival in the queue. Waiting never blocks the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.train.v2._internal.execution.context import DistributedContext
+from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.util import bundle_to_remote_args
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from thinwire.workers.elastic import leftovers
+from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.worker import ElasticWorker, Hello
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 30.0
+"""A living worker answers in no time; one whose host is busy, in this."""
+NAME_FREE_S = 15.0
+"""A dead worker's name is free soon after."""
+_POLL_S = 0.1
+_SLOW_POLL_S = 1.0
+
+
+@dataclass
+class Unit:
+    """A slot that is filled: its worker and its placement group. started: when its train function began, monotonic."""
+
+    slot: int
+    name: str
+    group: Any
+    worker: Any
+    started: float
+    adopted: bool
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What became of a bring-up: a unit, or why not. started: when its process began to be, monotonic."""
+
+    slot: int
+    unit: Unit | None
+    why: str
+    started: float
+    cancelled: bool = False
+
+
+class Cancelled(Exception):
+    """The slot is not wanted any more."""
+
+
+class Starter(Protocol):
+    """What the worker group lends to a bring-up. Called from its thread."""
+
+    plan: Plan
+
+    def resources(self) -> dict[str, float]:
+        """Of one worker."""
+        ...
+
+    def runtime_env(self) -> dict[str, Any]:
+        """Of a worker's process."""
+        ...
+
+    def initialise(self, worker: Any) -> None:
+        """Make Ray Train's context in this worker, and what callbacks do at its start."""
+        ...
+
+    def train_function(self) -> Any:
+        """What `run_train_fn` takes."""
+        ...
+
+
+class BringUp:
+    """Fills one slot. group: a placement group to use again. living: a worker to adopt."""
+
+    def __init__(
+        self,
+        starter: Starter,
+        slot: int,
+        arrivals: queue.SimpleQueue[Arrival],
+        *,
+        pause_s: float = 0.0,
+        group: tuple[str, Any] | None = None,
+        living: Any | None = None,
+    ) -> None:
+        self.slot = slot
+        self.unit_name = group[0] if group else starter.plan.new_unit(slot)
+        self.placed = living is not None
+        self._starter = starter
+        self._plan = starter.plan
+        self._arrivals = arrivals
+        self._pause_s = pause_s
+        self._group: Any = group[1] if group else None
+        self._actor: Any = living
+        self.adopts = living is not None
+        self._cancelled = threading.Event()
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"bring-up-w{slot}", daemon=True)
+        self._thread.start()
+
+    @property
+    def cancelled(self) -> bool:
+        """Given up, but its thread may not be through yet."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Give the slot up; what was made for it is removed by its thread."""
+        self._cancelled.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            unit = self._adopt() if self.adopts else self._new()
+            self._check()
+            self._arrivals.put(Arrival(self.slot, unit, "", self._started))
+        except Cancelled:
+            self._remove()
+            self._arrivals.put(Arrival(self.slot, None, "", self._started, cancelled=True))
+        except Exception as error:  # noqa: BLE001 - the border of a thread: told to the group, which counts
+            self._remove()
+            why = f"{type(error).__name__}: {str(error).strip()}"
+            self._arrivals.put(Arrival(self.slot, None, why, self._started, cancelled=self._cancelled.is_set()))
+
+    def _adopt(self) -> Unit:
+        hello: Hello = self._get(self._actor.hello.remote(), HELLO_S)
+        self.unit_name = hello.unit
+        self._group = leftovers.units_of(self._plan).get(hello.unit)
+        return self._start()
+
+    def _new(self) -> Unit:
+        if self._cancelled.wait(self._pause_s):
+            raise Cancelled
+        self._place()
+        self._started = time.monotonic()
+        self._actor = self._create()
+        return self._start()
+
+    def _start(self) -> Unit:
+        slot = self.slot
+        metadata = self._get(self._actor.get_metadata.remote())
+        # What the train function may ask Ray Train for: its slot. Its rank changes with the generations.
+        seat = DistributedContext(
+            world_rank=slot, world_size=self._plan.limits.max, local_rank=0, local_world_size=1, node_rank=slot
+        )
+        worker = Worker(self._actor, metadata, self._starter.resources(), seat, placement_group_bundle_index=0)
+        self._starter.initialise(worker)
+        self._get(self._actor.run_train_fn.remote(self._starter.train_function()))
+        return Unit(slot, self.unit_name, self._group, worker, time.monotonic(), self.adopts)
+
+    def _place(self) -> None:
+        if self._group is not None and not leftovers.placed(self._group):  # its node is gone
+            remove_placement_group(self._group)
+            self._group = None
+            self.unit_name = self._plan.new_unit(self.slot)
+        if self._group is None:
+            self._group = placement_group(
+                [self._starter.resources()], "STRICT_PACK", name=self.unit_name, lifetime="detached"
+            )
+        began = time.monotonic()
+        while not leftovers.placed(self._group):
+            self._check()
+            self._cancelled.wait(_POLL_S if time.monotonic() - began < 2.0 else _SLOW_POLL_S)
+        self._check()
+        self.placed = True
+
+    def _create(self) -> Any:
+        resources = self._starter.resources()
+        factory = ray.remote(runtime_env=self._starter.runtime_env(), **bundle_to_remote_args(resources))(ElasticWorker)
+        options = factory.options(
+            name=self._plan.worker(self.slot),
+            namespace=self._plan.namespace,
+            lifetime="detached",
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
+        )
+        until = time.monotonic() + NAME_FREE_S
+        while True:
+            try:
+                return options.remote(self._plan, self.slot, self.unit_name)
+            except ValueError:  # the name is taken: by whom we replace, or by a bring-up of a controller that is dead
+                if time.monotonic() > until:
+                    raise
+            old = leftovers.actor(self._plan, self._plan.worker(self.slot))
+            if old is not None:
+                leftovers.kill(old)
+            self._check()
+            time.sleep(_POLL_S)
+
+    def _get(self, ref: Any, within_s: float | None = None) -> Any:
+        until = None if within_s is None else time.monotonic() + within_s
+        while not ray.wait([ref], timeout=_SLOW_POLL_S)[0]:
+            self._check()
+            if until is not None and time.monotonic() > until:
+                raise GetTimeoutError(f"slot {self.slot} did not answer in {within_s:g} s")
+        return ray.get(ref)
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise Cancelled(f"slot {self.slot} is not wanted any more")
+
+    def _remove(self) -> None:
+        if self._actor is not None:
+            leftovers.kill(self._actor)
+        if self._group is not None:
+            remove_placement_group(self._group)

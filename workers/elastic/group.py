@@ -1,0 +1,287 @@
+"""The worker group: Ray Train's, where the dead are replaced one by one and their number may change at any time.
+
+The controller polls. Each poll takes in what arrived, asks the living, drops the dead and those that have left, starts
+bring-ups for what is missing, asks the surplus to leave, and tells the controller of the living only: it stays RUNNING.
+It hears of deaths in one case, when nobody is left of those that trained: then it starts all again, from the
+checkpoint, as Ray Train does. While one lives the state lives, and the job waits for resources as long as it takes.
+An exception of a train function is no death. It reaches the controller, which counts it against max_failures.
+
+All state is touched by the controller's thread alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import time
+from typing import Any, ClassVar
+
+from ray._private.state import state as ray_state
+from ray.exceptions import RayError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.util import invoke_context_managers, time_monotonic
+from ray.train.v2.api.exceptions import ControllerError
+from ray.util.placement_group import remove_placement_group
+
+from thinwire.workers.elastic import leftovers
+from thinwire.workers.elastic.bring_up import Arrival, BringUp, Unit
+from thinwire.workers.elastic.failures import EarlyDeaths, WorkersKeepDying
+from thinwire.workers.elastic.group_state import ElasticGroupState, Units
+from thinwire.workers.elastic.health import Health, Loss
+from thinwire.workers.elastic.membership_actor import Beat
+from thinwire.workers.elastic.membership_link import MembershipLink
+from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.state_page import ElasticStatePage
+from thinwire.workers.elastic.steering import decide
+from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
+from thinwire.workers.elastic.worker_side import Left
+
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 5.0
+DRAINS_S = 2.0
+"""Between two looks at which nodes are being drained."""
+
+
+class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """See the module. train_run_context.backend_config holds the plan."""
+
+    _worker_cls = ElasticWorker
+    _deaths_of: ClassVar[dict[str, EarlyDeaths]] = {}
+    """By run: they count over full restarts too."""
+
+    def __init__(self, train_run_context: Any, worker_group_context: Any, callbacks: Any = None) -> None:
+        super().__init__(train_run_context, worker_group_context, callbacks)
+        self.plan: Plan = train_run_context.backend_config.plan
+        self._world_rank_to_ongoing_poll: dict[int, Any] = {}  # the base class's: type known to mypy here
+        self._units: list[Unit] = []
+        """In the order of the state's workers."""
+        self._coming: dict[int, BringUp] = {}
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._deaths = self._deaths_of.setdefault(
+            train_run_context.run_id, EarlyDeaths(self.plan.early_s, self.plan.max_early_deaths)
+        )
+        self._link = MembershipLink(self.plan)
+        self._health = Health(self.plan.leave_s)
+        self._vacant: dict[int, tuple[str, Any]] = {}
+        """Placement groups of the dead, by slot, with their names: the next worker of the slot takes them."""
+        self._swept = False
+        self._drains_seen_at = 0.0
+
+    def __bool__(self) -> bool:
+        """True without workers too, where the inherited __len__ would make it False for the controller."""
+        return True
+
+    # What bring_up.Starter asks.
+
+    def resources(self) -> dict[str, float]:
+        """Of one worker."""
+        return dict(self._worker_group_context.resources_per_worker)
+
+    def runtime_env(self) -> dict[str, Any]:
+        """Of a worker's process."""
+        environment: dict[str, Any] = self._get_worker_runtime_env(
+            self._train_run_context.run_config.worker_runtime_env
+        )
+        return environment
+
+    def initialise(self, worker: Any) -> None:
+        """Make Ray Train's context in this worker, and what callbacks do at its start."""
+        self._init_train_context([worker], NoCollectives())
+        alone = ReplicaGroup([worker], self.resources(), [])
+        for callback in self._replica_group_callbacks:
+            if not isinstance(callback, ReportCallbackHandler):  # it belongs to the controller's thread: see _set_units
+                callback.after_replica_group_start(alone)
+
+    def train_function(self) -> Any:
+        """What `run_train_fn` takes."""
+        return self._worker_group_context.train_fn_ref
+
+    # Start and end.
+
+    def _start(self) -> None:
+        """Adopt what lives; polls do the rest. Nothing waits for resources: the controller can be asked and stopped."""
+        self._assert_inactive()
+        living = leftovers.workers_of(self.plan)
+        try:
+            self._link.open(owner=self._train_run_context.run_id, living=len(living))
+        except RayError as error:
+            raise WorkerGroupStartupFailedError(f"the membership actor does not start: {error}") from error
+        with invoke_context_managers([callback.on_worker_group_start for callback in self._callbacks]):
+            for callback in self._callbacks:
+                callback.before_worker_group_start(self._worker_group_context)
+            self._worker_group_state = ElasticGroupState(time_monotonic(), Units(self._remove_units), [], None)
+            for slot, handle in living.items():
+                self._coming[slot] = BringUp(self, slot, self._arrivals, living=handle)
+            logger.info("elastic_group_starts job=%s adopting=%s", self.plan.job, sorted(self._coming))
+            for callback in self._callbacks:
+                callback.after_worker_group_start(self)
+        for callback in self._callbacks:
+            callback.after_worker_group_training_start(self)
+
+    def _remove_units(self) -> None:
+        for coming in self._coming.values():
+            coming.cancel()
+        leftovers.remove_workers(self.plan)
+        leftovers.remove_units(self.plan)
+        for coming in self._coming.values():
+            coming.join(CANCEL_S)
+        leftovers.remove_workers(self.plan)  # what a bring-up made in between
+        leftovers.remove_units(self.plan)
+        self._coming.clear()
+        self._units = []
+
+    # Poll.
+
+    def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
+        """One round; see the module. Raises: ControllerError where a slot keeps dying."""
+        self._assert_active()
+        try:
+            self._take_arrivals()
+            status = self._judge(self._poll_workers_and_collect_errors(timeout) if self._units else [])
+        except WorkersKeepDying as error:
+            raise ControllerError(error) from error  # which Ray Train does not try again
+        if status.worker_statuses:  # of none, Ray Train's own callbacks know nothing to say
+            for callback in self._callbacks:
+                callback.after_worker_group_poll_status(status)
+        self._latest_poll_status = status
+        return status
+
+    def _take_arrivals(self) -> None:
+        came = []
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            self._coming.pop(arrival.slot, None)
+            unit = arrival.unit
+            if arrival.cancelled:
+                continue
+            if unit is None:
+                logger.warning("bring_up_failed slot=%d why=%s", arrival.slot, arrival.why)
+                self._deaths.died(arrival.slot, arrival.started, arrival.why)
+                continue
+            pid, node = unit.worker.metadata.pid, unit.worker.metadata.node_ip
+            took_s = time.monotonic() - arrival.started
+            what = "worker_adopted" if unit.adopted else "worker_started"
+            logger.info("%s slot=%d pid=%d node=%s took_s=%.1f", what, unit.slot, pid, node, took_s)
+            came.append(unit)
+        if came:
+            self._set_units([*self._units, *came])
+
+    def _judge(self, statuses: list[Any]) -> WorkerGroupPollStatus:
+        """What the controller is told, after those that are gone were dropped and others started."""
+        beat = self._link.beat()
+        kept: list[tuple[Unit, Any]] = []
+        lost: list[tuple[Unit, Loss]] = []
+        left: list[tuple[Unit, str]] = []
+        for unit, status in zip(self._units, statuses, strict=True):
+            counted, loss = self._health.read(unit, status, beat)
+            if loss is not None:
+                lost.append((unit, loss))
+            elif not counted.running and not counted.error and isinstance(counted.return_value, Left):
+                left.append((unit, counted.return_value.reason))
+            else:
+                kept.append((unit, counted))
+        for unit, loss in lost:
+            logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
+            self._deaths.died(unit.slot, unit.started, loss.why)
+        adopting = any(coming.adopts for coming in self._coming.values())
+        trained = beat is not None and beat.generation > 0
+        if lost and not kept and not left and trained and not adopting:
+            # All errors: Ray Train starts all again.
+            dead = [
+                status if status.error else WorkerStatus(running=False, error=WorkerHealthCheckTimeoutError(loss.why))
+                for status, (_, loss) in zip(statuses, lost, strict=True)
+            ]
+            return WorkerGroupPollStatus(worker_statuses=dict(enumerate(dead)))
+        for unit, loss in lost:
+            leftovers.kill(unit.worker.actor)
+            if loss.node_lives and unit.group is not None:
+                self._vacant[unit.slot] = (unit.name, unit.group)
+            else:
+                _free(unit.group)
+        for unit, why in left:
+            logger.info("worker_left slot=%d pid=%d reason=%s", unit.slot, unit.worker.metadata.pid, why)
+            leftovers.kill(unit.worker.actor)
+            _free(unit.group)
+        if lost or left:
+            self._set_units([unit for unit, _ in kept])
+        if beat is not None and not adopting:
+            try:
+                self._steer(beat, [unit for unit, status in kept if not status.running])
+            except RayError as error:  # the controller would end the job; the head node may answer at the next poll
+                logger.warning("steering_failed reason=%s", str(error).splitlines()[0])
+        return WorkerGroupPollStatus(worker_statuses=dict(enumerate(status for _, status in kept)))
+
+    def _set_units(self, units: list[Unit]) -> None:
+        polls = self._world_rank_to_ongoing_poll
+        index_of = {id(unit): i for i, unit in enumerate(self._units)}
+        self._world_rank_to_ongoing_poll = {
+            i: polls[index_of[id(unit)]] for i, unit in enumerate(units) if index_of.get(id(unit)) in polls
+        }
+        self._units = units
+        self._worker_group_state = dataclasses.replace(
+            self._worker_group_state, workers=[unit.worker for unit in units]
+        )
+        for callback in self._callbacks:
+            if isinstance(callback, ReportCallbackHandler):
+                callback.after_worker_group_start(self)  # its queues are by index
+            elif isinstance(callback, ElasticStatePage):
+                callback.workers_changed(self)
+
+    # Steer.
+
+    def _steer(self, beat: Beat, finished: list[Unit]) -> None:
+        if not self._swept:  # all that lives has been adopted: what else there is belongs to nobody
+            orphans = leftovers.remove_units(self.plan, keep={unit.name for unit in self._units})
+            self._swept = True
+            logger.info("elastic_group_runs slots=%s orphans=%d", sorted(u.slot for u in self._units), len(orphans))
+        if finished:  # the others will too
+            for coming in self._coming.values():
+                coming.cancel()
+        else:
+            self._to_target(beat)
+            self._empty_drained_nodes()
+        for _, group in self._vacant.values():
+            _free(group)
+        self._vacant.clear()
+
+    def _to_target(self, beat: Beat) -> None:
+        decision = decide(
+            beat.target,
+            running=[unit.slot for unit in self._units],
+            coming={slot: coming.placed for slot, coming in self._coming.items() if not coming.cancelled},
+            ending=[slot for slot, coming in self._coming.items() if coming.cancelled],
+            seated=beat.seated,
+        )
+        for slot in decision.start:
+            pause_s = self._deaths.pause_s(slot)
+            logger.info("bring_up slot=%d target=%d pause_s=%g", slot, beat.target, pause_s)
+            group = self._vacant.pop(slot, None)
+            self._coming[slot] = BringUp(self, slot, self._arrivals, pause_s=pause_s, group=group)
+        for slot in decision.cancel:
+            logger.info("bring_up_cancelled slot=%d target=%d", slot, beat.target)
+            self._coming[slot].cancel()
+        for slot in decision.dismiss:
+            self._link.dismiss(slot, f"the job was shrunk to {beat.target} workers")
+
+    def _empty_drained_nodes(self) -> None:
+        """Ask workers on nodes that will be taken away to leave, while there are others to keep the state."""
+        now = time.monotonic()
+        if now - self._drains_seen_at < DRAINS_S:
+            return
+        self._drains_seen_at = now
+        draining = ray_state.get_draining_nodes()
+        doomed = [unit.slot for unit in self._units if unit.worker.metadata.node_id in draining]
+        if len(doomed) < len(self._units):
+            for slot in doomed:
+                self._link.dismiss(slot, "its node is being drained")
+
+
+def _free(group: Any) -> None:
+    if group is not None:
+        remove_placement_group(group)

@@ -1,0 +1,202 @@
+"""The actor that holds the membership server of a job, how many workers it wants, and the janitor.
+
+It is detached and pinned to the head node: it outlives driver and controller, and no worker's node takes it along.
+Ray restarts it when it dies; what it must not forget (limits, port) is in Ray's key-value store. While nobody renews
+its lease it waits a little longer than the workers do, then removes what is left of the job, and itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+from thinwire.workers.elastic import leftovers
+from thinwire.workers.elastic.lease import Lease
+from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.membership import Limits, MembershipEvent, MembershipServer
+
+logger = logging.getLogger(__name__)
+
+JANITOR_S = 2.0
+"""The janitor waits so much longer than a worker's lease and grace."""
+HEAD = {"node:__internal_head__": 0.001}
+START_S = 60.0
+_KV = b"thinwire"
+ADOPT_S = 5.0
+"""A server that was restarted waits so long for the members that it does not know yet."""
+_KEPT_EVENTS = 200
+_ENDED = {"fenced", "failed", "lost", "dismissed"}
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A worker that is no member any more, whose process should have ended: for how long, and why."""
+
+    since_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What the worker group must know at each poll. generation: 0 before the first. seated: slots of this one."""
+
+    target: int
+    generation: int
+    seated: frozenset[int]
+    gone: dict[int, Gone]
+
+
+class MembershipActor:
+    """See the module. Ray calls its methods one at a time; a thread of the server's calls `_on_event`."""
+
+    def __init__(self, plan: Plan) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        self._plan = plan
+        self._key = f"{plan.namespace}/{plan.membership}".encode()
+        self._owner: str | None = None
+        self._gone: dict[int, tuple[float, str]] = {}
+        self._notes: dict[str, Any] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        saved = json.loads(_internal_kv_get(self._key, namespace=_KV) or b"{}")
+        self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
+        self._server = self._serve(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
+        self._save()
+        self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)
+        logger.info("membership_started job=%s address=%s limits=%s", plan.job, self._server.address, self._limits)
+
+    def _serve(self, port: int, quiet_s: float) -> MembershipServer:
+        host = str(ray.util.get_node_ip_address())
+        secret, on_event = self._plan.secret, self._on_event
+        if port:
+            try:  # members that lost their connection try the old address first
+                return MembershipServer(self._limits, secret, host=host, port=port, quiet_s=quiet_s, on_event=on_event)
+            except OSError as error:
+                logger.info("old_port_taken port=%d reason=%s", port, error)
+        return MembershipServer(self._limits, secret, host=host, quiet_s=quiet_s, on_event=on_event)
+
+    def _save(self) -> None:
+        state = {"min": self._limits.min, "max": self._limits.max, "port": self._server.address[1]}
+        _internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_KV)
+
+    def _on_event(self, event: MembershipEvent) -> None:
+        slot = event.fields.get("slot")
+        if isinstance(slot, int):
+            if event.kind in _ENDED:
+                self._gone[slot] = (time.monotonic(), f"{event.kind}: {event.fields.get('why')}")
+            elif event.kind == "connected":
+                self._gone.pop(slot, None)
+        self._events.append({"kind": event.kind, "time": event.time, "generation": event.generation, **event.fields})
+
+    def address(self) -> tuple[str, int]:
+        """Where members connect."""
+        return self._server.address
+
+    def target(self) -> int:
+        """How many workers are wanted."""
+        return self._limits.max
+
+    def set_limits(self, low: int, high: int) -> None:
+        """Want `high` workers, and train while there are `low`. Raises: ValueError unless 1 <= low <= high."""
+        limits = Limits(low, high)
+        self._server.set_limits(limits)
+        self._limits = limits
+        self._save()
+        logger.info("limits min=%d max=%d", low, high)
+
+    def dismiss(self, slot: int, reason: str) -> None:
+        """Ask the worker of this slot to leave in order. Where so many are wanted, the group starts another."""
+        self._server.dismiss(slot, reason)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the server knows, with the notes and the last events, as JSON."""
+        found: dict[str, Any] = self._server.snapshot().model_dump(mode="json")
+        return {**found, "notes": dict(self._notes), "last_events": list(self._events)}
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a fact for `snapshot`, in JSON: the last one of each key."""
+        self._notes[key] = value
+
+    def renew_lease(self) -> None:
+        """Somebody still wants this job."""
+        self._lease.renew()
+
+    def claim(self, owner: str) -> None:
+        """This run of a driver owns the job from now on: only it may `retire` it."""
+        self._lease.renew()
+        self._owner = owner
+
+    def begin(self) -> None:
+        """No worker lives: what the server knows of generations and of an end is void. It starts again."""
+        if self._server.snapshot().generation:
+            port = self._server.address[1]
+            self._server.close()
+            self._server = self._serve(port, 0.0)
+            self._save()
+        self._gone.clear()
+
+    def beat(self) -> Beat:
+        """For the worker group, at each poll. Renews the lease."""
+        self._lease.renew()
+        seen, now = self._server.snapshot(), time.monotonic()
+        return Beat(
+            target=self._limits.max,
+            generation=seen.generation,
+            seated=frozenset(member.slot for member in seen.members),
+            gone={slot: Gone(now - at, why) for slot, (at, why) in list(self._gone.items())},
+        )
+
+    def retire(self, owner: str) -> bool:
+        """The job is over: remove all of it but this actor. False where another run owns it by now."""
+        if self._owner not in (None, owner):
+            return False
+        self._remove()
+        return True
+
+    def _clean_up(self) -> None:
+        """The janitor. In the lease's thread."""
+        logger.warning("janitor job=%s reason=nobody renewed the lease", self._plan.job)
+        self._remove()
+        leftovers.kill(ray.get_runtime_context().current_actor)
+
+    def _remove(self) -> None:
+        self._server.close()
+        leftovers.remove_all(self._plan)
+        _internal_kv_del(self._key, namespace=_KV)
+
+
+def ensure_membership(plan: Plan) -> Any:
+    """The handle of the job's membership actor, which lives and answers; started where there is none.
+
+    Raises: RayActorError or GetTimeoutError where it does not start in START_S.
+    """
+    until = time.monotonic() + START_S
+    while True:
+        handle = (
+            ray.remote(MembershipActor)
+            .options(
+                name=plan.membership,
+                namespace=plan.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+                resources=HEAD,
+                max_restarts=-1,
+            )
+            .remote(plan)
+        )
+        try:
+            ray.get(handle.renew_lease.remote(), timeout=max(until - time.monotonic(), 1.0))
+        except (RayActorError, GetTimeoutError):  # it was just being removed
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+        else:
+            return handle

@@ -1,0 +1,78 @@
+"""What an elastic job is: its names in Ray, how many workers it wants, and how patient it is."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.workers.membership import Limits
+
+NAMESPACE = "thinwire"
+"""Of all our actors. A driver's own namespace is anonymous, so that the next driver would not find them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An elastic job.
+
+    limits: at its start; the membership actor holds the present ones. lease_s: a worker that nobody has asked for so
+    long ends, after grace_s in which its train function may save. leave_s: how long the process of a worker may go on
+    that is no member any more. A slot that dies more than max_early_deaths times in a row within early_s of its start
+    ends the job.
+    """
+
+    job: str
+    secret: str = field(repr=False)
+    limits: Limits
+    lease_s: float = 10.0
+    grace_s: float = 5.0
+    leave_s: float = 30.0
+    early_s: float = 30.0
+    max_early_deaths: int = 6
+    namespace: str = NAMESPACE
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.job):
+            raise ValueError(f"job = {self.job!r} becomes part of actor names: use letters, digits, _, . and - only")
+        for name in ("lease_s", "grace_s", "leave_s", "early_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0: give seconds")
+
+    @property
+    def controller(self) -> str:
+        """The actor name of Ray Train's controller."""
+        return f"{self.job}/controller"
+
+    @property
+    def membership(self) -> str:
+        """The actor name of the membership actor."""
+        return f"{self.job}/membership"
+
+    def worker(self, slot: int) -> str:
+        """The actor name of a slot's worker. One name a slot: there can be no two."""
+        return f"{self.job}/w{slot}"
+
+    def slot_of(self, actor: str) -> int | None:
+        """The slot of a worker's actor name; None for any other name."""
+        found = re.fullmatch(re.escape(self.job) + r"/w(\d+)", actor)
+        return int(found[1]) if found else None
+
+    def new_unit(self, slot: int) -> str:
+        """A name for a placement group of this slot: a new one each time, for removal takes a while."""
+        return f"{self.job}/u{slot}/{uuid.uuid4().hex[:8]}"
+
+    def is_unit(self, placement_group: str) -> bool:
+        """Whether a placement group of this name is one of ours."""
+        return re.fullmatch(re.escape(self.job) + r"/u\d+/[0-9a-f]{8}", placement_group) is not None
+
+    def facts(self, slot: int) -> dict[str, Any]:
+        """What the train function of this slot finds in config["elastic"]."""
+        return {
+            "job": self.job,
+            "namespace": self.namespace,
+            "slot": slot,
+            "secret": self.secret,
+            "membership": self.membership,
+        }

@@ -1,0 +1,184 @@
+"""ElasticTrainer: `fit()` of Ray Train for a job whose workers come, die and go one by one.
+
+The controller is an actor of the driver's with the job's name. Ray restarts it if it dies, and a driver of the same
+job takes its place; either way it adopts the workers that live. What a driver leaves behind when it dies is removed
+when the lease is out.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import ray._raylet
+from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.train.v2._internal.constants import DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE, get_env_vars_to_propagate
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from thinwire.workers.elastic import leftovers
+from thinwire.workers.elastic.controller import (
+    NO_PREEMPTION_WATCHER,
+    ElasticConfig,
+    ElasticController,
+    PlacedByGroups,
+    elastic_callbacks,
+)
+from thinwire.workers.elastic.membership_actor import ensure_membership
+from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.worker_side import Left, with_facts
+from thinwire.workers.membership import Dismissed, Fenced, Limits
+
+logger = logging.getLogger(__name__)
+
+TAKE_OVER_S = 30.0
+"""A dead driver's controller frees its name within this."""
+RETIRE_S = 60.0
+ABORT_S = 10.0
+
+
+class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
+    """Runs train_function(config) in between limits.min and limits.max workers, and on whatever comes and goes.
+
+    config is train_loop_config and, under "elastic", what worker_side asks for: job, namespace, slot, secret and the
+    name of the membership actor. A train function that goes because it was dismissed or fenced returns
+    worker_side.Left, or lets the membership's Dismissed or Fenced pass. One that raises anything else is a failure, as
+    in Ray Train: all workers start again, run_config.failure_config.max_failures times. So is the death of all
+    workers. The death of some is not.
+
+    limits are those of a new job: where workers of this job live, the membership actor knows the present ones.
+    """
+
+    def __init__(
+        self,
+        train_function: Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any],
+        job: str,
+        secret: str,
+        limits: Limits,
+        resources_per_worker: dict[str, float],
+        use_gpu: bool,
+        run_config: RunConfig,
+        lease_s: float = 10.0,
+        **patience: Any,
+    ) -> None:
+        """patience: other fields of Plan."""
+        self.plan = Plan(job=job, secret=secret, limits=limits, lease_s=lease_s, **patience)
+        super().__init__(
+            train_function,
+            train_loop_config=train_loop_config,
+            backend_config=ElasticConfig(self.plan),
+            scaling_config=ScalingConfig(
+                num_workers=limits.max, use_gpu=use_gpu, resources_per_worker=resources_per_worker
+            ),
+            run_config=run_config,
+        )
+
+    def fit(self) -> Result:
+        """Run the job to its end. Adopts the workers of a driver of this job that died; ends one that lives.
+
+        SIGTERM and SIGINT end the job. Raises: ray.train.TrainingFailedError, with WorkersKeepDying as its
+        controller_failure where a slot keeps dying; RayError where another driver took the job over.
+        """
+        owner = self.train_run_context.run_id
+        with _ended_by_signals():
+            try:
+                membership = ensure_membership(self.plan)
+                ray.get(membership.claim.remote(owner))
+                return super().fit()
+            finally:
+                self._retire(owner)
+
+    def _get_train_func(self) -> Callable[[], Any]:
+        return _Seated(self.train_loop_per_worker, dict(self.train_loop_config or {}))
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return elastic_callbacks(super()._create_default_callbacks())
+
+    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
+        controller_init_kwargs["scaling_policy"] = PlacedByGroups(self.scaling_config)
+        env_vars = {**get_env_vars_to_propagate(), **NO_PREEMPTION_WATCHER}
+        env_vars.setdefault(
+            RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR, DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE
+        )
+        factory = ray.remote(
+            num_cpus=0,
+            label_selector={ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
+            runtime_env={"env_vars": env_vars},
+            max_restarts=-1,
+            max_task_retries=-1,
+            name=self.plan.controller,
+            namespace=self.plan.namespace,
+        )(ElasticController)
+        controller = self._take_over(lambda: factory.remote(**controller_init_kwargs))
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+    def _take_over(self, create: Callable[[], Any]) -> Any:
+        until = time.monotonic() + TAKE_OVER_S
+        while True:
+            old = leftovers.actor(self.plan, self.plan.controller)
+            if old is not None:
+                logger.warning("controller_superseded job=%s", self.plan.job)
+                leftovers.kill(old)
+            try:
+                return create()
+            except ValueError:  # its name is not free yet
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.2)
+
+    def _retire(self, owner: str) -> None:
+        """Remove what is left, unless another driver has the job by now."""
+        membership = leftovers.actor(self.plan, self.plan.membership)
+        if membership is None:
+            leftovers.remove_all(self.plan)
+            return
+        try:
+            if ray.get(membership.retire.remote(owner), timeout=RETIRE_S):
+                leftovers.kill(membership)
+            else:
+                logger.warning("job_not_removed job=%s reason=another driver has it", self.plan.job)
+        except (RayActorError, GetTimeoutError, RayError) as error:
+            logger.warning("job_not_removed job=%s reason=%s: its lease will end it", self.plan.job, error)
+
+
+class _Seated:
+    """The train function of whichever worker calls it."""
+
+    def __init__(self, train_function: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
+        self._train_function = train_function
+        self._config = config
+        self.__name__ = getattr(train_function, "__name__", "train_function")
+
+    def __call__(self) -> Any:
+        try:
+            return self._train_function(with_facts(self._config))
+        except (Dismissed, Fenced) as error:
+            return Left(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT become SystemExit, so that what is to be removed is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
