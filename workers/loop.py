@@ -127,8 +127,13 @@ class Course:
             if self.step == self.attended:
                 stop = self._crew.at_boundary(self.step)
                 if stop is not None:
+                    self.log.flush(self.step, None, None)
                     with self._meter.part("control"):
                         hand_over(self.training.optimizer)
+                        all_leave = self._agreed(stop.leaving)
+                    if all_leave:  # nobody is left to hold what the optimizer has handed over
+                        logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
+                        self._saving.save(self.training, self._meter, self.step)
                     if stop.leaving:
                         return False
                     self.join()
@@ -151,6 +156,12 @@ class Course:
             self._saving.close()
         self._crew.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
+
+    def _agreed(self, mine: bool) -> bool:
+        """Does every rank say so? Collective. Raises: PeerLost."""
+        said = torch.full((1,), float(mine), device=self._device)
+        self.training.group.mean_(said)
+        return float(said) == 1.0
 
     def _begin(self) -> None:
         """Resume from the newest whole checkpoint, or begin afresh."""

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thinwire.workers.reports import Failure, WantedWorkers
+from thinwire.workers.reports import ATTEMPT_NAME, Failure, WantedWorkers
 from thinwire.workers.spec import TrainSpec, Workers
 from thinwire.workers.wanted import WantedFollower, wanted_workers
-from thinwire.workers.worker import FAILURE_NAME, failure_of, train_worker, write_failure
+from thinwire.workers.worker import ADOPT_S, FAILURE_NAME, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         limits=Limits(workers.min, workers.max),
         resources_per_worker=_resources(use_gpu),
         use_gpu=use_gpu,
+        lease_s=ADOPT_S,
         grace_s=workers.grace_s,
         **how,
     )
@@ -104,6 +105,10 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
     def tell(now: WantedWorkers) -> None:
         ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
 
+    # Workers of an attempt whose driver died are this one's from now on, and say so to the service.
+    partial = run_dir / f"{ATTEMPT_NAME}.partial"
+    partial.write_text(str(how["train_loop_config"]["attempt"]))
+    partial.replace(run_dir / ATTEMPT_NAME)
     follower = WantedFollower(run_dir, workers, tell)
     try:
         trainer.fit()

@@ -106,17 +106,26 @@ class ServiceReporter:
     """Metrics and a registration on every worker; rank 0 also writes history.jsonl and posts to the service."""
 
     def __init__(
-        self, run_dir: Path, job_id: str, rank: int, attempt: int, address: str, wire: WireMeter | None = None
+        self,
+        run_dir: Path,
+        job_id: str,
+        rank: int,
+        attempt: int,
+        address: str,
+        wire: WireMeter | None = None,
+        *,
+        adopt_s: float = 0.0,
     ) -> None:
         """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
 
         `address`: the network address on which this worker's metrics are served. `wire`: where it is measured.
+        `adopt_s`: how long a later attempt may take to adopt this worker.
         """
         self._wire = wire
         self._last_step: int | None = None
         self._metrics = WorkerMetrics(job_id, rank)
         self._metrics.start_http_server(addr=address)
-        self._client = ServiceClient(run_dir, rank, attempt)
+        self._client = ServiceClient(run_dir, rank, attempt, adopt_s=adopt_s)
         self._heartbeat = Heartbeat(self._client, self._metrics.address)
         self._run_dir = run_dir
         self._history: History | None = None

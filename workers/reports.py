@@ -11,6 +11,7 @@ The run folder is the other border. The service writes it before it submits, the
 
     job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
     workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
+    attempt        the number of the attempt whose driver runs, where it adopts workers of the one before it
     token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
     service_url    where the service listens now; rewritten when the service starts again
     checkpoints/   written by the workers
@@ -34,6 +35,7 @@ LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
 HEARTBEAT_S = 10.0
 WANTED_NAME = "workers.json"
+ATTEMPT_NAME = "attempt"
 
 
 class _Report(BaseModel):

@@ -9,6 +9,7 @@ ServiceError            a call to the service came to nothing
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -19,7 +20,7 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.workers.reports import Telemetry, WorkerRegistration
+from thinwire.workers.reports import ATTEMPT_NAME, Telemetry, WorkerRegistration
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,16 @@ class Refused(ServiceError):
 class ServiceClient:
     """The calls of one worker to the service. May be shared by threads.
 
-    The address and the token are read from the run folder before each call, since the service may have moved. One
+    The address and the token are read from the run folder before each call, since the service may have moved; and
+    so is the attempt, where a worker may be adopted by a later one (ATTEMPT_NAME). One
     line is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
     """
 
-    def __init__(self, run_dir: Path, rank: int, attempt: int, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, run_dir: Path, rank: int, attempt: int, *, timeout_s: float = 5.0, adopt_s: float = 0.0) -> None:
+        """adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it."""
         self.rank = rank
-        self.attempt = attempt
+        self._adopt_s, self._stale_since = adopt_s, math.inf
+        self._attempt = attempt
         self.num_failures = 0
         self._run_dir = run_dir
         self._silent_since: float | None = None
@@ -60,6 +64,14 @@ class ServiceClient:
         self._http = httpx.Client(
             timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), limits=limits, trust_env=False
         )
+
+    @property
+    def attempt(self) -> int:
+        """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
+        try:
+            return max(self._attempt, int((self._run_dir / ATTEMPT_NAME).read_text()))
+        except (OSError, ValueError):  # no attempt adopts workers here
+            return self._attempt
 
     def register(self, address: str) -> None:
         """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""
@@ -99,9 +111,16 @@ class ServiceClient:
         except ServiceUnavailable as error:
             self._note(error)
             raise
+        except Superseded as error:
+            self._note(None)
+            self._stale_since = min(self._stale_since, time.monotonic())
+            if time.monotonic() - self._stale_since < self._adopt_s:
+                raise ServiceUnavailable(f"a newer attempt may adopt this worker: {error}") from error
+            raise
         except ServiceError:
             self._note(None)
             raise
+        self._stale_since = math.inf
         self._note(None)
 
     def _job_id(self) -> str:

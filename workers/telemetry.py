@@ -191,7 +191,7 @@ class Poster:
         """Post one batch, again and again while the service does not answer. Raises Superseded, ServiceUnavailable."""
         while True:
             try:
-                return self._client.post(batch)
+                return self._client.post(batch.model_copy(update={"attempt": self._client.attempt}))
             except ServiceUnavailable:
                 if self._give_up_at is not None and time.monotonic() + self._retry_s > self._give_up_at:
                     raise

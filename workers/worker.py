@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURE_NAME = "failure.json"
+ADOPT_S = 60.0
+"""How long workers go on without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -52,7 +54,8 @@ def train_worker(config: dict[str, Any]) -> None:
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
     crew, number = _crew(config, address, device)
-    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address)
+    adopt_s = ADOPT_S if crew.elastic else 0.0
+    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address, adopt_s=adopt_s)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
         summary = train(spec, run, crew, device, reporter)

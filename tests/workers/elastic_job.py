@@ -41,6 +41,10 @@ class Telling(Recording):
         if self._history is not None:
             self._history.truncate_after(step)
 
+    def resumed(self, step):
+        super().resumed(step)
+        self.event("resumed", step)
+
     def steps(self, samples, num_samples, sent_bytes):
         super().steps(samples, num_samples, sent_bytes)
         self._tell(kind="steps", step=samples[-1].step)

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.workers.elastic_job import ElasticJob
+from tests.workers.small_job import SMALL
 from thinwire.workers import history
 from thinwire.workers.membership import Limits
 
@@ -139,3 +140,21 @@ def test_a_worker_that_was_stopped_for_long_is_fenced_and_changes_nothing(tmp_pa
         job.wait(tolerate="Fenced")
         assert "not been heard of" in job.events("regrouped")[0]["lost"][0]
         assert_whole(job, 40)
+
+
+def test_when_all_are_told_to_leave_the_job_is_saved_as_it_stands(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 2), steps=60) as job:
+        job.allow(12)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        for slot in (0, 1):
+            job.server.dismiss(slot, "the machines are taken back")
+        job.allow(60)
+        job.wait()
+        left_at = job.events("checkpoint_saved")[-1]["step"]
+        assert 12 <= left_at < 60
+        assert left_at % SMALL["checkpoint"]["every_steps"]  # not one that was due
+    with ElasticJob(tmp_path, Limits(1, 3), steps=60) as job:
+        job.start(0, 1, 2).wait()
+        assert job.events("resumed")[-1]["step"] == left_at
+        assert_whole(job, 60)

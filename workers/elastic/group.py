@@ -270,16 +270,15 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._link.dismiss(slot, f"the job was shrunk to {beat.target} workers")
 
     def _empty_drained_nodes(self) -> None:
-        """Ask workers on nodes that will be taken away to leave, while there are others to keep the state."""
+        """Ask workers on nodes that will be taken away to leave. Where that is all of them, they save first."""
         now = time.monotonic()
         if now - self._drains_seen_at < DRAINS_S:
             return
         self._drains_seen_at = now
         draining = ray_state.get_draining_nodes()
         doomed = [unit.slot for unit in self._units if unit.worker.metadata.node_id in draining]
-        if len(doomed) < len(self._units):
-            for slot in doomed:
-                self._link.dismiss(slot, "its node is being drained")
+        for slot in doomed:
+            self._link.dismiss(slot, "its node is being drained")
 
 
 def _free(group: Any) -> None:

@@ -69,6 +69,7 @@ class MembershipActor:
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
         self._server = self._serve(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
         self._save()
+        self._wanted = Lease(plan.lease_s, self._let_all_go)
         self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)
         logger.info("membership_started job=%s address=%s limits=%s", plan.job, self._server.address, self._limits)
 
@@ -126,11 +127,15 @@ class MembershipActor:
 
     def renew_lease(self) -> None:
         """Somebody still wants this job."""
+        self._renew()
+
+    def _renew(self) -> None:
+        self._wanted.renew()
         self._lease.renew()
 
     def claim(self, owner: str) -> None:
         """This run of a driver owns the job from now on: only it may `retire` it."""
-        self._lease.renew()
+        self._renew()
         self._owner = owner
 
     def begin(self) -> None:
@@ -144,7 +149,7 @@ class MembershipActor:
 
     def beat(self) -> Beat:
         """For the worker group, at each poll. Renews the lease."""
-        self._lease.renew()
+        self._renew()
         seen, now = self._server.snapshot(), time.monotonic()
         return Beat(
             target=self._limits.max,
@@ -159,6 +164,13 @@ class MembershipActor:
             return False
         self._remove()
         return True
+
+    def _let_all_go(self) -> None:
+        """Nobody asks for the workers: they save together, and leave. In the lease's thread."""
+        members = self._server.snapshot().members
+        logger.warning("nobody_asks job=%s workers=%d", self._plan.job, len(members))
+        for member in members:
+            self._server.dismiss(member.slot, "nobody asks for this job any more")
 
     def _clean_up(self) -> None:
         """The janitor. In the lease's thread."""

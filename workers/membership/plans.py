@@ -49,6 +49,10 @@ class Plans:
         self.open = Plan(self._number, step, leaving, reason, frozenset(voters))
         return self.open
 
+    def hold(self, until: float) -> None:
+        """Propose nothing before."""
+        self._rest_until = max(self._rest_until, until)
+
     def refused(self, now: float) -> None:
         """A member said no: the next proposal goes further."""
         self.open = None

@@ -22,7 +22,8 @@ class Present:
     """The present generation: who was seated, and what has happened since.
 
     reason, lost_before: why it came to be. over: why it ends, where that is not planned. planned: the change that was
-    confirmed. at_end: a member has come to a clean end, and the others will too.
+    confirmed; leaving: the ids of those that leave by it. at_end: a member has come to a clean end, and the others will
+    too.
     """
 
     generation: int = 0
@@ -32,6 +33,7 @@ class Present:
     lost: list[Lost] = field(default_factory=list)
     over: str | None = None
     planned: str | None = None
+    leaving: frozenset[str] = frozenset()
     regroup_since: float | None = None
     at_end: bool = False
     store: m.StoreAt | None = None

@@ -26,6 +26,10 @@ PAUSE_S = 2.0
 """Between two ticks: more than that, and this process itself was stopped, so that nobody's silence counts."""
 
 
+GATHER_S = 0.25
+"""Dismissals come together, when machines are taken back: they are one change, so that the last can save for all."""
+
+
 class Rules:
     """The state of the server. Every call may leave effects, which take() hands out in order."""
 
@@ -88,8 +92,8 @@ class Rules:
                 present.over = f"rank {worker.rank} ({worker.name}) has stopped for a regroup"
                 register.say("over", why=present.over)
                 register.tell(m.Over(generation=present.generation, why=present.over), but=id)
-            if id in register.unwanted:
-                register.dismiss(worker, register.unwanted[id])
+            if id in register.unwanted and (id in present.leaving or not standing.has_state):
+                register.dismiss(worker, register.unwanted[id])  # else it is seated, and leaves when it has handed over
         self._settle(now)
 
     def store(self, id: str, generation: int, port: int) -> None:
@@ -121,6 +125,7 @@ class Rules:
             register.plans.reset()
             register.present.planned = plan.reason
             register.unwanted |= plan.leaving
+            register.present.leaving = frozenset(plan.leaving)
             register.say("confirmed", step=plan.step, reason=plan.reason)
             register.tell(m.Confirm(number=number))
         self._settle(now)
@@ -185,10 +190,11 @@ class Rules:
         """Let who fills this slot leave; nothing if nobody does."""
         register = self._register
         for worker in [w for w in register.workers.values() if w.identity.slot == slot]:
-            if worker.rank is None or worker.standing is not None:
+            if worker.rank is None:
                 register.dismiss(worker, reason)
             else:
                 register.unwanted.setdefault(worker.identity.id, reason)
+        register.plans.hold(now + GATHER_S)
         self._settle(now)
 
     def snapshot(self, events: int) -> Snapshot:
