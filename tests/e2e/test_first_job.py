@@ -142,6 +142,7 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     assert len(pids(server, job_id, 0)) == 1
 
 
+@pytest.mark.slow
 def test_with_restarts_a_killed_worker_costs_the_steps_since_the_checkpoint_and_the_loss_is_the_same(server):
     workers = {**LONG.get("workers", {}), "min": 2, "max": 2, "elastic": "restart"}
     job_id = server.submit(**{**LONG, "workers": workers})
@@ -184,8 +185,8 @@ def test_a_loss_that_explodes_ends_the_job_with_the_reason_and_keeps_the_checkpo
 def test_a_cancelled_job_ends_and_its_workers_are_gone(server):
     job_id = server.submit(**LONG)
     server.wait_for_step(job_id, 5)
-    pids = [int(pid) for pid in re.findall(r"worker_started rank=\d world_size=2 pid=(\d+)", server.logs(job_id))]
-    assert len(pids) == 2
+    workers = [pid for number in (0, 1) for pid in pids(server, job_id, number)]
+    assert len(workers) == 2
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
     assert server.wait_for_end(job_id)["state"] == "CANCELLED"
-    wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 60)
+    wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 60)

@@ -25,6 +25,8 @@ OPTIMIZERS = {
     },
 }
 PHASES = {"warm-up": 3, "compressed": 20}
+QUICK = [("1-bit Adam", "compressed"), ("0/1 Adam", "compressed")]
+"""The others are in make test-all."""
 
 
 def assert_whole(job, steps):
@@ -39,8 +41,14 @@ def assert_whole(job, steps):
     return summary
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+CASES = [
+    pytest.param(optimizer, phase, marks=[] if (optimizer, phase) in QUICK else [pytest.mark.slow])
+    for optimizer in OPTIMIZERS
+    for phase in PHASES
+]
+
+
+@pytest.mark.parametrize(("optimizer", "phase"), CASES)
 def test_a_killed_worker_costs_no_step_and_its_replacement_joins_in(tmp_path, optimizer, phase):
     killed_at = PHASES[phase]
     with ElasticJob(tmp_path, Limits(2, 3), steps=50, optimizer=OPTIMIZERS[optimizer]) as job:
@@ -77,6 +85,7 @@ def test_the_leader_may_die_and_history_goes_on_without_a_gap(tmp_path):
         assert_whole(job, 40)
 
 
+@pytest.mark.slow
 def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path):
     with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
         job.allow(12)
