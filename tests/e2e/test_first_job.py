@@ -190,3 +190,27 @@ def test_a_cancelled_job_ends_and_its_workers_are_gone(server):
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
     assert server.wait_for_end(job_id)["state"] == "CANCELLED"
     wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 60)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_followed_by_one_that_adopts_the_workers(server):
+    workers = {"min": 2, "max": 2}
+    job_id = server.submit(**{**LONG, "steps": 1500, "workers": workers})
+    server.wait_for_step(job_id, 20)
+    before = [pids(server, job_id, number)[0] for number in (0, 1)]
+    drivers = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and f"runs/{job_id}" in (entry / "cmdline").read_bytes().decode()
+    ]
+    for pid in drivers:
+        os.kill(pid, signal.SIGKILL)
+    wait_for("a further attempt", lambda: server.job(job_id)["attempt"] == 2, 60)
+    step = server.job(job_id)["progress"]["step"]
+    server.wait_for_step(job_id, step + 100)
+    assert all(os.path.exists(f"/proc/{pid}") for pid in before)
+    events = server.history(job_id)["events"]
+    assert not [e for e in events if e["kind"] in ("resumed", "regrouped")]
+    server.call("POST", f"/v1/jobs/{job_id}/cancel")
+    server.wait_for_end(job_id)
+    wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in before), 60)

@@ -1,0 +1,23 @@
+"""The drill itself, short: a real job on a Ray of its own, one worker killed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_the_drill_kills_a_worker_and_the_last_line_is_its_figures(tmp_path):
+    command = [sys.executable, "-m", "thinwire.service.cli", "drill", "--workers", "2", "--kill-every", "5"]
+    done = subprocess.run(
+        [*command, "--minutes", "0.4", "--out", str(tmp_path), "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] >= 1
+    assert found["steps_lost"] == 0
+    assert 0 < found["goodput"] < 1
+    assert (tmp_path / "drill.png").read_bytes().startswith(b"\x89PNG")

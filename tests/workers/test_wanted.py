@@ -1,0 +1,50 @@
+"""How many workers are wanted: what workers.json says, now and later."""
+
+import threading
+
+import pytest
+
+from thinwire.workers.reports import WANTED_NAME, WantedWorkers
+from thinwire.workers.spec import Workers
+from thinwire.workers.wanted import WantedFollower, wanted_workers
+
+SPEC = Workers(min=1, max=3)
+
+
+def write(run_dir, **numbers):
+    partial = run_dir / "new"
+    partial.write_text(WantedWorkers(**numbers).model_dump_json())
+    partial.replace(run_dir / WANTED_NAME)
+
+
+def test_without_a_file_the_spec_counts(tmp_path):
+    assert wanted_workers(tmp_path, SPEC) == WantedWorkers(min=1, max=3, revision=0)
+
+
+def test_the_file_counts_where_there_is_one(tmp_path):
+    write(tmp_path, min=2, max=4, revision=7)
+    assert wanted_workers(tmp_path, SPEC) == WantedWorkers(min=2, max=4, revision=7)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"min": 0, "max": 1, "revision": 1}', '{"min": 1}'])
+def test_a_damaged_file_is_told_and_the_spec_counts(tmp_path, caplog, content):
+    (tmp_path / WANTED_NAME).write_text(content)
+    assert wanted_workers(tmp_path, SPEC) == WantedWorkers(min=1, max=3, revision=0)
+    assert "wanted_workers_unreadable" in caplog.text
+
+
+def test_a_change_is_handed_on_once_and_again_where_that_failed(tmp_path):
+    write(tmp_path, min=1, max=3, revision=0)
+    told, twice = [], threading.Event()
+
+    def tell(now):
+        told.append(now)
+        if len(told) == 1:
+            raise RuntimeError("the actor is being started again")
+        twice.set()
+
+    follower = WantedFollower(tmp_path, SPEC, tell)
+    write(tmp_path, min=2, max=8, revision=1)
+    assert twice.wait(20)
+    follower.close()
+    assert told == [WantedWorkers(min=2, max=8, revision=1)] * 2
