@@ -30,7 +30,7 @@ from thinwire.workers.regroup import Progress, regroup_training
 from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
 
-RESULT = ROOT / "benchmarks" / "results" / "resize.json"
+RESULTS = ROOT / "benchmarks" / "results" / "resize"
 SIZES = (8, 2)
 EVERY_STEPS = 10
 
@@ -113,22 +113,35 @@ def run(how: How, seed: int, steps: int) -> Run:
 def main(
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=20)] = 1000,
-    out: Annotated[Path, typer.Option(help="The result, JSON; the picture lies beside it.")] = RESULT,
+    first_seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results: a file a run, table and picture.")] = RESULTS,
 ) -> None:
-    """Run all, one after another on one core; print a table, write the result and a picture."""
+    """Run what has no file yet, one after another on one core; then table and picture of all files.
+
+    Two such commands with other seeds may run side by side.
+    """
     made_by = provenance()
-    runs: list[Run] = []
-    for seed in range(seeds):
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m benchmarks.resize --seeds {seeds} --steps {steps} --first-seed {first_seed}"
+    for seed in range(first_seed, first_seed + seeds):
         for how in How:
-            runs.append(run(how, seed, steps))
-            typer.echo(f"{how}, seed {seed}: {runs[-1].loss:.4f}")
-    for line in table(runs):
-        typer.echo(line)
-    command = f"python -m benchmarks.resize --seeds {seeds} --steps {steps}"
-    told = {"command": command, **asdict(made_by), "table": table(runs), "runs": [asdict(one) for one in runs]}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(told, indent=1) + "\n")
-    draw(runs, out.with_suffix(".png"))
+            file = out / f"{how.name.lower()}-{seed}-{steps}.json"
+            if not file.exists():
+                done = run(how, seed, steps)
+                file.write_text(
+                    json.dumps({"command": command, **asdict(made_by), "run": asdict(done)}, indent=1) + "\n"
+                )
+            typer.echo(f"{how}, seed {seed}: {_read(file).loss:.4f}")
+    runs = [_read(file) for file in sorted(out.glob(f"*-{steps}.json"))]
+    lines = table(runs)
+    (out / "table.txt").write_text("\n".join(lines) + "\n")
+    typer.echo("\n".join(lines))
+    draw(runs, out / "loss.png")
+
+
+def _read(file: Path) -> Run:
+    found = json.loads(file.read_text())["run"]
+    return Run(How(found["how"]), found["seed"], found["loss"], [(step, loss) for step, loss in found["losses"]])
 
 
 def table(runs: Sequence[Run]) -> list[str]:
@@ -137,7 +150,9 @@ def table(runs: Sequence[Run]) -> list[str]:
     spread = f"{stdev(never.values()):.4f}" if len(never) > 1 else "one seed"
     lines = [f"{'':40} mean loss    minus never resized, by seed (standard deviation over seeds: {spread})"]
     for how in How:
-        losses = {one.seed: one.loss for one in runs if one.how is how}
+        losses = {one.seed: one.loss for one in runs if one.how is how and one.seed in never}
+        if not losses:
+            continue
         against = ", ".join(f"{losses[seed] - never[seed]:+.4f}" for seed in sorted(losses))
         lines.append(f"{how:40} {mean(losses.values()):.4f}       {against}")
     return lines

@@ -105,6 +105,14 @@ class Group(Protocol):
         """
 
 
+@runtime_checkable
+class Relaying(Protocol):
+    """A Group that can also pass a vector along some of its ranks."""
+
+    def relay_(self, x: Tensor, path: Sequence[int]) -> None:
+        """X of all ranks on the path <- x of its first. All may call it; those not on it return. Raises: PeerLost."""
+
+
 class RowCodec(Protocol):
     """Encodes one chunk of a vector as a row of bytes, and back. Pure: no communication, no memory."""
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Relaying
 from thinwire.comm.texts import gather_texts
 from thinwire.optim.optimizer import FlatOptimizer
 from thinwire.optim.schedule import Wire
@@ -143,7 +143,10 @@ def regroup(
         if group.rank in received:
             vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
         for vector in vectors.values():
-            group.broadcast_(vector, source)
+            if isinstance(group, Relaying):
+                group.relay_(vector, (source, *received))
+            else:
+                group.broadcast_(vector, source)
     optimizer.connect(group, all_n[source].bucket_elements)
 
     # From here on nothing can fail for want of a peer.
