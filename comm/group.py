@@ -91,7 +91,7 @@ class TorchGroup:
         at = path.index(self.rank)
         before, after = path[at - 1] if at else None, path[at + 1] if at + 1 < len(path) else None
         sending = []
-        for piece in x.view(-1).split(PIECE_ELEMENTS):
+        for piece in torch.split(x.view(-1), PIECE_ELEMENTS):
             if before is not None:
                 self._start("relay", piece, partial(_receive, piece, before)).wait()
             if after is not None:

@@ -75,6 +75,8 @@ def _lines(found: Account) -> list[str]:
         f"committed steps run again: {found.steps_lost} of {found.steps}; local steps lost: {found.local_steps_lost}; "
         f"restarts from a checkpoint: {found.restarts}",
         f"from a kill to going on: median {found.regroup_s.median} s, worst {found.regroup_s.worst} s",
+        f"from a kill to the end of the next step: median {found.next_step_s.median} s, "
+        f"worst {found.next_step_s.worst} s",
         f"from a kill to all workers again: median {found.readmit_s.median} s, worst {found.readmit_s.worst} s",
         f"error memory lost with a worker: about {lost} of ||R||",
         f"validation loss {loss}{theirs}",

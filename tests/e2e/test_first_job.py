@@ -142,6 +142,23 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     assert len(pids(server, job_id, 0)) == 1
 
 
+def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_process(server):
+    job_id = server.submit(**{**LONG, "steps": 1500})
+    server.wait_for_step(job_id, 20)
+    before = [pids(server, job_id, number)[0] for number in (0, 1)]
+    for least, most in ((2, 3), (1, 2)):
+        server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": least, "max": most}})
+        wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most, 90)
+    regrouped = [e["fields"] for e in server.history(job_id)["events"] if e["kind"] == "regrouped"]
+    assert [fields["world_size"] for fields in regrouped] == [3, 2]
+    assert all(fields["error_lost_norm"] == 0 and not fields["lost"] for fields in regrouped)
+    assert all(fields["redone"] == 0 for fields in regrouped)
+    assert [pids(server, job_id, number) for number in (0, 1)] == [[pid] for pid in before]
+    assert all(os.path.exists(f"/proc/{pid}") for pid in before)
+    server.call("POST", f"/v1/jobs/{job_id}/cancel")
+    server.wait_for_end(job_id)
+
+
 @pytest.mark.slow
 def test_with_restarts_a_killed_worker_costs_the_steps_since_the_checkpoint_and_the_loss_is_the_same(server):
     workers = {**LONG.get("workers", {}), "min": 2, "max": 2, "elastic": "restart"}

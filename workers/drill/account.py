@@ -30,9 +30,10 @@ class Account:
     """What the kills have cost.
 
     goodput: time inside committed steps / wall time from the first step to the last, at whatever world size.
-    steps_lost: committed steps that were run again. regroup_s: from a kill to the survivors going on. readmit_s: from a
-    kill to all workers training again. error_lost: of ||R||, the share that each death has lost, as estimated.
-    outside_s: where the rest of the wall time went: regrouping, and all else between steps.
+    steps_lost: committed steps that were run again. From a kill, regroup_s: to the survivors going on; next_step_s: to
+    the end of their next step; readmit_s: to all workers training again. error_lost: of ||R||, the share that each
+    death has lost, as estimated. outside_s: where the rest of the wall time went: regrouping, and all else between
+    steps.
     """
 
     goodput: float
@@ -42,6 +43,7 @@ class Account:
     local_steps_lost: int
     restarts: int
     regroup_s: Spread
+    next_step_s: Spread
     readmit_s: Spread
     mean_world_size: float
     samples_per_second: float
@@ -59,6 +61,8 @@ class Account:
             **whole,
             "regroup_s": self.regroup_s.median,
             "regroup_worst_s": self.regroup_s.worst,
+            "next_step_s": self.next_step_s.median,
+            "next_step_worst_s": self.next_step_s.worst,
             "readmit_s": self.readmit_s.median,
             "readmit_worst_s": self.readmit_s.worst,
             "error_lost": self.error_lost.median,
@@ -98,6 +102,7 @@ def account(
         local_steps_lost=round(sum(_number(event, "local_steps_lost") for event in regroups)),
         restarts=len(restarts),
         regroup_s=Spread.of(_after(kills, [event.time for event in regroups])),
+        next_step_s=Spread.of(_after(kills, [_next(steps, event.time) for event in regroups])),
         readmit_s=Spread.of(_after(kills, [e.time for e in regroups if e.fields["world_size"] == workers])),
         mean_world_size=_mean_world_size(steps),
         samples_per_second=len(steps) * global_batch / wall_s,
@@ -108,6 +113,11 @@ def account(
         undisturbed_loss=None if last is None else theirs[last],
         outside_s={"regrouping": round(regrouping_s, 3), "other": round(wall_s - inside_s - regrouping_s, 3)},
     )
+
+
+def _next(steps: Sequence[Sample], time: float) -> float:
+    """When the first step after this time was committed."""
+    return min((step.time for step in steps if step.time > time), default=time)
 
 
 def _number(event: Event, name: str) -> float:

@@ -49,7 +49,7 @@ class Drill:
             "name": "drill",
             "steps": 10**8,
             "global_batch": GLOBAL_BATCH,
-            "recipe": {"layers": 3, "width": 96, "heads": 4, "context": 64},
+            "recipe": {"layers": 4, "width": 128, "heads": 4, "context": 128},
             "optimizer": {"name": self.optimizer, "lr": 2e-3, **({} if dense else warmup)},
             "lr_schedule": {"warmup": 20, "decay": "constant"},
             "workers": {"min": 1, "max": self.workers, "device": "auto", "max_restarts": 100},
