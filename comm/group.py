@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.pending import Blocking
 from thinwire.comm.protocol import Stats
-from thinwire.comm.roll import LOOK_S, Caller, Roll
+from thinwire.comm.roll import Caller, Roll
 from thinwire.comm.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 
 # torch 2.13 renames it and warns at the old name.
@@ -37,7 +37,6 @@ _second_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.Pro
 _rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
 PIECE_ELEMENTS = 1 << 20
 """What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
-_LOOK = timedelta(seconds=LOOK_S)
 
 
 class TorchGroup:
@@ -185,23 +184,23 @@ class TorchPending:
             # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
             if self._device.type != "cpu":
                 work.wait()
-            elif not _done_within_a_look(work):
+            elif not _done_within(work, self._group._roll.look_s):
                 self._wait_and_watch(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
         watch = self._group._roll.watch()
         try:
-            while not _done_within_a_look(work):
+            while not _done_within(work, self._group._roll.look_s):
                 if watch.seen:
                     raise RuntimeError("a peer has failed, so what this rank waits for will not come")
         finally:
             watch.stop()
 
 
-def _done_within_a_look(work: dist.Work) -> bool:
-    """Wait up to LOOK_S. Raises what the collective raised."""
+def _done_within(work: dist.Work, seconds: float) -> bool:
+    """Wait so long. Raises what the collective raised."""
     try:
-        work.wait(_LOOK)
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if work.is_completed():
             work.wait()  # the collective's own error, which this one may not be

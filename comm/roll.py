@@ -73,7 +73,12 @@ class Seen(Protocol):
 
 
 class Caller(Protocol):
-    """Who knows which ranks of a process group are gone: Roll, or a membership service (workers/crew.py)."""
+    """Who knows which ranks of a process group are gone: Roll, or a membership service (workers/crew.py).
+
+    look_s: how often whoever waits in a collective looks whether a peer has failed.
+    """
+
+    look_s: float
 
     @property
     def left(self) -> str | None:
@@ -94,6 +99,8 @@ class Roll:
 
     The store is torch's own for this process group: as fresh as torch needs it to be.
     """
+
+    look_s = LOOK_S
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.bucket_choice import kept_bucket
 from thinwire.workers.data.batches import Batches, Data
 from thinwire.workers.data.corpus import DataError
@@ -59,6 +60,19 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
         **_hyper(spec),
     )
     return Training(spec, group, device, model, optimizer, data, (inputs.to(device), targets.to(device)))
+
+
+def rehearse(training: Training) -> None:
+    """Do once, alone, what is slow the first time: compiling, or loading what was compiled, and a backward.
+
+    For a newcomer, before its peers wait for it. Its gradient is thrown away. Local.
+    """
+    optimizer = training.optimizer
+    compile_all(optimizer.space.p_N.dtype)
+    inputs, targets = training.batches.local(1, 0, training.spec.global_batch)  # the share of one of so many ranks
+    with optimizer.no_sync():
+        training.model(inputs.to(training.device), targets.to(training.device)).backward()
+    optimizer.zero_grad()
 
 
 def refuse_other_data(group: Group, data: Data, device: torch.device) -> None:

@@ -166,6 +166,8 @@ class ElasticCrew:
 class MemberRoll:
     """Which ranks of a generation are gone, as the membership says: at once, and alike on all. A comm.roll.Caller."""
 
+    look_s = 0.05
+
     def __init__(self, member: Member, seat: Seat) -> None:
         self._member, self._seat = member, seat
         self.left: str | None = None

@@ -14,7 +14,7 @@ from thinwire.comm import PeerLost, SoloGroup
 from thinwire.optim.health import health
 from thinwire.optim.regroup import hand_over
 from thinwire.workers import history, report
-from thinwire.workers.build import Training, build
+from thinwire.workers.build import Training, build, rehearse
 from thinwire.workers.crew import Crew
 from thinwire.workers.meter import Meter
 from thinwire.workers.regroup import Joined, Progress, regroup_training
@@ -102,6 +102,7 @@ class Course:
             with self._meter.part("control"):
                 self._training = build(self._spec, SoloGroup(), self._device)
                 self._training.optimizer.shadow = self._spec.workers.shadow
+                rehearse(self._training)
         has_state = self._log is not None
         group = self._crew.form(self.step, has_state)
         self._meter.attach(group.stats)

@@ -1,23 +1,7 @@
 """Compile all loops for both types into numba's cache: python -m thinwire.optim.kernels"""
 
-from __future__ import annotations
-
-import torch
-
-from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
-from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import Tiles
+from thinwire.comm.kernels.choose import CPU_DTYPES
+from thinwire.optim.kernels.compiled import compile_all
 
 for dtype in CPU_DTYPES:
-    warm_up(dtype)
-    x = [torch.ones(8, dtype=dtype) for _ in range(6)]
-    hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
-    updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
-    updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
-    updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
-    updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)
-    updates.scaled_momentum_(x[0], x[1], x[2], 0.9, x[3][:1])
-    tiles = Tiles.of(((0, 8),), x[0])
-    updates.lamb_measure_(tiles, x[0], x[1], x[2], x[3], x[4], x[5][:1], hyper)
-    updates.lamb_move_(tiles, x[0], x[1], x[2], x[5][:1], hyper)
+    compile_all(dtype)
