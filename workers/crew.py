@@ -133,7 +133,7 @@ class ElasticCrew:
         change = self._member.at_boundary(step)
         if change is not None:
             return Stop(change.leaving, change.reason)
-        if self._member.over is not None and self.seat is not None and self.seat.size > 1:
+        if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
             raise (
                 MemberRoll(self._member, self.seat)
                 .find_lost(0)

@@ -116,7 +116,7 @@ class Course:
                 )
                 self._training = told.training
             self._reporter.seated(group, self._device)
-            self._saving.seated(group, self._device)
+            self._saving.seated()
         if told is None or told.change.source is None:
             self._begin()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -35,15 +36,11 @@ class Saving:
         where = run_dir / "checkpoints" if settings.store is None else f"{settings.store.rstrip('/')}/{run_dir.name}"
         self._writer = Writer(CheckpointStore(where, settings.keep))
         self._reporter = reporter
-        self._token = 0
+        self._token: int | None = None
 
-    def seated(self, group: Group, device: torch.device) -> None:
-        """Checkpoints of these ranks are from here on told from all others. Collective. Raises: PeerLost, OSError."""
-        token = torch.zeros(1, dtype=torch.int64, device=device)
-        if group.rank == 0:
-            token[0] = self._writer.store.draw_token()
-        group.broadcast_(token)
-        self._token = int(token)
+    def seated(self) -> None:
+        """Checkpoints of these ranks are from here on told from all others. Local."""
+        self._token = None
 
     def resume(self, training: Training, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
@@ -78,7 +75,20 @@ class Saving:
                 )
             content = collect(training.model, training.optimizer, meter)
             group = training.group
+            if self._token is None:  # not before: a store far away takes its time, and peers would wait in a regroup
+                self._token = self._draw_token(group, training.device)
             self._writer.save(CheckpointId(self._token, step), group.rank, group.size, content)
+
+    def _draw_token(self, group: Group, device: torch.device) -> int:
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        if group.rank == 0:
+            try:
+                token[0] = self._writer.store.draw_token()
+            except OSError as error:  # the save will say so too; the run goes on
+                logger.error("checkpoints_unlisted reason=%s", error)
+                token[0] = round(time.time() * 1000)
+        group.broadcast_(token)
+        return int(token)
 
     def tell(self) -> None:
         """Report those that have become whole, or have not, since the last time."""

@@ -14,6 +14,8 @@ from benchmarks.wire.net import NetError
 from benchmarks.wire.phases import PhaseClock
 from benchmarks.wire.results import Result
 
+pytestmark = pytest.mark.slow
+
 TESTED = tuple(reversed(METHODS))  # long intervals first: a turn must be a whole round whatever was before
 FAULTY = ("raises", "aborts")
 

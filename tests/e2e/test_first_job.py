@@ -15,7 +15,7 @@ from tests.e2e.conftest import Server, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-LONG = {"steps": 400, "recipe": {"layers": 2, "width": 192, "heads": 4, "context": 128}}
+LONG = {"steps": 280, "recipe": {"layers": 2, "width": 192, "heads": 4, "context": 128}}
 """Steps enough that a kill or a scrape falls into the middle."""
 
 

@@ -99,6 +99,7 @@ def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path):
         assert_whole(job, 40)
 
 
+@pytest.mark.slow
 def test_below_min_the_job_waits_and_says_so(tmp_path):
     with ElasticJob(tmp_path, Limits(2, 2), steps=30) as job:
         job.allow(12)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +75,25 @@ def run(drill: Drill, say: Say) -> Account:
         _undisturbed(other, killed.samples()[-1].step, say)
     samples, undisturbed = killed.samples(), other.samples()
     found = account(samples, killed.events(), killer.kills, undisturbed, drill.workers, GLOBAL_BATCH)
-    (drill.out / FIGURES_NAME).write_text(json.dumps(found.as_json(), indent=2) + "\n")
+    kills = [asdict(kill) for kill in killer.kills]
+    whole = {"drill": {**asdict(drill), "out": ""}, **made_by(), "figures": found.as_json(), "kills": kills}
+    (drill.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     draw(drill.out / PICTURE_NAME, samples, killer.kills, undisturbed, found)
     return found
+
+
+def made_by() -> dict[str, Any]:
+    """Versions and hardware."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    versions = {name: version(name) for name in ("thinwire", "torch", "ray")}
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
+    }
 
 
 def _disturb(drill: Drill, job: Job, say: Say) -> Killer:
