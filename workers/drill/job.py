@@ -40,7 +40,8 @@ class Job:
                 [sys.executable, "-m", "thinwire.workers.main", "--run-dir", str(self.run_dir)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "RAY_ADDRESS": self._ray_address},
+                # No dashboard runs that could show the Train run.
+                env={**os.environ, "RAY_ADDRESS": self._ray_address, "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"},
                 start_new_session=True,
             )
 
