@@ -21,7 +21,7 @@ from tests.conftest import missing
 ROOT = Path(__file__).parents[3]
 
 
-def until(condition, what, within_s=90.0, every_s=0.05):
+def until(condition, what, within_s=180.0, every_s=0.05):
     """The first true value of `condition`."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -130,7 +130,7 @@ class ElasticJob:
         pids = {line["slot"]: line["pid"] for line in steps if line["generation"] == newest and line["size"] == size}
         return pids if len(pids) == size else None
 
-    def wait_training(self, size, since=0.0, within_s=90.0):
+    def wait_training(self, size, since=0.0, within_s=180.0):
         return until(lambda: self.training(size, since), lambda: f"{size} workers training\n{self.tail()}", within_s)
 
     def wait_replaced(self, before, slot, within_s=60.0):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAUSE_S = 1.5
 """Steps take 0.05 s. Regroups and a busy machine are borne; starting a process (3 s and more) would not be."""
