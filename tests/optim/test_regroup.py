@@ -171,9 +171,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("where", FAULTS)
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
-@pytest.mark.parametrize("scale", ["l2", "l1"], ids=["by bucket", "whole"])
+@pytest.mark.parametrize(
+    ("name", "size", "scale"),
+    [("onebit_adam", 3, "l2"), ("onebit_adam", 4, "l2"), ("onebit_lamb", 3, "l2"), ("onebit_adam", 3, "l1")],
+)
 def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where, scale):
     here, there = undisturbed(name, size, STEP, scale), undisturbed(name, size, STEP + 1, scale)
     fault = FAULTS[where]
