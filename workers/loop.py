@@ -51,18 +51,27 @@ def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter:
     checkpoint; MembershipError where it is, and has no place for this worker any more.
     """
     course = Course(spec, run, crew, device, reporter)
-    while True:
-        try:
-            course.join()
-            if course.run():
-                return course.finish()
-            course.hand_over()
-            return {}
-        except PeerLost as error:
-            if not crew.elastic:
-                raise
-            logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
-        # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+    patience_s = LEAVE_S
+    try:
+        while True:
+            try:
+                course.join()
+                if course.run():
+                    return course.finish()
+                course.hand_over()
+                return {}
+            except PeerLost as error:
+                if not crew.elastic:
+                    patience_s = BROKEN_S
+                    raise
+                logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
+            # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+    finally:
+        course.close(patience_s)
+
+
+BROKEN_S = 5.0
+"""How long a run that lost a peer waits for a checkpoint, for which the peer may have owed its part."""
 
 
 class Course:
@@ -142,6 +151,10 @@ class Course:
                 self._train_step()
             self._attend()
         return True
+
+    def close(self, patience_s: float) -> None:
+        """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
+        self._saving.close(patience_s)
 
     def hand_over(self) -> None:
         """Leave before the end; what this rank held is with the others."""

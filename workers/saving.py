@@ -37,6 +37,7 @@ class Saving:
         self._writer = Writer(CheckpointStore(where, settings.keep))
         self._reporter = reporter
         self._token: int | None = None
+        self._closed = False
 
     def seated(self) -> None:
         """Checkpoints of these ranks are from here on told from all others. Local."""
@@ -99,7 +100,10 @@ class Saving:
                 self._reporter.event("checkpoint_saved", ticket.which.step, path=ticket.address)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for what is being written, and tell it."""
+        """Wait for what is being written, and tell it. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
         if not self._writer.close(timeout_s):
             logger.error("checkpoint_unfinished after_s=%g", timeout_s)
         self.tell()
