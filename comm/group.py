@@ -59,6 +59,8 @@ class TorchGroup:
         self._roll = roll or _roll_of(self._process_group(), self.rank, self.size)
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
+        self.abandoned: list[dist.Work] = []
+        """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
@@ -131,7 +133,7 @@ class TorchGroup:
             with self._peers("second_lane"):
                 lane = _second_process_group(self._process_group())
             self._second = TorchGroup(lane, answer_s=self._answer_s, roll=self._roll)
-            self._second.stats = self.stats
+            self._second.stats, self._second.abandoned = self.stats, self.abandoned
         return self._second
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
@@ -180,12 +182,14 @@ class TorchPending:
         if self._work is None:
             return
         work, self._work = self._work, None  # it holds connections, which would outlive the process group
+        self._group.abandoned.append(work)
         with self._group._peers(self._collective):
             # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
             if self._device.type != "cpu":
                 work.wait()
             elif not _done_within(work, self._group._roll.look_s):
                 self._wait_and_watch(work)
+        self._group.abandoned.remove(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
         watch = self._group._roll.watch()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -102,10 +103,12 @@ class ElasticCrew:
     def __init__(self, member: Member, host: str, device: torch.device, *, timeout_s: float = 60.0) -> None:
         self._member, self._host, self._device, self._timeout_s = member, host, device, timeout_s
         self.seat: Seat | None = None
+        self._group: TorchGroup | None = None
 
     def form(self, step: int, has_state: bool) -> Group:
         """As Crew.form."""
-        _close_group(self._timeout_s + LISTEN_S)
+        _close_group(self._group, self._timeout_s + LISTEN_S)
+        self._group = None
         last = self.seat
         standing = Standing(
             None if last is None else last.generation, None if last is None else last.rank, step, has_state
@@ -126,7 +129,8 @@ class ElasticCrew:
             )
         except (RuntimeError, GenerationOver, StoreTimeout) as error:
             raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
-        return TorchGroup(roll=MemberRoll(self._member, seat))
+        self._group = TorchGroup(roll=MemberRoll(self._member, seat))
+        return self._group
 
     def at_boundary(self, step: int) -> Stop | None:
         """As Crew.at_boundary."""
@@ -144,12 +148,12 @@ class ElasticCrew:
     def leave(self) -> None:
         """As Crew.leave."""
         self._member.finish()
-        _close_group(0.0)
+        _close_group(self._group, self._timeout_s)
 
     def fail(self, reason: str) -> None:
         """As Crew.fail."""
         self._member.fail(reason)
-        _close_group(0.0)
+        _close_group(self._group, self._timeout_s)
 
     def _store(self, seat: Seat) -> Store:
         timeout = timedelta(seconds=LISTEN_S)
@@ -199,16 +203,24 @@ class _Look:
         """Nothing runs."""
 
 
-def _close_group(linger_s: float) -> None:
+def _close_group(group: TorchGroup | None, linger_s: float) -> None:
     """Forget torch.distributed's groups. What still runs in them ends by itself, at its time-out."""
     if not dist.is_initialized():
         return
     if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
         dist.group.WORLD.abort()
     # A gloo group that goes waits for its collectives, holding the interpreter's lock; with a peer that hangs that
-    # takes the whole time-out. So it stays until they are over, and nobody waits.
+    # takes the whole time-out. So it stays until they are over, and nobody waits. Not longer: its threads take time.
     last = list(dist.distributed_c10d._world.pg_map)
+    running = [] if group is None else group.abandoned
     dist.destroy_process_group()
-    timer = threading.Timer(linger_s, last.clear)
-    timer.daemon = True
-    timer.start()
+    if all(work.is_completed() for work in running):
+        return
+    threading.Thread(target=_linger, args=(last, running, linger_s), name="thinwire-linger", daemon=True).start()
+
+
+def _linger(last: list[dist.ProcessGroup], running: list[dist.Work], most_s: float) -> None:
+    until = time.monotonic() + most_s
+    while time.monotonic() < until and not all(work.is_completed() for work in running):
+        time.sleep(0.05)
+    last.clear()
