@@ -167,6 +167,7 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         s = self.vectors
         m_N, residual_N = s.m_N, s.momentum_error.residual()
         s.momentum_error.restore(torch.zeros_like(residual_N))
+        self.handed_over = None  # what was handed over is in m from here on
         self.as_momentum_(residual_N)
         m_N.add_(residual_N)
         now, self.frozen_at = self.num_steps, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -22,12 +23,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinwire.comm import PeerLost, SoloGroup, TorchGroup
 from thinwire.comm.protocol import Group
 from thinwire.comm.roll import Lost
-from thinwire.workers.membership import GenerationOver, Member, Seat, Standing, StoreTimeout
+from thinwire.workers.membership import GenerationOver, JoinTimeout, Member, Seat, Standing, StoreTimeout
 
 logger = logging.getLogger(__name__)
 
 LISTEN_S = 30.0
 """How long rank 0 may take to open the store of a generation, and a peer to connect to it."""
+
+
+LOOK_S = 1.0
+"""How often a worker that waits for its seat looks whether the run has been ended meanwhile."""
+
+
+class RunEnded(Exception):
+    """Another worker has ended the run for good: nobody is to go on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Crew(Protocol):
         """Wait for the next generation, and return its group. The group before must be of no more use.
 
         step, has_state: what this worker brings. Raises: PeerLost, and then call it again; MembershipError where this
-        worker has no place any more.
+        worker has no place any more; RunEnded.
         """
 
     def at_boundary(self, step: int) -> Stop | None:
@@ -95,12 +104,21 @@ class FixedCrew:
 class ElasticCrew:
     """Members of a membership. One a process: it owns torch.distributed's default group.
 
-    timeout_s: of a collective; a peer that lives and does not come is found by it.
+    timeout_s: of a collective; a peer that lives and does not come is found by it. ended: has a worker ended the run?
     """
 
     elastic = True
 
-    def __init__(self, member: Member, host: str, device: torch.device, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        member: Member,
+        host: str,
+        device: torch.device,
+        *,
+        timeout_s: float = 60.0,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._ended = ended
         self._member, self._host, self._device, self._timeout_s = member, host, device, timeout_s
         self.seat: Seat | None = None
         self._group: TorchGroup | None = None
@@ -113,7 +131,7 @@ class ElasticCrew:
         standing = Standing(
             None if last is None else last.generation, None if last is None else last.rank, step, has_state
         )
-        self.seat = seat = self._member.join(standing)
+        self.seat = seat = self._join(standing)
         logger.info(
             "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
         )
@@ -154,6 +172,15 @@ class ElasticCrew:
         """As Crew.fail."""
         self._member.fail(reason)
         _close_group(self._group, self._timeout_s)
+
+    def _join(self, standing: Standing) -> Seat:
+        while True:
+            if self._ended():
+                raise RunEnded("another worker has ended the run")
+            try:
+                return self._member.join(standing, LOOK_S)
+            except JoinTimeout:  # for as long as it takes
+                continue
 
     def _store(self, seat: Seat) -> Store:
         timeout = timedelta(seconds=LISTEN_S)

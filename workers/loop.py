@@ -15,7 +15,8 @@ from thinwire.optim.health import health
 from thinwire.optim.regroup import hand_over
 from thinwire.workers import history, report
 from thinwire.workers.build import Training, build, rehearse
-from thinwire.workers.crew import Crew
+from thinwire.workers.crew import Crew, Stop
+from thinwire.workers.membership import Dismissed
 from thinwire.workers.meter import Meter
 from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
@@ -44,11 +45,11 @@ class Run:
 def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
     """Train to spec.steps, going on from the newest whole checkpoint of the run's folder. Collective.
 
-    Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks, and on
-    one that was asked to leave before the end.
+    Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks.
     Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer, which no restart can
     mend, with the last checkpoint kept; PeerLost where the crew is not elastic, after which a restart goes on from the
-    checkpoint; MembershipError where it is, and has no place for this worker any more.
+    checkpoint; MembershipError where it is, and has no place for this worker any more: Dismissed, where it was asked to
+    leave and has handed over; RunEnded, where another worker has failed for good.
     """
     course = Course(spec, run, crew, device, reporter)
     patience_s = LEAVE_S
@@ -56,10 +57,8 @@ def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter:
         while True:
             try:
                 course.join()
-                if course.run():
-                    return course.finish()
-                course.hand_over()
-                return {}
+                course.run()
+                return course.finish()
             except PeerLost as error:
                 if not crew.elastic:
                     patience_s = BROKEN_S
@@ -131,35 +130,21 @@ class Course:
         else:
             self._go_on(told, began)
 
-    def run(self) -> bool:
-        """Train to the last step, or to the end of this generation. Returns False where this rank is to leave."""
+    def run(self) -> None:
+        """Train to the last step. Raises: PeerLost; Dismissed where this rank was to leave, and has handed over."""
         while self.attended < self._spec.steps:
             if self.step == self.attended:
                 stop = self._crew.at_boundary(self.step)
                 if stop is not None:
-                    self.log.flush(self.step, None, None)
-                    with self._meter.part("control"):
-                        hand_over(self.training.optimizer)
-                        all_leave = self._agreed(stop.leaving)
-                    if all_leave:  # nobody is left to hold what the optimizer has handed over
-                        logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
-                        self._saving.save(self.training, self._meter, self.step)
-                    if stop.leaving:
-                        return False
+                    self._hand_over(stop)
                     self.join()
                     continue
                 self._train_step()
             self._attend()
-        return True
 
     def close(self, patience_s: float) -> None:
         """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
         self._saving.close(patience_s)
-
-    def hand_over(self) -> None:
-        """Leave before the end; what this rank held is with the others."""
-        self._saving.close(LEAVE_S)
-        self._crew.leave()
 
     def finish(self) -> dict[str, JsonValue]:
         """Compare the replicas a last time. Returns the summary on rank 0. Collective. Raises: PeerLost."""
@@ -170,6 +155,20 @@ class Course:
             self._saving.close()
         self._crew.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
+
+    def _hand_over(self, stop: Stop) -> None:
+        """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
+        self.log.flush(self.step, None, None)
+        with self._meter.part("control"):
+            hand_over(self.training.optimizer)
+            all_leave = self._agreed(stop.leaving)
+        if all_leave:  # nobody is left to hold what the optimizer has handed over
+            logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
+            self._saving.save(self.training, self._meter, self.step)
+        if stop.leaving:
+            self._saving.close(LEAVE_S)
+            self._crew.leave()
+            raise Dismissed(stop.reason)
 
     def _agreed(self, mine: bool) -> bool:
         """Does every rank say so? Collective. Raises: PeerLost."""

@@ -31,16 +31,18 @@ def train_worker(config: dict[str, Any]) -> None:
     """Ray Train's train function. config: run_dir, attempt; "elastic" where the crew is a membership.
 
     An error that no restart can mend is written to failure.json, posted, and ends this function normally, so that Ray
-    does not start the group again. PeerLost is raised: the group starts again and goes on from the checkpoint. A worker
-    that has no place in its membership any more ends normally where it was asked to leave, and else raises.
+    does not start the group again; peers that wait for it see the file, and end too. PeerLost is raised: the group
+    starts again and goes on from the checkpoint. So is what a membership says to a worker that has no place in it any
+    more: to return normally would mean that training is at its end, and nobody would be replaced (workers/elastic).
     """
     import ray.train.torch
     import ray.util
 
     from thinwire.comm import PeerLost
     from thinwire.workers import report
+    from thinwire.workers.crew import RunEnded
     from thinwire.workers.loop import Run, train
-    from thinwire.workers.membership import Dismissed, MembershipError
+    from thinwire.workers.membership import MembershipError
     from thinwire.workers.reporter import RunSuperseded, ServiceReporter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
@@ -62,8 +64,8 @@ def train_worker(config: dict[str, Any]) -> None:
         if summary:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)
-    except Dismissed as reason:
-        logger.info("worker_dismissed number=%d reason=%r", number, str(reason))
+    except RunEnded as reason:
+        logger.info("run_ended number=%d reason=%r", number, str(reason))
         reporter.close(timeout_s=2.0)
     except (PeerLost, RunSuperseded, MembershipError):
         reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
@@ -89,7 +91,8 @@ def _crew(config: dict[str, Any], address: str, device: torch.device) -> tuple[C
     slot = slot_of(config)
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
-    return ElasticCrew(member, address, device), slot
+    failure = Path(config["run_dir"]) / FAILURE_NAME
+    return ElasticCrew(member, address, device, ended=failure.exists), slot
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -143,7 +143,7 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
 
 
 def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_process(server):
-    job_id = server.submit(**{**LONG, "steps": 1500})
+    job_id = server.submit(**{**LONG, "steps": 4000})
     server.wait_for_step(job_id, 20)
     before = [pids(server, job_id, number)[0] for number in (0, 1)]
     for least, most in ((2, 3), (1, 2)):
@@ -155,6 +155,9 @@ def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_proc
     assert all(fields["redone"] == 0 for fields in regrouped)
     assert [pids(server, job_id, number) for number in (0, 1)] == [[pid] for pid in before]
     assert all(os.path.exists(f"/proc/{pid}") for pid in before)
+    os.kill(before[1], signal.SIGKILL)  # one that left is not the end of the job: who dies later is replaced
+    wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2, 90)
+    wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2, 90)
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
     server.wait_for_end(job_id)
 

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from tests.workers.small_job import SMALL, Recording
-from thinwire.workers.membership import Identity, Limits, Member, MembershipServer
+from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
 from thinwire.workers.spec import TrainSpec
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
@@ -63,7 +63,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     import torch
 
     from thinwire.workers import loop
-    from thinwire.workers.crew import ElasticCrew
+    from thinwire.workers.crew import ElasticCrew, RunEnded
     from thinwire.workers.report import write_report
 
     torch.set_num_threads(1)
@@ -85,7 +85,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     loop.train_step = slow
     identity = Identity(uuid.uuid4().hex, slot, "127.0.0.1", os.getpid())
     member = Member(lambda: address, SECRET, identity, beat_s=0.2)
-    crew = ElasticCrew(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s)
+    failure = run_dir / "failure.json"
+    crew = ElasticCrew(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
@@ -95,6 +96,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         reporter._tell(kind="ended", step=-1)
         if summary:
             write_report(run_dir, summary)
+    except (Dismissed, RunEnded) as reason:
+        reporter._tell(kind="left", step=-1, reason=f"{type(reason).__name__}: {reason}")
     except BaseException as error:  # noqa: BLE001 - told to the test
         traceback.print_exc()
         crew.fail(str(error))

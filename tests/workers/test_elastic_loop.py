@@ -133,7 +133,8 @@ def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
         assert job.regroups() == [4, 2]
         assert all(one["error_lost_norm"] == 0 for one in job.events("regrouped"))
         assert all(one["error_norm"] > 0 for one in job.events("regrouped"))
-        assert {one["slot"]: one["pid"] for one in job.events("ended") if one["slot"] in pids} == pids
+        assert {one["slot"]: one["pid"] for one in job.events("ended")} == pids
+        assert sorted(one["slot"] for one in job.events("left")) == [2, 3]
         assert_whole(job, 60)
 
 
@@ -171,3 +172,16 @@ def test_when_all_are_told_to_leave_the_job_is_saved_as_it_stands(tmp_path):
         job.start(0, 1, 2).wait()
         assert job.events("resumed")[-1]["step"] == left_at
         assert_whole(job, 60)
+
+
+def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path):
+    with ElasticJob(tmp_path, Limits(2, 2), steps=30) as job:
+        job.allow(12)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        (tmp_path / "failure.json").write_text("{}")  # as train_worker does before it leaves
+        job.kill(1)
+        job.allow(30)
+        job.wait()
+        assert [one["reason"].split(":")[0] for one in job.events("left")] == ["RunEnded"]
+        assert job.regroups() == []

@@ -54,9 +54,10 @@ class Member:
         with self._state.changed:
             self._raise_if_ended()
             after = self._state.seat.generation if self._state.seat else 0
+            known = self._state.standing  # of a join() that timed out: the server has it
             if self._state.seat is None or self._state.handed_out:
                 self._state.standing, self._state.promise, self._state.stop_at = standing, None, math.inf
-        if self._state.standing is not None:
+        if self._state.standing is not None and known != standing:
             self._link.send(m.Join(after=after, standing=standing))  # again at each new connection
         with self._state.changed:
             while self._state.standing is not None:
