@@ -20,6 +20,7 @@ until its next step, so that the next regroup() begins from there.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -111,13 +112,20 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
 
 @torch.no_grad()
 def regroup(
-    optimizer: FlatOptimizer[Any], group: Group, *, has_state: bool, bucket_elements: int | None = None
+    optimizer: FlatOptimizer[Any],
+    group: Group,
+    *,
+    has_state: bool,
+    bucket_elements: int | None = None,
+    buffers: Iterable[Tensor] = (),
 ) -> Regrouped:
     """Go on with the ranks of `group`. Collective: all of them call it, newcomers with has_state False.
 
     A newcomer has made the same optimizer over a group of its own (SoloGroup). Where nobody has a state, parameters are
     those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
     source stays. Gradients are as the failed step has left them; afterwards they are worth nothing.
+    buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
+    every rank. Written in place where a rank is given the state, also where that fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
     """
     device = optimizer.space.p_N.device
@@ -143,16 +151,28 @@ def regroup(
         if group.rank in received:
             vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
         for vector in vectors.values():
-            if isinstance(group, Relaying):
-                group.relay_(vector, (source, *received))
-            else:
-                group.broadcast_(vector, source)
+            _give(group, vector, (source, *received))
+        for buffer in filter(Tensor.numel, buffers):
+            passed = buffer.detach().contiguous()  # a copy only where it was not
+            _give(group, passed.view(-1).view(torch.uint8), (source, *received))
+            if group.rank in received and passed.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(passed)
     optimizer.connect(group, all_n[source].bucket_elements)
 
     # From here on nothing can fail for want of a peer.
     _load(optimizer, all_n[source].plain, vectors, residuals)
-    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(told[0]))
+    gone = _gone([all_n[rank] for rank in holders])
+    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
     return Regrouped(now, source, received, behind, lost_steps, *told)
+
+
+def _give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
+    """X of the ranks on the path <- x of its first. Others may be given it too, where nothing else is quicker."""
+    if isinstance(group, Relaying):
+        group.relay_(x, path)
+        return
+    mine = x if group.rank in path else torch.empty_like(x)
+    group.broadcast_(mine, path[0])
 
 
 def _residuals(
@@ -175,7 +195,7 @@ def _residuals(
         raise ValueError(
             f"survivors of groups of {[one.seat[1] for one in holders]} ranks: they were in different ones"
         )
-    missing = tuple(sorted(set(range(old_size)) - {one.seat[0] for one in holders}))
+    missing = _gone(holders)
     kept = {rank for one in holders for rank in one.keeps}
     servers_lost = tuple(rank for rank in missing if rank not in kept)
     has_state = all_n[group.rank].has_state
@@ -202,6 +222,15 @@ def _residuals(
         # two workers. From what the survivors hold, for nobody has the dead rank's.
         lost = ((len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)) ** 0.5
     return residuals, (missing, servers_lost, lost, _norm(residuals))
+
+
+def _gone(holders: list[_Standing]) -> tuple[int, ...]:
+    """Ranks of the group that the holders were in last that are not among them, whether they died or left.
+
+    Holders of several groups: a change failed half way, before any step, so that nobody is missing that mattered.
+    """
+    sizes = {one.seat[1] for one in holders}
+    return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
 
 
 def _load(

@@ -21,6 +21,9 @@ def drill(
     kill_every: Annotated[float, typer.Option(min=1.0, help="Seconds from one kill to the next.")] = 30.0,
     minutes: Annotated[float, typer.Option(min=0.2, max=600.0, help="How long workers are killed.")] = 5.0,
     optimizer: Annotated[str, typer.Option(help="As optimizer.name in a job file.")] = "onebit_adam",
+    shadow: Annotated[
+        bool, typer.Option("--shadow", help="As workers.shadow: one death loses no server error.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of who is killed.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, figures and picture. [default: a new one]")
@@ -49,7 +52,7 @@ def drill(
         task = progress.add_task("starting", total=1.0)
         try:
             found = run(
-                Drill(workers, kill_every, minutes, folder, optimizer, seed),
+                Drill(workers, kill_every, minutes, folder, optimizer, seed, shadow),
                 lambda what, done: progress.update(task, description=what, completed=done),
             )
         except DrillFailed as error:

@@ -51,7 +51,13 @@ def regroup_training(
     known = [Progress(*one) for one in all_n if one is not None]
     numel = training.optimizer.space.layout.num_live
     size = None if known else bucket_elements or kept_bucket(run_dir, group, numel, device)
-    change = regroup(training.optimizer, group, has_state=progress is not None, bucket_elements=size)
+    change = regroup(
+        training.optimizer,
+        group,
+        has_state=progress is not None,
+        bucket_elements=size,
+        buffers=training.model.buffers(),
+    )
     common = Progress(
         change.step,
         min((one.reported for one in known), default=0),

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from thinwire.workers.crew import Crew
+    from thinwire.workers.membership import Member
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ def _crew(config: dict[str, Any], address: str, device: torch.device) -> tuple[C
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
     from thinwire.workers.crew import ElasticCrew, FixedCrew
-    from thinwire.workers.elastic.worker_side import resolve, slot_of
+    from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
     from thinwire.workers.membership import Identity, Member
 
     if "elastic" not in config:
@@ -91,8 +93,15 @@ def _crew(config: dict[str, Any], address: str, device: torch.device) -> tuple[C
     slot = slot_of(config)
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
+    threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
     failure = Path(config["run_dir"]) / FAILURE_NAME
     return ElasticCrew(member, address, device, ended=failure.exists), slot
+
+
+def pass_on(told_to_leave: threading.Event, member: Member) -> None:
+    """Wait for a notice, and tell the membership."""
+    told_to_leave.wait()
+    member.ask_to_leave("its process was told to end (SIGTERM)")
 
 
 def failure_of(error: BaseException) -> Failure:

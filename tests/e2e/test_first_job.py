@@ -126,6 +126,11 @@ def pids(server, job_id, number):
     return [int(pid) for pid in re.findall(rf"worker_started number={number} pid=(\d+)", server.logs(job_id))]
 
 
+def regroups(server, job_id):
+    """What was told of each."""
+    return [e["fields"] for e in server.history(job_id)["events"] if e["kind"] == "regrouped"]
+
+
 def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     job_id = server.submit(**LONG)
     server.wait_for_step(job_id, 45)
@@ -143,13 +148,13 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
 
 
 def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_process(server):
-    job_id = server.submit(**{**LONG, "steps": 4000})
+    job_id = server.submit(**{**LONG, "steps": 20000})
     server.wait_for_step(job_id, 20)
     before = [pids(server, job_id, number)[0] for number in (0, 1)]
     for least, most in ((2, 3), (1, 2)):
         server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": least, "max": most}})
         wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most, 90)
-    regrouped = [e["fields"] for e in server.history(job_id)["events"] if e["kind"] == "regrouped"]
+    regrouped = regroups(server, job_id)
     assert [fields["world_size"] for fields in regrouped] == [3, 2]
     assert all(fields["error_lost_norm"] == 0 and not fields["lost"] for fields in regrouped)
     assert all(fields["redone"] == 0 for fields in regrouped)
@@ -158,6 +163,10 @@ def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_proc
     os.kill(before[1], signal.SIGKILL)  # one that left is not the end of the job: who dies later is replaced
     wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2, 90)
     wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2, 90)
+    os.kill(pids(server, job_id, 1)[1], signal.SIGTERM)  # a notice: it hands over first
+    told = wait_for("the handover", lambda: [e for e in regroups(server, job_id) if "SIGTERM" in e["reason"]], 60)[0]
+    assert (told["world_size"], told["lost"], told["error_lost_norm"]) == (1, [], 0)
+    wait_for("a worker in its place", lambda: len(pids(server, job_id, 1)) == 3, 90)
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
     server.wait_for_end(job_id)
 

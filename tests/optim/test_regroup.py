@@ -10,7 +10,7 @@ from tests.optim.crews import crew, together, until
 from tests.optim.literal import COMPRESSED, make
 from thinwire.comm import PeerLost
 from thinwire.comm.faults import Fault, What, When
-from thinwire.optim.regroup import hand_over
+from thinwire.optim.regroup import hand_over, regroup
 from thinwire.optim.state import slots
 
 SIZES = (1, 2, 3, 4, 8)
@@ -132,6 +132,26 @@ def test_low_precision_parameters_come_with_their_masters():
     assert all(map(torch.equal, stay[0].net.parameters(), stay[1].net.parameters()))
 
 
+def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_else():
+    ranks = crew(2, maker("onebit_adam"))
+    for at, rank in enumerate(ranks):
+        rank.buffers = [torch.tensor(7 + at), torch.full((2, 3), at + 0.5).t(), torch.zeros(0)]
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, 3)
+        hand_over(rank.optimizer)
+
+    together(ranks, work)
+    new = crew(1, maker("onebit_adam"))[0]
+    new.buffers = [torch.tensor(0), torch.zeros(3, 2), torch.zeros(0)]
+    stay = [ranks[1], ranks[0], new]
+    together(stay, lambda rank, group: regroup(rank.optimizer, group, has_state=rank is not new, buffers=rank.buffers))
+    assert all(rank.lost is None for rank in stay)
+    assert [int(rank.buffers[0]) for rank in stay] == [8, 7, 8]
+    assert [float(rank.buffers[1].sum()) for rank in stay] == [9.0, 3.0, 9.0]
+
+
 # What a rank holds, from which the expected R is put together.
 
 
@@ -183,6 +203,7 @@ def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size
     def work(rank, group):
         rank.regroup(group)
         rank.train(group, STEP)
+        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))  # else one may still be in its last wait
         buckets = 1 if rank.optimizer.bucketed is None else len(rank.optimizer.bucketed.buckets)
         call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
         group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
@@ -288,6 +309,7 @@ def test_t5_with_a_shadow_one_death_loses_nothing_of_the_server_errors(where, si
     def work(rank, group):
         rank.regroup(group)
         rank.train(group, STEP)
+        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))
         call = len(rank.optimizer.bucketed.buckets) - 1 if fault.call < 0 else fault.call
         what = fault.what if forward else What.LOSE
         when = fault.when if forward or fault.call >= 0 else When.BEFORE

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 import uuid
@@ -64,7 +65,9 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
 
     from thinwire.workers import loop
     from thinwire.workers.crew import ElasticCrew, RunEnded
+    from thinwire.workers.elastic.notice import heed_sigterm, told_to_leave
     from thinwire.workers.report import write_report
+    from thinwire.workers.worker import pass_on
 
     torch.set_num_threads(1)
     os.setsid()
@@ -80,11 +83,15 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         time.sleep(pause_s)
         while step > int((run_dir / "allowed").read_text() or 0):
             time.sleep(0.005)
+        while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
+            time.sleep(0.005)
         return plain(training, step, meter)
 
     loop.train_step = slow
     identity = Identity(uuid.uuid4().hex, slot, "127.0.0.1", os.getpid())
     member = Member(lambda: address, SECRET, identity, beat_s=0.2)
+    heed_sigterm(30.0, lambda: True)
+    threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
     crew = ElasticCrew(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
     reporter = Telling(run_dir, slot, pause_s)
@@ -143,6 +150,10 @@ class ElasticJob:
         partial = self.run_dir / "allowed.new"
         partial.write_text(str(step))
         partial.replace(self.run_dir / "allowed")
+
+    def hang(self, slot):
+        """Let the loop of this worker stand still, until it is released by being told that it has no place any more."""
+        (self.run_dir / f"hang-{slot}").touch()
 
     def kill(self, slot, number=signal.SIGKILL):
         os.kill(self.workers[slot].pid, number)

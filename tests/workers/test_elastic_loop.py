@@ -120,9 +120,10 @@ def test_below_min_the_job_waits_and_says_so(tmp_path):
 def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
     with ElasticJob(tmp_path, Limits(2, 2), steps=60) as job:
         job.allow(10)
-        job.start(0, 1, 2, 3)
+        job.start(0, 1)
         job.until(lambda: job.server.snapshot().last_step == 10)
         pids = {slot: job.workers[slot].pid for slot in (0, 1)}
+        job.start(2, 3)
         job.server.set_limits(Limits(2, 4))
         job.until(lambda: all(job.joined(slot) for slot in range(4)))
         job.allow(30)
@@ -136,6 +137,40 @@ def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
         assert {one["slot"]: one["pid"] for one in job.events("ended")} == pids
         assert sorted(one["slot"] for one in job.events("left")) == [2, 3]
         assert_whole(job, 60)
+
+
+def test_a_worker_that_gets_sigterm_hands_over_and_leaves(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
+        job.allow(12)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.kill(1, signal.SIGTERM)
+        job.until(lambda: any(one.kind == "notice" for one in job.said))
+        job.allow(40)
+        job.wait()
+        assert job.regroups() == [2]
+        told = job.events("regrouped")[0]
+        assert (told["lost"], told["error_lost_norm"]) == ([], 0)
+        assert "SIGTERM" in told["reason"]
+        assert [one["slot"] for one in job.events("left")] == [1]
+        assert_whole(job, 40)
+
+
+def test_a_peer_that_hangs_while_its_process_lives_is_found_by_the_time_out_and_named(tmp_path):
+    """Its beats go on, its loop does not come: the collective's time-out ends the wait, the regroup goes without it."""
+    with ElasticJob(tmp_path, Limits(1, 3), steps=40, timeout_s=2.0, server={"join_timeout_s": 2.0}) as job:
+        job.allow(12)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.hang(1)
+        job.allow(40)
+        job.wait(tolerate="Fenced")
+        assert job.regroups() == [2]
+        lost = job.events("regrouped")[0]["lost"]
+        assert len(lost) == 1
+        assert lost[0].startswith("worker 1 ")
+        assert "it hangs" in lost[0]
+        assert_whole(job, 40)
 
 
 @pytest.mark.slow

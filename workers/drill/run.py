@@ -34,7 +34,7 @@ class DrillFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """What is to be done. optimizer: as in a job file. seed: of who is killed."""
+    """What is to be done. optimizer, shadow: as in a job file. seed: of who is killed."""
 
     workers: int
     kill_every_s: float
@@ -42,6 +42,7 @@ class Drill:
     out: Path
     optimizer: str = "onebit_adam"
     seed: int = 0
+    shadow: bool = False
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Drill:
             "recipe": {"layers": 4, "width": 128, "heads": 4, "context": 128},
             "optimizer": {"name": self.optimizer, "lr": 2e-3, **({} if dense else warmup)},
             "lr_schedule": {"warmup": 20, "decay": "constant"},
-            "workers": {"min": 1, "max": self.workers, "device": "auto", "max_restarts": 100},
+            "workers": {"min": 1, "max": self.workers, "device": "auto", "max_restarts": 100, "shadow": self.shadow},
             "checkpoint": {"every_steps": 500},
             "evaluation": {"every_steps": 250, "windows": 64},
         }

@@ -20,6 +20,7 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from thinwire.workers.elastic import worker_side
 from thinwire.workers.elastic.lease import Lease, lease_expired
+from thinwire.workers.elastic.notice import heed_sigterm
 from thinwire.workers.elastic.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         self._running = False
         worker_side.seat(plan.facts(slot))
         self._lease = Lease(plan.lease_s, self._end)
+        heed_sigterm(plan.grace_s, self._train_function_runs)
 
     def hello(self) -> Hello:
         """Who this is. Raises: LeaseExpired where it is ending."""

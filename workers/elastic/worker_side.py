@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.workers.elastic.lease import lease_expired
+from thinwire.workers.elastic.notice import told_to_leave
 
-__all__ = ["Left", "lease_expired", "node_address", "resolve", "slot_of"]
+__all__ = ["Left", "lease_expired", "node_address", "resolve", "slot_of", "told_to_leave"]
 
 CALL_S = 10.0
 """One question to the membership actor may take so long, for its process may be starting."""

@@ -129,6 +129,18 @@ class Member:
                 return None
             return self._stop(step)
 
+    def ask_to_leave(self, reason: str) -> None:
+        """Its process or machine is about to be taken away: have a boundary agreed on at which it leaves in order.
+
+        Returns at once; at_boundary() then gives a Change in which it leaves, and a join() raises Dismissed. May be
+        called at any time, from any thread.
+        """
+        with self._state.changed:
+            if self._state.ended is not None or self._state.notice is not None:
+                return
+            self._state.notice = reason[:LONGEST_REASON]
+        self._link.send(m.Notice(reason=self._state.notice))  # again at each new connection
+
     def finish(self) -> None:
         """Leave for good, at a clean end: nobody counts this member as lost. A server that is away is not told."""
         self._leave("finished", m.Goodbye(reason="finished", clean=True))

@@ -12,6 +12,7 @@
                                        <-   Proposal(step): let this generation end after that step
     Answer                             ->
                                        <-   Confirm, when all have said yes; else Cancel
+    Notice                             ->   it must go soon: a Proposal follows, in which it leaves
     Goodbye                            ->
 
 The end of the connection is a message too: the member is dead.
@@ -84,6 +85,13 @@ class Answer(_Message):
     number: int
     yes: bool
     step: int | None
+
+
+class Notice(_Message):
+    """It has been told to go, and asks to leave at the next boundary."""
+
+    kind: Literal["notice"] = "notice"
+    reason: Reason
 
 
 class Goodbye(_Message):
@@ -166,7 +174,7 @@ class Cancel(_Message):
     number: int
 
 
-FromMember = Hello | Join | Store | Beat | Answer | Goodbye
+FromMember = Hello | Join | Store | Beat | Answer | Notice | Goodbye
 FromServer = Welcome | Refusal | Seating | StoreAt | LostPeer | Over | Proposal | Confirm | Cancel
 
 key: TypeAdapter[Key] = TypeAdapter(Key)

@@ -130,6 +130,15 @@ class Rules:
             register.tell(m.Confirm(number=number))
         self._settle(now)
 
+    def notice(self, id: str, reason: str, now: float) -> None:
+        """A worker has been told to go: as if it were dismissed."""
+        worker = self._register.workers[id]
+        worker.heard_at = now
+        if id not in self._register.unwanted:
+            self._register.say("notice", slot=worker.identity.slot, id=id, rank=worker.rank, why=reason)
+        self._let_go(worker, reason, now)
+        self._settle(now)
+
     def finished_by(self, id: str, reason: str, now: float) -> None:
         """A worker leaves at a clean end."""
         register = self._register
@@ -188,13 +197,8 @@ class Rules:
 
     def dismiss(self, slot: int, reason: str, now: float) -> None:
         """Let who fills this slot leave; nothing if nobody does."""
-        register = self._register
-        for worker in [w for w in register.workers.values() if w.identity.slot == slot]:
-            if worker.rank is None:
-                register.dismiss(worker, reason)
-            else:
-                register.unwanted.setdefault(worker.identity.id, reason)
-        register.plans.hold(now + GATHER_S)
+        for worker in [w for w in self._register.workers.values() if w.identity.slot == slot]:
+            self._let_go(worker, reason, now)
         self._settle(now)
 
     def snapshot(self, events: int) -> Snapshot:
@@ -202,6 +206,14 @@ class Rules:
         register = self._register
         seen = status.Seen(self.limits, register.present, len(register.awaited), self.finished)
         return status.snapshot(seen, list(register.workers.values()), events)
+
+    def _let_go(self, worker: Worker, reason: str, now: float) -> None:
+        register = self._register
+        if worker.rank is None:
+            register.dismiss(worker, reason)
+        elif worker.identity.id not in register.unwanted:
+            register.unwanted[worker.identity.id] = reason
+            register.plans.hold(now + GATHER_S)
 
     # What follows
 
@@ -220,7 +232,9 @@ class Rules:
     def _close(self, members: list[Worker], now: float) -> None:
         register, ended = self._register, self._register.present
         joined = roster.seating(register.workers.values())
-        if len(joined) < self.limits.min:
+        if ended.at_end:  # one has ended well, so all have made the last step: a death only kept these from ending too
+            joined = [worker for worker in joined if worker.rank is not None]
+        elif len(joined) < self.limits.min:
             return
         if not members and now < self._quiet_until:
             return

@@ -110,7 +110,7 @@ class MembershipEvent:
     """Something that happened at the server, for logs and metrics. time: unix seconds.
 
     kinds: connected, joined, seated, store, over, lost, fenced, failed, left, dismissed, proposed, confirmed,
-    cancelled, adopted, limits, finished
+    cancelled, notice, adopted, limits, finished
     """
 
     kind: str

@@ -187,6 +187,8 @@ class MembershipServer:
                     self._rules.store(id, message.generation, message.port)
                 case m.Answer():
                     self._rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
+                case m.Notice():
+                    self._rules.notice(id, message.reason, now)
                 case m.Goodbye(clean=True):
                     self._rules.finished_by(id, message.reason, now)
                 case m.Goodbye():

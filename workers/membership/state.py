@@ -50,6 +50,8 @@ class State:
         self.promise: Promise | None = None
         self.stop_at: float = math.inf
         """A promise was made for this step."""
+        self.notice: str | None = None
+        """Why this member has asked to leave."""
         self.step: int | None = None
         self.stepped_at = 0.0
         self.longest_step_s = 0.0
@@ -115,6 +117,8 @@ class State:
             said.append(m.Join(after=self.seat.generation if self.seat else 0, standing=self.standing))
         if self.seat is not None and self.store_port is not None:
             said.append(m.Store(generation=self.seat.generation, port=self.store_port))
+        if self.notice is not None:
+            said.append(m.Notice(reason=self.notice))
         return said
 
     def _vote(self, proposal: m.Proposal) -> m.Answer:

@@ -248,6 +248,54 @@ def test_a_waiting_newcomer_is_dismissed_at_once(crew: Crew):
         seat.result(5.0)
 
 
+def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(crew: Crew):
+    crew.serve(1, 2)
+    (a, b), seats = crew.seated(0, 1)
+    b.ask_to_leave("SIGTERM")
+    b.ask_to_leave("SIGTERM again")
+    stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
+    changes = [stop.result(5.0) for stop in stops]
+    assert [change.leaving for change in changes] == [False, True]
+    kept = later(lambda: a.join(standing(seats[0], changes[0].step), 5.0))
+    b.finish()
+    seat = kept.result(5.0)
+    assert (seat.size, seat.lost) == (1, ())
+    assert seat.reason == "w1 was dismissed: SIGTERM; shrink 2 -> 1"
+    crew.member(1)  # its place can be filled again
+    eventually(lambda: len(crew.server.snapshot().waiting) == 1)
+
+
+def test_a_notice_is_said_again_to_a_server_that_was_away(crew: Crew):
+    crew.serve(1, 2)
+    (a, b), _ = crew.seated(0, 1)
+    crew.server.close()
+    b.ask_to_leave("SIGTERM")
+    crew.serve(1, 2, quiet_s=0.5)
+    stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
+    assert [stop.result(10.0).leaving for stop in stops] == [False, True]
+
+
+def test_a_waiting_newcomer_that_is_told_to_go_is_let_go_at_once(crew: Crew):
+    crew.serve(2, 2)
+    member = crew.member(4)
+    member.ask_to_leave("SIGTERM")
+    with pytest.raises(Dismissed, match="SIGTERM"):
+        member.join(newcomer(), 5.0)
+    member.ask_to_leave("too late")
+
+
+def test_a_death_at_the_very_end_does_not_keep_the_others_waiting_for_the_least(crew: Crew):
+    crew.serve(3, 3)
+    (a, b, c), seats = crew.seated(0, 1, 2)
+    crew.member(7)  # a newcomer that waits: it has nothing to do here any more
+    a.finish()
+    b.close()
+    seat = c.join(standing(seats[2], 10), 5.0)
+    assert (seat.size, seat.rank) == (1, 0)
+    c.finish()
+    eventually(lambda: crew.server.snapshot().status == "finished")
+
+
 def test_a_boundary_that_a_member_has_passed_is_cancelled_and_a_later_one_found(crew: Crew):
     crew.serve(2, 3, start_wait_s=0.05)
     (a, b), _ = crew.seated(0, 1)

@@ -9,7 +9,21 @@ from tests.workers.membership.world import Actor, World
 from thinwire.workers.membership import Identity, Limits, Seated, Standing
 from thinwire.workers.membership.messages import Proposal
 
-ACTIONS = ["come", "join", "step", "read", "die", "wait", "hang", "limits", "dismiss", "restart", "connect", "finish"]
+ACTIONS = [
+    "come",
+    "join",
+    "step",
+    "read",
+    "die",
+    "wait",
+    "hang",
+    "limits",
+    "dismiss",
+    "notice",
+    "restart",
+    "connect",
+    "finish",
+]
 COMMON = ["come", "join", "step", "read", "read", "join", "step", "wait"]
 acts = st.tuples(st.sampled_from(COMMON + ACTIONS), st.integers(0, 5))
 
@@ -30,6 +44,9 @@ def act(world: World, what: str, number: int) -> None:
             world.deliver()
         case "restart":
             world.restart(number)
+        case "notice" if actor is not None and actor.connected:
+            world.rules.notice(actor.identity.id, "told to go", world.now)
+            world.deliver()
         case "join" if actor is not None:
             world.join(actor)
         case "step" if actor is not None:

@@ -1,0 +1,191 @@
+"""The command: python -m benchmarks.worker_loss. What does the death of one worker cost in each phase of an optimizer?
+
+Real processes over gloo under a membership server, a small GPT. One of them, at random, is killed by SIGKILL while all
+train, five times, and replaced when the others have gone on; they wait for it, so that the next kill finds all of them.
+The same job is run undisturbed with three seeds: so much do losses differ anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.convergence.provenance import provenance
+from benchmarks.convergence.study import ROOT
+from tests.workers.elastic_job import ElasticJob
+from tests.workers.test_elastic_loop import OPTIMIZERS
+from thinwire.workers import history
+from thinwire.workers.membership import Limits
+
+RESULTS = ROOT / "benchmarks" / "results" / "worker-loss"
+STEPS = 1000
+NUM_KILLS = 5
+KILL_AFTER = 30
+"""Steps of all workers together."""
+PAUSE_S = 0.005
+"""Before each step: small steps would be over before anything happens."""
+SIZES = (3, 4)
+SEEDS = (0, 1, 2)
+PHASES = {"warm-up": 950, "compressed": 20}
+"""Steps of warm-up, of which kills are after or before all."""
+LIMIT_S = 180.0
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Seconds: from SIGKILL to its detection by the membership; from there to the end of the survivors' next step."""
+
+    step: int
+    rank: int
+    detected_s: float
+    next_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job whose workers were killed, and the same undisturbed. redone: committed steps that were made again."""
+
+    optimizer: str
+    phase: str
+    size: int
+    kills: list[Kill]
+    redone: int
+    replicas_equal: bool
+    loss: float
+    undisturbed: list[float]
+
+
+def spec(optimizer: str, phase: str, seed: int) -> dict[str, Any]:
+    """The job of the tests, longer."""
+    found = dict(OPTIMIZERS[optimizer])
+    found["warmup" if "warmup" in found else "var_freeze"] = PHASES[phase]
+    return {
+        "steps": STEPS,
+        "seed": seed,
+        "global_batch": 12,
+        "optimizer": found,
+        "lr_schedule": {"warmup": 20},
+        "checkpoint": {"every_steps": 100},
+        "evaluation": {"every_steps": STEPS, "windows": 64},
+    }
+
+
+def undisturbed(optimizer: str, phase: str, size: int, seed: int, folder: Path) -> float:
+    """Validation loss at the end of the same job without deaths."""
+    with ElasticJob(folder, Limits(size, size), pause_s=PAUSE_S, **spec(optimizer, phase, seed)) as job:
+        job.start(*range(size)).wait(LIMIT_S)
+    return float(_summary(folder)["loss"]["validation_last"])
+
+
+def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Kill], dict[str, Any], int]:
+    """Kill and replace. The kills, the summary of the run, and how many committed steps were made again."""
+    draw = random.Random(f"{optimizer} {phase} {size}")
+    struck: list[tuple[int, int, float]] = []
+    with ElasticJob(folder, Limits(1, size), pause_s=PAUSE_S, **spec(optimizer, phase, 0)) as job:
+        job.start(*range(size))
+        for number in range(NUM_KILLS):
+            job.until(lambda: len(job.server.snapshot().members) == size, LIMIT_S)
+            from_step = job.server.snapshot().last_step
+            job.until(lambda at=from_step: job.server.snapshot().last_step >= at + KILL_AFTER, LIMIT_S)
+            now = job.server.snapshot()
+            chosen = draw.choice(now.members)
+            struck.append((now.last_step, chosen.rank or 0, job.kill(chosen.slot)))
+            job.until(lambda n=number: len(job.regroups()) == 2 * n + 1, LIMIT_S)
+            job.allow(job.server.snapshot().last_step + KILL_AFTER)
+            job.start(chosen.slot)
+            job.until(lambda: len(job.server.snapshot().waiting) == 1, LIMIT_S)
+            job.allow(STEPS)
+            job.until(lambda n=number: len(job.regroups()) == 2 * n + 2, LIMIT_S)
+        job.wait(LIMIT_S)
+        redone = sum(int(one["redone"]) for one in job.events("regrouped"))
+        lost = [one.time for one in job.said if one.kind == "lost"]
+    samples = history.read(folder / history.FILE_NAME)
+    kills = []
+    for (at, rank, when), detected in zip(struck, lost, strict=True):
+        after = min(one.time for one in samples if one.time > detected and one.world_size == size - 1)
+        kills.append(Kill(at, rank, detected - when, after - detected))
+    return kills, _summary(folder), redone
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def measure(optimizer: str, phase: str, size: int, folder: Path) -> Case:
+    """Both."""
+    kills, summary, redone = killed(optimizer, phase, size, folder / "killed")
+    losses = [undisturbed(optimizer, phase, size, seed, folder / f"undisturbed-{seed}") for seed in SEEDS]
+    loss, equal = float(summary["loss"]["validation_last"]), bool(summary["replicas_bit_equal"])
+    return Case(optimizer, phase, size, kills, redone, equal, loss, losses)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the results: a file a case, and the table.")] = RESULTS,
+    only: Annotated[str, typer.Option(help="Only cases whose name holds this.")] = "",
+) -> None:
+    """Run the cases that have no file yet, one after another; then the table of all files. Takes about ten minutes."""
+    made_by = provenance()
+    out.mkdir(parents=True, exist_ok=True)
+    for optimizer, phase, size in _cases():
+        name = f"{optimizer}-{phase}-{size}".lower().replace(" ", "-").replace("/", "")
+        file = out / f"{name}.json"
+        if only in name and not file.exists():
+            folder = Path(tempfile.mkdtemp(prefix="thinwire-loss-"))
+            began = time.monotonic()
+            try:
+                case = measure(optimizer, phase, size, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            made = {"command": "python -m benchmarks.worker_loss", **asdict(made_by)}
+            file.write_text(json.dumps({**made, "case": asdict(case)}, indent=1) + "\n")
+            typer.echo(f"{name}: {time.monotonic() - began:.0f} s")
+    lines = table([_read(file) for file in sorted(out.glob("*.json"))])
+    (out / "table.txt").write_text("\n".join(lines) + "\n")
+    typer.echo("\n".join(lines))
+
+
+def _cases() -> Iterator[tuple[str, str, int]]:
+    for optimizer in OPTIMIZERS:
+        for phase in PHASES:
+            for size in SIZES:
+                yield optimizer, phase, size
+
+
+def _read(file: Path) -> Case:
+    found = json.loads(file.read_text())["case"]
+    return Case(**{**found, "kills": [Kill(**one) for one in found["kills"]]})
+
+
+def table(cases: Sequence[Case]) -> list[str]:
+    """A line a case. Seconds are medians over its kills, the worst in brackets."""
+    lines = [
+        f"{'':30} {'kill to':>16}  {'detection to end':>16}  {'steps':>6}  {'replicas':>8}  validation loss",
+        f"{'':30} {'detection, s':>16}  {'of next step, s':>16}  {'redone':>6}  {'':>8}  killed; undisturbed (std)",
+    ]
+    for one in cases:
+        found, after = ([getattr(kill, name) for kill in one.kills] for name in ("detected_s", "next_step_s"))
+        equal = "equal" if one.replicas_equal else "DIFFER"
+        lines.append(
+            f"{f'{one.optimizer}, {one.phase}, 1 of {one.size}':30} {median(found):8.3f} ({max(found):5.3f})  "
+            f"{median(after):8.3f} ({max(after):5.3f})  {one.redone:6}  {equal:>8}  "
+            f"{one.loss:.4f}; {mean(one.undisturbed):.4f} ({stdev(one.undisturbed):.4f})"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,111 @@
+"""After any sequence of deaths, departures and arrivals every sample of an epoch has been used exactly once."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.workers.fleet import Fleet, Plan, retained
+from tests.workers.small_job import small_spec
+from thinwire.comm.faults import Fault, When
+from thinwire.workers import history
+from thinwire.workers.data.load import load
+
+STEPS = 64
+BATCH = 7
+ADAM = {"lr": 4e-3, "betas": [0.9, 0.99]}
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.05},
+    "onebit_adam": {"name": "onebit_adam", "warmup": 6, **ADAM},
+    "zero_one_adam": {
+        "name": "zero_one_adam",
+        "var_freeze": 6,
+        "var_update_scaler": 2,
+        "local_step_scaler": 8,
+        "local_step_clipper": 4,
+        **ADAM,
+    },
+}
+COLLECTIVES = {"sgd": ["sum"], "onebit_adam": ["all_to_all", "all_gather"], "zero_one_adam": ["all_to_all"]}
+
+
+def plan(seed, collectives):
+    """Something happens every few steps: mostly deaths, each made good by a newcomer soon after."""
+    draw, made, step, most = random.Random(seed), Plan(), 2, 4  # most: workers that there can be
+    while (step := step + draw.randint(2, 5)) < STEPS - 6:
+        what = draw.choice(["kill", "kill", "kill at a boundary", "second", "leave"])
+        rank = draw.randrange(4)
+        if what == "leave":
+            made.leaves[step] = rank
+            most -= 1
+        else:
+            where = Fault((rank,), draw.choice(collectives), draw.randrange(3), draw.choice(list(When)))
+            made.kills[step] = rank, None if what == "kill at a boundary" else where
+            if what == "second":
+                made.second.add(step)
+        step += draw.randint(2, 4)
+        made.joins[step] = min(draw.choice([1, 1, 2]), BATCH - most)
+        most += made.joins[step]
+    return made
+
+
+def spec(tmp_path, name):
+    """Of data so small that an epoch is a few steps, which divide by nothing."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(random.Random(0).randbytes(2000)))
+    return small_spec(
+        steps=STEPS,
+        global_batch=BATCH,
+        optimizer=OPTIMIZERS[name],
+        data={"source": "text-file", "path": str(text)},
+        recipe={"layers": 1, "width": 16, "heads": 2, "context": 32},
+        workers={"min": 1, "max": 7},
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
+    made = plan(seed, COLLECTIVES[name])
+    run_dir = tmp_path / "run"
+    fleet = Fleet(run_dir, spec(tmp_path, name), 4, made).run(monkeypatch)
+
+    assert len(fleet.killed) >= 4
+    used = retained(fleet)
+    assert sorted(used) == list(range(1, STEPS + 1))
+    lost = sum(fields["local_steps_lost"] for kind, _, fields in fleet.events if kind == "regrouped")
+    missing = Counter()
+    for step, numbers in used.items():
+        whole = Counter(range((step - 1) * BATCH, step * BATCH))
+        assert numbers <= whole, f"step {step} used a sample twice, or one of another step"
+        missing += whole - numbers
+    assert sum(missing.values()) <= lost * BATCH
+    if name != "zero_one_adam":
+        assert not missing
+        assert lost == 0
+        order = load(fleet.spec).batches.order
+        numbers = [number for counted in used.values() for number in counted.elements()]
+        epochs = len(numbers) // order.num_samples
+        assert epochs > 5
+        for epoch in range(epochs):
+            of_it = [number for number in numbers if number // order.num_samples == epoch]
+            seen = [int(order.samples(range(number, number + 1))) for number in of_it]
+            assert sorted(seen) == list(range(order.num_samples))
+
+    samples = history.read(run_dir / history.FILE_NAME)
+    assert [sample.step for sample in samples] == list(range(STEPS + 1))
+    ended = list(fleet.ended.values())
+    assert len(ended) >= 1
+    assert all(torch.equal(one, ended[0]) for one in ended)
+
+
+def test_a_run_by_plain_sgd_ends_where_it_would_have_ended_undisturbed(tmp_path, monkeypatch):
+    made = plan(3, COLLECTIVES["sgd"])
+    disturbed = Fleet(tmp_path / "disturbed", spec(tmp_path, "sgd"), 4, made).run(monkeypatch)
+    monkeypatch.undo()
+    alone = Fleet(tmp_path / "alone", spec(tmp_path, "sgd"), 1, Plan()).run(monkeypatch)
+    assert len(disturbed.killed) >= 4
+    (expected_N,) = alone.ended.values()
+    for found_N in disturbed.ended.values():
+        torch.testing.assert_close(found_N, expected_N, rtol=1e-4, atol=1e-5)
