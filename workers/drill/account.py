@@ -98,7 +98,7 @@ def account(
         goodput=inside_s / wall_s,
         kills=len(kills),
         steps=steps[-1].step,
-        steps_lost=round(sum(_number(event, "redone") for event in regroups)) + _redone_by_restarts(samples, restarts),
+        steps_lost=round(sum(_number(event, "redone") for event in regroups)) + _redone_by_restarts(steps, kills),
         local_steps_lost=round(sum(_number(event, "local_steps_lost") for event in regroups)),
         restarts=len(restarts),
         regroup_s=Spread.of(_after(kills, [event.time for event in regroups])),
@@ -154,10 +154,6 @@ def _after(kills: Sequence[Kill], times: Sequence[float]) -> list[float]:
     return found
 
 
-def _redone_by_restarts(samples: Sequence[Sample], restarts: Sequence[Event]) -> int:
-    """Steps that had been taken when all workers started again from a checkpoint: their times are out of order."""
-    redone = 0
-    for restart in restarts:
-        before = [sample.step for sample in samples if sample.time < restart.time]
-        redone += max(0, max(before, default=restart.step) - restart.step)
-    return redone
+def _redone_by_restarts(steps: Sequence[Sample], kills: Sequence[Kill]) -> int:
+    """Steps that had been committed at a kill and are in the history with a later time: all workers had died."""
+    return sum(any(step.step <= kill.step and step.time > kill.time for kill in kills) for step in steps)

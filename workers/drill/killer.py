@@ -13,11 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A worker that was killed. time: unix seconds."""
+    """A worker that was killed. time: unix seconds. step: one that was committed by then, about the last."""
 
     time: float
     slot: int
     rank: int
+    step: int = 0
 
 
 class Killer:
@@ -32,7 +33,8 @@ class Killer:
         """Kill one, if it is time and there is one. Returns it."""
         if time.monotonic() < self._next:
             return None
-        members = (self._snapshot() or {}).get("members") or []
+        known = self._snapshot() or {}
+        members = known.get("members") or []
         if not members:
             return None
         chosen = self._random.choice(members)
@@ -41,6 +43,6 @@ class Killer:
         except ProcessLookupError:  # it has just died of something else
             return None
         self._next += self._every_s
-        kill = Kill(time.time(), chosen["slot"], chosen["rank"])
+        kill = Kill(time.time(), chosen["slot"], chosen["rank"], known["last_step"])
         self.kills.append(kill)
         return kill

@@ -72,9 +72,14 @@ def run(drill: Drill, say: Say) -> Account:
     with _ray(drill.workers) as address:
         killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", drill.spec, address)
         killer = _disturb(drill, killed, say)
+        if not (samples := killed.samples()):
+            raise DrillFailed(
+                f"all workers were dead at once, before there was a checkpoint, and the job has begun again: kill less "
+                f"often than every {drill.kill_every_s:g} s, or give more than {drill.workers} workers"
+            )
         other = Job(drill.out / f"undisturbed-{time.time_ns() // 10**6}", drill.spec, address)
-        _undisturbed(other, killed.samples()[-1].step, say)
-    samples, undisturbed = killed.samples(), other.samples()
+        _undisturbed(other, samples[-1].step, say)
+    undisturbed = other.samples()
     found = account(samples, killed.events(), killer.kills, undisturbed, drill.workers, GLOBAL_BATCH)
     kills = [asdict(kill) for kill in killer.kills]
     whole = {"drill": {**asdict(drill), "out": ""}, **made_by(), "figures": found.as_json(), "kills": kills}

@@ -41,10 +41,16 @@ def test_goodput_is_time_inside_committed_steps_over_wall_time():
 def test_steps_that_were_run_again_are_lost_steps():
     again = [regrouped(3.7, 3, 1, lost=["worker 1"], redone=2)]
     assert account(STEPS, again, KILLS, STEPS, 2, 16).steps_lost == 2
+
+
+def test_steps_that_all_workers_took_before_they_died_are_lost_steps():
     restart = [Event(kind="resumed", step=4, time=7.5, fields={})]
-    found = account(STEPS, restart, KILLS, STEPS, 2, 16)
+    after = [START, *STEPS[1:5], *(step(n, n + 5.0) for n in range(5, 11))]
+    found = account(after, restart, [Kill(6.9, 0, 0, step=7)], STEPS, 2, 16)
     assert found.restarts == 1
     assert found.steps_lost == 3
+    from_nothing = [START, *(step(n, n + 7.0) for n in range(1, 11))]
+    assert account(from_nothing, [], [Kill(6.9, 0, 0, step=7)], STEPS, 2, 16).steps_lost == 7
 
 
 def test_the_losses_compared_are_of_the_last_step_that_both_evaluated():

@@ -11,9 +11,9 @@ import pytest
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_the_drill_kills_a_worker_and_the_last_line_is_its_figures(tmp_path):
-    command = [sys.executable, "-m", "thinwire.service.cli", "drill", "--workers", "2", "--kill-every", "5"]
+    command = [sys.executable, "-m", "thinwire.service.cli", "drill", "--workers", "2", "--kill-every", "15"]
     done = subprocess.run(
-        [*command, "--minutes", "0.4", "--out", str(tmp_path), "--json"], capture_output=True, text=True, check=False
+        [*command, "--minutes", "0.5", "--out", str(tmp_path), "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
