@@ -166,8 +166,8 @@ class Course:
             logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
             self._saving.save(self.training, self._meter, self.step)
         if stop.leaving:
+            self._crew.leave()  # first: the others wait for that, and not for this one's part of a checkpoint
             self._saving.close(LEAVE_S)
-            self._crew.leave()
             raise Dismissed(stop.reason)
 
     def _agreed(self, mine: bool) -> bool:

@@ -147,7 +147,7 @@ def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     assert len(pids(server, job_id, 0)) == 1
 
 
-def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_process(server):
+def test_a_running_job_grows_and_shrinks_on_request_hands_over_on_notice_and_ends_when_cancelled(server):
     job_id = server.submit(**{**LONG, "steps": 20000})
     server.wait_for_step(job_id, 20)
     before = [pids(server, job_id, number)[0] for number in (0, 1)]
@@ -168,7 +168,9 @@ def test_a_running_job_grows_and_shrinks_on_request_and_who_stays_keeps_its_proc
     assert (told["world_size"], told["lost"], told["error_lost_norm"]) == (1, [], 0)
     wait_for("a worker in its place", lambda: len(pids(server, job_id, 1)) == 3, 90)
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
-    server.wait_for_end(job_id)
+    assert server.wait_for_end(job_id)["state"] == "CANCELLED"
+    workers = [pid for number in (0, 1, 2) for pid in pids(server, job_id, number)]
+    wait_for("all workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 60)
 
 
 @pytest.mark.slow
@@ -209,16 +211,6 @@ def test_a_loss_that_explodes_ends_the_job_with_the_reason_and_keeps_the_checkpo
     assert "NaN or infinity" in job["reason"] or "loss is" in job["reason"]
     assert "Traceback" not in job["reason"]
     assert job["attempt"] == 1
-
-
-def test_a_cancelled_job_ends_and_its_workers_are_gone(server):
-    job_id = server.submit(**LONG)
-    server.wait_for_step(job_id, 5)
-    workers = [pid for number in (0, 1) for pid in pids(server, job_id, number)]
-    assert len(workers) == 2
-    server.call("POST", f"/v1/jobs/{job_id}/cancel")
-    assert server.wait_for_end(job_id)["state"] == "CANCELLED"
-    wait_for("the workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 60)
 
 
 @pytest.mark.slow

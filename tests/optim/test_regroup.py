@@ -17,8 +17,8 @@ SIZES = (1, 2, 3, 4, 8)
 PAIRS = list(itertools.permutations(SIZES, 2))
 FEW_PAIRS = [(1, 2), (2, 3), (3, 1), (4, 2)]
 FREEZE = 5
-STEP = 11
-"""Compressed for all; of 0/1 Adam between two syncs."""
+STEP = 15
+"""Compressed for all; 0/1 Adam has made two steps since its last sync."""
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.05}
 EPS = torch.finfo(torch.float32).eps
 
@@ -89,6 +89,19 @@ def test_t3_a_planned_change_keeps_r_to_4_ulp(name, before, after):
         assert rank.told.received == tuple(range(before, after))
         assert rank.told.lost_norm == 0
     goes_on(stay)
+
+
+def test_t8_a_change_between_two_syncs_leaves_the_mean_of_the_parameters_where_it_was():
+    ranks = begun("zero_one_adam", 3, STEP)
+    apart = torch.stack([rank.optimizer.space.p_N for rank in ranks])
+    assert (apart - apart[0]).abs().max() > 1e-4  # each has stepped alone
+    mean_N = apart.double().mean(dim=0)
+    together(ranks, lambda rank, group: hand_over(rank.optimizer))
+    stay = [*ranks[:2], *crew(2, maker("zero_one_adam"))]
+    regrouped(stay)
+    for rank in stay:
+        found_N = rank.optimizer.space.p_N.double()
+        assert (found_N - mean_N).abs().max() <= 8 * EPS * mean_N.abs().max()
 
 
 def test_t3_four_hops_keep_r():

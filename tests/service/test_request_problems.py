@@ -295,7 +295,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(FIELDS, JSON, max_size=6) | JSON)
 def test_whatever_json_comes_is_answered_and_never_an_internal_error(service: Service, body: Any) -> None:
     headers = {"Content-Type": "application/json"}

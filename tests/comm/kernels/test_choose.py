@@ -42,6 +42,7 @@ def test_warming_up_leaves_nothing_to_compile():
     assert [len(f.nopython_signatures) for f in compiled] == before
 
 
+@pytest.mark.slow
 def test_the_cache_goes_where_it_is_told(tmp_path):
     code = "import torch; from thinwire.comm.kernels.choose import kernels_for as k; "
     code += "print(bool(k(torch.device('cpu'), torch.float32).all_finite(torch.ones(3))))"
