@@ -64,6 +64,9 @@ class Crew(Protocol):
     def at_boundary(self, step: int) -> Stop | None:
         """After each committed step: is it the last of this generation? Raises: PeerLost where a peer was lost."""
 
+    def look(self, step: int) -> None:
+        """At any time. Raises: PeerLost where a peer was lost."""
+
     def leave(self) -> None:
         """End well: the others do not wait for this worker any more."""
 
@@ -91,6 +94,9 @@ class FixedCrew:
     def at_boundary(self, step: int) -> Stop | None:
         """No."""
         return None
+
+    def look(self, step: int) -> None:
+        """Nothing: collectives tell."""
 
     def leave(self) -> None:
         """Nothing: the process ends."""
@@ -155,13 +161,17 @@ class ElasticCrew:
         change = self._member.at_boundary(step)
         if change is not None:
             return Stop(change.leaving, change.reason)
+        self.look(step)
+        return None
+
+    def look(self, step: int) -> None:
+        """As Crew.look."""
         if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
             raise (
                 MemberRoll(self._member, self.seat)
                 .find_lost(0)
                 .error(self.seat.rank, self.seat.size, f"the steps up to {step}", self._member.over)
             )
-        return None
 
     def leave(self) -> None:
         """As Crew.leave."""

@@ -22,7 +22,7 @@ from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.reporter import Reporter
 from thinwire.workers.reports import Health
-from thinwire.workers.saving import LEAVE_S, Saving
+from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
 from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.step_log import StepLog
@@ -69,10 +69,6 @@ def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter:
         course.close(patience_s)
 
 
-BROKEN_S = 5.0
-"""How long a run that lost a peer waits for a checkpoint, for which the peer may have owed its part."""
-
-
 class Course:
     """The run of one rank: where it is, and what it trains with. Survives the loss of a peer.
 
@@ -115,6 +111,7 @@ class Course:
         group = self._crew.form(self.step, has_state)
         self._meter.attach(group.stats)
         with self._meter.part("control"):
+            self._reporter.seated(group, self._device)  # before the state is given: who then has it says so
             if self._training is None:
                 self._training, told = build(self._spec, group, self._device, self._run.directory), None
             else:
@@ -123,8 +120,7 @@ class Course:
                     self._training, group, self._run.directory, progress, self._spec.bucket_elements
                 )
                 self._training = told.training
-            self._reporter.seated(group, self._device)
-            self._saving.seated()
+            self._saving.seated(lost=bool(self._crew.seat and self._crew.seat.lost))
         if told is None or told.change.source is None:
             self._begin()
         else:
@@ -149,10 +145,11 @@ class Course:
     def finish(self) -> dict[str, JsonValue]:
         """Compare the replicas a last time. Returns the summary on rank 0. Collective. Raises: PeerLost."""
         training = self.training
+        with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
+            self._saving.wait(self._look)
         with self._meter.part("control"):
             equal = replicas_bit_equal(training.optimizer, training.group)
-        with self._meter.part("checkpoint"):
-            self._saving.close()
+        self._saving.close()
         self._crew.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
 
@@ -164,9 +161,10 @@ class Course:
             all_leave = self._agreed(stop.leaving)
         if all_leave:  # nobody is left to hold what the optimizer has handed over
             logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
-            self._saving.save(self.training, self._meter, self.step)
+            self._saving.save(self.training, self._meter, self.step, self._look)
+            self._saving.close(LEAVE_S)  # before leaving: a newcomer that waits would begin from the one before
         if stop.leaving:
-            self._crew.leave()  # first: the others wait for that, and not for this one's part of a checkpoint
+            self._crew.leave()  # the others wait for that, and not for this one's part of a checkpoint
             self._saving.close(LEAVE_S)
             raise Dismissed(stop.reason)
 
@@ -175,6 +173,10 @@ class Course:
         said = torch.full((1,), float(mine), device=self._device)
         self.training.group.mean_(said)
         return float(said) == 1.0
+
+    def _look(self) -> None:
+        """In what takes long without a collective: who does not hear of a death is taken to hang. Raises: PeerLost."""
+        self._crew.look(self.step)
 
     def _begin(self) -> None:
         """Resume from the newest whole checkpoint, or begin afresh."""
@@ -186,7 +188,7 @@ class Course:
         self._log = StepLog(training, meter, self._reporter, self.step)
         if self.step == 0:
             meter.seconds["startup"] = time.time() - self._run.created_at
-            self._log.before_training(evaluate(training, meter))
+            self._log.before_training(evaluate(training, meter, self._look))
 
     def _go_on(self, told: Joined, began: float) -> None:
         """After a regroup in which somebody had a state."""
@@ -197,6 +199,8 @@ class Course:
         self._log.training, self._log.reported = training, now.reported
         self._reporter.went_back(now.reported)
         self.step, self.attended, self._due = change.step, now.attended, now.due
+        if self.step == self._spec.steps:  # the last checkpoint may lack the part of whoever was lost
+            self.attended = min(self.attended, self.step - 1)
         seconds = time.perf_counter() - began
         seat = self._crew.seat
         fields: dict[str, JsonValue] = {
@@ -239,7 +243,7 @@ class Course:
         due = self._due or last or _passed(spec.evaluation.every_steps, self.attended, step)
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
-        validation_loss = evaluate(training, meter) if evaluating else None
+        validation_loss = evaluate(training, meter, self._look) if evaluating else None
         found = _health(training, meter) if evaluating else None
         if evaluating or saving or _passed(REPORT_EVERY_STEPS, self.attended, step):
             self.log.flush(step, validation_loss, found)
@@ -249,7 +253,7 @@ class Course:
             if training.group.rank == 0:
                 logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
         if saving:
-            self._saving.save(training, meter, step)
+            self._saving.save(training, meter, step, self._look)
         self._saving.tell()
         self.attended, self._due = step, due and not evaluating
 

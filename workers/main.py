@@ -16,12 +16,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from thinwire.workers.report import SUMMARY_NAME
 from thinwire.workers.reports import ATTEMPT_NAME, Failure, WantedWorkers
 from thinwire.workers.spec import TrainSpec, Workers
 from thinwire.workers.wanted import WantedFollower, wanted_workers
 from thinwire.workers.worker import ADOPT_S, FAILURE_NAME, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
+
+
+UNTOLD = 3
+"""Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         failure = Failure.model_validate_json((run_dir / FAILURE_NAME).read_text())
         logger.error("job_failed kind=%s message=%s", failure.kind, failure.message)
         return 1
+    if not (run_dir / SUMMARY_NAME).exists():
+        logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
+        return UNTOLD
     return 0
 
 

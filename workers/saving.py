@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,8 +20,11 @@ from thinwire.workers.spec import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 60.0
-"""How long the end of a run waits for its last checkpoint."""
+CLOSE_S = 50.0
+"""How long the end of a run waits for its last checkpoint: its peers wait in a collective meanwhile, at most 60 s."""
+LOOK_S = 0.1
+BROKEN_S = 5.0
+"""How long a checkpoint is waited for of which a worker that was lost may owe a part."""
 LEAVE_S = 25.0
 """The same where the worker has been told to stop: notices of preemption give 30 s."""
 
@@ -39,9 +43,11 @@ class Saving:
         self._token: int | None = None
         self._closed = False
 
-    def seated(self) -> None:
-        """Checkpoints of these ranks are from here on told from all others. Local."""
+    def seated(self, *, lost: bool) -> None:
+        """Checkpoints of these ranks are from here on told from all others. lost: a rank of before has died. Local."""
         self._token = None
+        if lost:
+            self._writer.hurry(BROKEN_S)
 
     def resume(self, training: Training, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
@@ -62,12 +68,14 @@ class Saving:
             meter.load(state["meter"])
         return which.step
 
-    def save(self, training: Training, meter: Meter, step: int) -> None:
+    def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
 
-        Raises: PeerLost; ReplicasDiffer.
+        Where the one before is still being written it waits for that, and looks meanwhile.
+        Raises: PeerLost; ReplicasDiffer; what `look` raises.
         """
         with meter.part("checkpoint"):
+            self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
             if not replicas_bit_equal(training.optimizer, training.group):
                 raise ReplicasDiffer(
@@ -98,6 +106,15 @@ class Saving:
                 self._reporter.event("checkpoint_failed", ticket.which.step, reason=ticket.failure)
             else:
                 self._reporter.event("checkpoint_saved", ticket.which.step, path=ticket.address)
+
+    def wait(self, look: Callable[[], None]) -> None:
+        """Wait until all that is being written is whole, or has failed, or CLOSE_S are over. Raises what `look` raises.
+
+        A peer that died owes its part: rank 0 would wait for it for all that time.
+        """
+        until = time.monotonic() + CLOSE_S
+        while not self._writer.wait(LOOK_S) and time.monotonic() < until:
+            look()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Wait for what is being written, and tell it. Safe to call twice."""

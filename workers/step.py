@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from thinwire.workers.build import Training, learning_rate
@@ -35,21 +37,28 @@ def train_step(training: Training, step: int, meter: Meter) -> torch.Tensor:
     return part
 
 
+def _no_look() -> None:
+    pass
+
+
 @torch.no_grad()
-def evaluate(training: Training, meter: Meter) -> float:
+def evaluate(training: Training, meter: Meter, look: Callable[[], None] = _no_look) -> float:
     """Mean loss in nats over the validation samples, each rank a share. The same for any number of ranks, to rounding.
 
-    Raises: PeerLost.
+    look: called now and then on the way. Raises: PeerLost, and what `look` raises.
     """
     with meter.part("evaluation"):
         inputs, targets = training.validation
         mine = share(len(inputs), training.group.rank, training.group.size)
         total = torch.zeros(1, dtype=torch.float64, device=training.device)
         training.model.eval()
-        for at in range(mine.start, mine.stop, EVALUATION_SAMPLES):
-            part = slice(at, min(at + EVALUATION_SAMPLES, mine.stop))
-            total += training.model(inputs[part], targets[part]).double() * (part.stop - part.start)
-        training.model.train()
+        try:
+            for at in range(mine.start, mine.stop, EVALUATION_SAMPLES):
+                look()
+                part = slice(at, min(at + EVALUATION_SAMPLES, mine.stop))
+                total += training.model(inputs[part], targets[part]).double() * (part.stop - part.start)
+        finally:
+            training.model.train()
         total *= training.group.size / len(inputs)
         training.group.mean_(total)
         return total.item()

@@ -64,6 +64,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     import torch
 
     from thinwire.workers import loop
+    from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.crew import ElasticCrew, RunEnded
     from thinwire.workers.elastic.notice import heed_sigterm, told_to_leave
     from thinwire.workers.report import write_report
@@ -88,6 +89,14 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         return plain(training, step, meter)
 
     loop.train_step = slow
+    deliver = CheckpointStore.deliver
+
+    def held(store, snapshot):
+        while (run_dir / f"hold-{slot}").exists():
+            time.sleep(0.005)
+        deliver(store, snapshot)
+
+    CheckpointStore.deliver = held
     identity = Identity(uuid.uuid4().hex, slot, "127.0.0.1", os.getpid())
     member = Member(lambda: address, SECRET, identity, beat_s=0.2)
     heed_sigterm(30.0, lambda: True)
@@ -154,6 +163,10 @@ class ElasticJob:
     def hang(self, slot):
         """Let the loop of this worker stand still, until it is released by being told that it has no place any more."""
         (self.run_dir / f"hang-{slot}").touch()
+
+    def hold(self, slot):
+        """Let this worker deliver no part of a checkpoint any more."""
+        (self.run_dir / f"hold-{slot}").touch()
 
     def kill(self, slot, number=signal.SIGKILL):
         os.kill(self.workers[slot].pid, number)

@@ -174,13 +174,16 @@ class Crew:
                     self.die()
                     raise Fenced("dead")
                 self.group.arm(Fault((self.group.rank,), fault.collective, fault.call, fault.when))
-        if self.group._group._meeting.barrier.broken:
-            raise PeerLost("a peer has died")
+        self.look(step)
         due = step in fleet.plan.leaves or step in fleet.plan.joins
         if not due or step in fleet.done:
             return None
         leaving = step in fleet.plan.leaves and fleet.plan.leaves[step] % size == self.group.rank and size > 1
         return Stop(leaving, "as planned by the test")
+
+    def look(self, step):
+        if self.group._group._meeting.barrier.broken:
+            raise PeerLost("a peer has died")
 
     def leave(self):
         self.die()

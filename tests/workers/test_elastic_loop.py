@@ -2,12 +2,14 @@
 
 import json
 import signal
+import time
 
 import pytest
 
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.small_job import SMALL
 from thinwire.workers import history
+from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.membership import Limits
 
 ADAM = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99], "warmup": 6}
@@ -207,6 +209,23 @@ def test_when_all_are_told_to_leave_the_job_is_saved_as_it_stands(tmp_path):
         job.start(0, 1, 2).wait()
         assert job.events("resumed")[-1]["step"] == left_at
         assert_whole(job, 60)
+
+
+def test_a_death_in_the_last_checkpoint_is_followed_by_a_whole_one(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 3), steps=24) as job:
+        job.allow(20)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 20)
+        job.hold(2)
+        job.allow(24)
+        job.until(lambda: all(one.step == 23 for one in job.server.snapshot().members))
+        time.sleep(1.0)  # now all wait: for its part, or in the last collective
+        assert not (tmp_path / "summary.json").exists()
+        job.kill(2)
+        job.wait()
+        assert job.regroups() == [2]
+        assert_whole(job, 24)
+        assert CheckpointStore(tmp_path / "checkpoints", 2).newest_whole().step == 24
 
 
 def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path):

@@ -54,3 +54,13 @@ def test_a_job_that_the_cluster_can_never_start_is_told_so():
     driver._refuse_too_many(Workers(min=8, max=20), 8)
     with pytest.raises(ValueError, match=r"workers.min = 9.*has 8 CPUs"):
         driver._refuse_too_many(Workers(min=9, max=9), 8)
+
+
+def test_a_run_that_ends_without_its_summary_has_not_succeeded(tmp_path, monkeypatch):
+    spec = {"steps": 8, "global_batch": 2, "optimizer": {"name": "adam", "lr": 1e-3}}
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "j", "created_at": 0.0, "spec": spec}))
+    monkeypatch.setattr(driver, "fit", lambda *_: None)
+    assert driver.main(["--run-dir", str(tmp_path)]) == driver.UNTOLD
+    assert not (tmp_path / "failure.json").exists()  # so that the service tries again
+    (tmp_path / "summary.json").write_text("{}")
+    assert driver.main(["--run-dir", str(tmp_path)]) == 0

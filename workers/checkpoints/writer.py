@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +21,8 @@ COMMIT_TIMEOUT_S = 60.0
 """How long rank 0 waits for the shards of the others, from when its own is written."""
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
+LOOK_S = 0.1
+"""Between two looks of whoever waits."""
 
 
 class Ticket:
@@ -30,6 +34,8 @@ class Ticket:
     def __init__(self, which: CheckpointId, rank: int, address: str) -> None:
         self.which, self.rank, self.address = which, rank, address
         self.failure: str | None = None
+        self.until = math.inf
+        """When it is given up, of time.monotonic, if that is before it is anyway."""
         self._over = threading.Event()
 
     @property
@@ -58,6 +64,7 @@ class _Pending:
 
     snapshot: Snapshot
     ticket: Ticket
+    since: float
     deadline: float
     receipts: dict[int, ShardRecord] = field(default_factory=dict)
 
@@ -118,6 +125,17 @@ class Writer:
         self._jobs.put((snapshot, ticket))
         return ticket
 
+    def wait_free(self, look: Callable[[], None], patience_s: float = COMMIT_TIMEOUT_S) -> None:
+        """Wait until save() need not wait, or for patience_s; look() is called now and then, and may raise."""
+        until = time.monotonic() + patience_s
+        while not self._free.wait(LOOK_S) and time.monotonic() < until:
+            look()
+
+    def hurry(self, within_s: float) -> None:
+        """A worker was lost: what lacks its part is given up after so long. Saves that come later are not meant."""
+        for ticket in self._tickets:
+            ticket.until = min(ticket.until, time.monotonic() + within_s)
+
     def ended(self) -> list[Ticket]:
         """Those that are over and were not returned before, oldest first: what a loop reports between two steps."""
         ended = [ticket for ticket in self._tickets if ticket.over]
@@ -159,7 +177,8 @@ class Writer:
             self._give_up(snapshot, ticket, f"rank {snapshot.rank}: {type(error).__name__}: {error}")
         else:
             if snapshot.rank == 0:
-                self._pending.append(_Pending(snapshot, ticket, time.monotonic() + self._timeout_s))
+                now = time.monotonic()
+                self._pending.append(_Pending(snapshot, ticket, now, now + self._timeout_s))
             else:
                 ticket._succeed()
         finally:
@@ -182,11 +201,10 @@ class Writer:
             self._give_up(snapshot, one.ticket, f"{type(error).__name__}: {error}")
             return True
         missing = sorted(set(range(snapshot.world_size)) - set(one.receipts))
-        if time.monotonic() < one.deadline:
+        if time.monotonic() < min(one.deadline, one.ticket.until):
             return False
-        reason = (
-            f"no shard of rank {', '.join(map(str, missing))} within {self._timeout_s:g} s: a worker that died, or "
-        )
+        waited_s = time.monotonic() - one.since
+        reason = f"no shard of rank {', '.join(map(str, missing))} within {waited_s:.1f} s: a worker that died, or "
         self._give_up(snapshot, one.ticket, reason + "a place that not all workers share")
         return True
 

@@ -42,7 +42,7 @@ class Killer:
             os.kill(chosen["pid"], signal.SIGKILL)
         except ProcessLookupError:  # it has just died of something else
             return None
-        self._next += self._every_s
+        self._next = time.monotonic() + self._every_s
         kill = Kill(time.time(), chosen["slot"], chosen["rank"], known["last_step"])
         self.kills.append(kill)
         return kill

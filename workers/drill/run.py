@@ -72,7 +72,8 @@ def run(drill: Drill, say: Say) -> Account:
     with _ray(drill.workers) as address:
         killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", drill.spec, address)
         killer = _disturb(drill, killed, say)
-        if not (samples := killed.samples()):
+        samples = killed.samples()
+        if not samples or samples[-1].step < 2:
             raise DrillFailed(
                 f"all workers were dead at once, before there was a checkpoint, and the job has begun again: kill less "
                 f"often than every {drill.kill_every_s:g} s, or give more than {drill.workers} workers"

@@ -14,11 +14,12 @@ import logging
 import queue
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
@@ -27,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.worker import ElasticWorker, Hello
+from thinwire.workers.elastic.worker import ElasticWorker, Hello, LeaseExpired
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,25 @@ class BringUp:
             self._arrivals.put(Arrival(self.slot, None, why, self._started, cancelled=self._cancelled.is_set()))
 
     def _adopt(self) -> Unit:
-        hello: Hello = self._get(self._actor.hello.remote(), HELLO_S)
+        try:
+            hello: Hello = self._get(self._actor.hello.remote(), HELLO_S)
+        except LeaseExpired:
+            self._let_it_save()
+            raise
         self.unit_name = hello.unit
         self._group = leftovers.units_of(self._plan).get(hello.unit)
         return self._start()
+
+    def _let_it_save(self) -> None:
+        """It was ending before this driver came: wait for that, for it may be in the middle of a checkpoint."""
+        until = time.monotonic() + self._plan.grace_s + HELLO_S
+        with suppress(RayError):
+            while time.monotonic() < until:
+                try:
+                    self._get(self._actor.hello.remote(), HELLO_S)
+                except LeaseExpired:
+                    self._cancelled.wait(_SLOW_POLL_S)
+                    self._check()
 
     def _new(self) -> Unit:
         if self._cancelled.wait(self._pause_s):

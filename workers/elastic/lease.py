@@ -13,10 +13,14 @@ and return; the process ends soon after, in any case."""
 
 
 class Lease:
-    """Calls `on_expiry` once, in a thread of its own, when `lease_s` have gone without `renew`."""
+    """Calls `on_expiry` in a thread of its own, when `lease_s` have gone without `renew`.
 
-    def __init__(self, lease_s: float, on_expiry: Callable[[], None]) -> None:
+    repeats: again whenever so much time has gone; else once.
+    """
+
+    def __init__(self, lease_s: float, on_expiry: Callable[[], None], *, repeats: bool = False) -> None:
         self._lease_s = lease_s
+        self._repeats = repeats
         self._tick_s = min(lease_s / 10, 0.5)
         self._on_expiry = on_expiry
         self._lock = threading.Lock()
@@ -53,5 +57,7 @@ class Lease:
                 expired = now - self._renewed > self._lease_s
             if expired:
                 self._on_expiry()
-                return
-            before = now
+                if not self._repeats:
+                    return
+                self.renew()
+            before = time.monotonic()

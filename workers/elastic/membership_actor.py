@@ -69,7 +69,7 @@ class MembershipActor:
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
         self._server = self._serve(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
         self._save()
-        self._wanted = Lease(plan.lease_s, self._let_all_go)
+        self._wanted = Lease(plan.lease_s, self._let_all_go, repeats=True)  # another driver may come, and go too
         self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)
         logger.info("membership_started job=%s address=%s limits=%s", plan.job, self._server.address, self._limits)
 

@@ -15,6 +15,8 @@ FIRST_MARGIN_STEPS = 2
 TRIES = 10
 """In a row; then REST_S are let pass. The last try is 1024 steps ahead."""
 REST_S = 1.0
+SOON_S = 0.1
+"""While a member of a new generation has not begun to step: where it will begin, after a resume, nobody else knows."""
 
 
 @dataclass(slots=True)
@@ -53,9 +55,12 @@ class Plans:
         """Propose nothing before."""
         self._rest_until = max(self._rest_until, until)
 
-    def refused(self, now: float) -> None:
-        """A member said no: the next proposal goes further."""
+    def refused(self, now: float, *, stepping: bool) -> None:
+        """A member said no: the next proposal goes further; soon, and no further, where it is not stepping yet."""
         self.open = None
+        if not stepping:
+            self.hold(now + SOON_S)
+            return
         self._tries += 1
         if self._tries == TRIES:
             self._tries, self._rest_until = 0, now + REST_S

@@ -92,7 +92,7 @@ class Rules:
                 present.over = f"rank {worker.rank} ({worker.name}) has stopped for a regroup"
                 register.say("over", why=present.over)
                 register.tell(m.Over(generation=present.generation, why=present.over), but=id)
-            if id in register.unwanted and (id in present.leaving or not standing.has_state):
+            if id in register.unwanted and not standing.has_state:
                 register.dismiss(worker, register.unwanted[id])  # else it is seated, and leaves when it has handed over
         self._settle(now)
 
@@ -120,7 +120,7 @@ class Rules:
             return
         if not yes:
             register.cancel()
-            register.plans.refused(now)
+            register.plans.refused(now, stepping=step is not None)
         elif register.plans.vote(id, number) is not None:
             register.plans.reset()
             register.present.planned = plan.reason
@@ -142,7 +142,7 @@ class Rules:
     def finished_by(self, id: str, reason: str, now: float) -> None:
         """A worker leaves at a clean end."""
         register = self._register
-        worker, leaving = register.workers[id], id in register.unwanted
+        worker, leaving = register.workers[id], id in register.present.leaving
         register.remove(worker, m.Refusal(verdict="fenced", why=f"it has said goodbye: {reason}"))
         register.effects.append(Close(id))
         register.say("left", slot=worker.identity.slot, id=id, rank=worker.rank, reason=reason)
@@ -241,14 +241,19 @@ class Rules:
         waited = not members and now >= min(w.joined_at for w in joined) + self._timing.start_wait_s
         if not members and len(joined) < self.limits.max and not waited:
             return
-        chosen = joined[: self.limits.max]
-        for worker in joined[self.limits.max :]:
+        # Who holds a state and is too many is seated too, and hands it over at the next boundary.
+        most = max(
+            self.limits.max, sum(w.rank is not None and bool(w.standing and w.standing.has_state) for w in joined)
+        )
+        chosen = joined[:most]
+        for worker in joined[most:]:
             if worker.rank is not None:
                 register.dismiss(worker, f"the job was shrunk to {self.limits.max} workers")
         reason = roster.reason(ended.lost, ended.planned, len(ended.seats), len(chosen), ended.over)
         self._highest = max(self._highest, ended.generation) + 1
         seats = tuple(roster.to_seated(worker) for worker in chosen)
-        register.begin(Present(self._highest, seats, reason, tuple(sorted(ended.lost, key=lambda gone: gone.rank))))
+        lost = tuple(sorted(ended.lost, key=lambda gone: gone.rank))
+        register.begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end))
         for rank, worker in enumerate(chosen):
             worker.rank, worker.standing, worker.longest_step_s = rank, None, 0.0
             register.send(worker.identity.id, register.present.seating(rank))

@@ -129,7 +129,8 @@ class State:
             and self.standing is None
             and self.over is None
             and self.promise is None
-            and (step is None or step < proposal.step)
+            and step is not None
+            and step < proposal.step
         )
         if yes:
             self.promise, self.stop_at = Promise(proposal), proposal.step

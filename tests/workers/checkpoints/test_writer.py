@@ -116,7 +116,7 @@ def test_one_that_a_rank_never_delivered_is_given_up_by_name_and_nothing_is_left
     with caplog.at_level(logging.ERROR):
         ticket = ranks[0].save(FIRST, 0, 3, state(10))
         assert ticket.wait(30)
-    assert "no shard of rank 1 within 0.1 s" in ticket.failure
+    assert "no shard of rank 1 within 0." in ticket.failure
     assert f"checkpoint_failed step=10 path={store.address(FIRST)} reason=no shard of rank 1" in caplog.text
     assert store.newest_whole().step == 5
     assert files(store) == before

@@ -1,4 +1,4 @@
-"""A lease that nobody renews expires, once; calls hold it."""
+"""A lease that nobody renews expires, once or again and again; calls hold it."""
 
 import threading
 import time
@@ -24,3 +24,11 @@ def test_a_lease_does_not_run_while_it_is_held():
     with lease.held():
         assert not expired.wait(1.0)
     assert expired.wait(10.0)
+
+
+def test_a_lease_that_repeats_expires_again_after_it_was_renewed():
+    expired = threading.Semaphore(0)
+    lease = Lease(0.3, expired.release, repeats=True)
+    assert expired.acquire(timeout=10.0)
+    lease.renew()
+    assert expired.acquire(timeout=10.0)

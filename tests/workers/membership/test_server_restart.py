@@ -84,6 +84,7 @@ def test_a_quiet_start_keeps_newcomers_from_beginning_beside_the_members(crew: C
 def test_a_promise_whose_outcome_nobody_can_tell_ends_the_generation_there(crew: Crew):
     crew.serve(2, 3, start_wait_s=0.05)
     (a, b), seats = crew.seated(0, 1)
+    a.at_boundary(1)
     b.at_boundary(1)
     with b._state.changed:  # b is slow to answer: a promises, and the server dies before the outcome
         late = crew.member(2)

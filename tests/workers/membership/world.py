@@ -77,6 +77,9 @@ class World:
             stops = self.stops.setdefault((actor.seat.generation, actor.promise.number), set())
             stops.add(actor.step)
             assert len(stops) == 1
+            if actor.promise.leaving:
+                self.finish(actor)
+                return
         generation, rank = (actor.seat.generation, actor.seat.rank) if actor.seat else (None, None)
         actor.joining = Standing(generation, rank, actor.step, actor.seat is not None)
         actor.promise = None
