@@ -111,8 +111,9 @@ def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Ki
             struck.append((now.last_step, chosen.rank or 0, job.kill(chosen.slot)))
             job.until(lambda n=number: len(job.regroups()) == 2 * n + 1, LIMIT_S)
             job.allow(job.server.snapshot().last_step + KILL_AFTER)
+            joined = job.joined(chosen.slot)
             job.start(chosen.slot)
-            job.until(lambda: len(job.server.snapshot().waiting) == 1, LIMIT_S)
+            job.until(lambda slot=chosen.slot, n=joined: job.joined(slot) > n, LIMIT_S)
             job.allow(job.server.snapshot().last_step + READMIT_WITHIN)
             job.until(lambda n=number: len(job.regroups()) == 2 * n + 2, LIMIT_S)
             job.allow(STEPS)
@@ -145,7 +146,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the results: a file a case, and the table.")] = RESULTS,
     only: Annotated[str, typer.Option(help="Only cases whose name holds this.")] = "",
 ) -> None:
-    """Run the cases that have no file yet, one after another; then the table of all files. Takes about fifteen minutes."""
+    """Run the cases that have no file yet, one after another; then the table of all files: about fifteen minutes."""
     made_by = provenance()
     out.mkdir(parents=True, exist_ok=True)
     for optimizer, phase, size in _cases():
