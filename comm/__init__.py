@@ -1,14 +1,23 @@
-"""How bytes move: groups of ranks, codecs, the compressed all-reduce and its error memory; no optimizers."""
+"""How bytes move: groups of ranks, codecs, the compressed all-reduce and its error memory; no optimizers.
 
-from thinwire.comm.bucketed import BucketedAllReduce
-from thinwire.comm.default import default_reducer
-from thinwire.comm.error_feedback import ErrorFeedback
-from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, WireMismatch
-from thinwire.comm.group import SoloGroup, TorchGroup
-from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import Group, Reducer, Stats
-from thinwire.comm.reduce import CompressedAllReduce
-from thinwire.comm.threads import ThreadGroup, run_threads
+Each name is imported when it is first asked for, so that what lies below and needs no torch, the lab, starts without.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.comm.bucketed import BucketedAllReduce
+    from thinwire.comm.default import default_reducer
+    from thinwire.comm.error_feedback import ErrorFeedback
+    from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, WireMismatch
+    from thinwire.comm.group import SoloGroup, TorchGroup
+    from thinwire.comm.layout import VectorLayout
+    from thinwire.comm.protocol import Group, Reducer, Stats
+    from thinwire.comm.reduce import CompressedAllReduce
+    from thinwire.comm.threads import ThreadGroup, run_threads
 
 __all__ = [
     "BucketedAllReduce",
@@ -28,3 +37,23 @@ __all__ = [
     "default_reducer",
     "run_threads",
 ]
+
+_MODULES = {
+    "bucketed": ("BucketedAllReduce",),
+    "default": ("default_reducer",),
+    "error_feedback": ("ErrorFeedback",),
+    "errors": ("CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
+    "group": ("SoloGroup", "TorchGroup"),
+    "layout": ("VectorLayout",),
+    "protocol": ("Group", "Reducer", "Stats"),
+    "reduce": ("CompressedAllReduce",),
+    "threads": ("ThreadGroup", "run_threads"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return found

@@ -220,7 +220,9 @@ def test_training_without_the_worker_extra_is_refused_before_anything_starts(
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_while_the_job_runs_cancels_it_and_ends_the_server(
     home: Path, job_file: Path, tmp_path: Path, number: signal.Signals, spawned: list[subprocess.Popen[bytes]]
 ) -> None:

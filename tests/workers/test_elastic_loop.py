@@ -141,6 +141,7 @@ def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
         assert_whole(job, 60)
 
 
+@pytest.mark.slow
 def test_a_worker_that_gets_sigterm_hands_over_and_leaves(tmp_path):
     with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
         job.allow(12)
@@ -158,6 +159,7 @@ def test_a_worker_that_gets_sigterm_hands_over_and_leaves(tmp_path):
         assert_whole(job, 40)
 
 
+@pytest.mark.slow
 def test_a_peer_that_hangs_while_its_process_lives_is_found_by_the_time_out_and_named(tmp_path):
     """Its beats go on, its loop does not come: the collective's time-out ends the wait, the regroup goes without it."""
     with ElasticJob(tmp_path, Limits(1, 3), steps=40, timeout_s=2.0, server={"join_timeout_s": 2.0}) as job:

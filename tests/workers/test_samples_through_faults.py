@@ -65,7 +65,7 @@ def spec(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])
     run_dir = tmp_path / "run"
