@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 

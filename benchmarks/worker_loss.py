@@ -38,8 +38,8 @@ PAUSE_S = 0.005
 """Before each step: small steps would be over before anything happens."""
 SIZES = (3, 4)
 SEEDS = (0, 1)
-PHASES = {"warm-up": 1150, "compressed": 20}
-"""Steps of warm-up, of which kills are after or before all."""
+PHASES = {"warm-up": (1150, 0), "compressed": (180, 190)}
+"""Steps of warm-up, 15 % of the run where the other phase is meant, and the step from which workers are killed."""
 LIMIT_S = 180.0
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -72,7 +72,7 @@ class Case:
 def spec(optimizer: str, phase: str, seed: int) -> dict[str, Any]:
     """The job of the tests, longer."""
     found = dict(OPTIMIZERS[optimizer])
-    found["warmup" if "warmup" in found else "var_freeze"] = PHASES[phase]
+    found["warmup" if "warmup" in found else "var_freeze"] = PHASES[phase][0]
     return {
         "steps": STEPS,
         "seed": seed,
@@ -104,7 +104,7 @@ def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Ki
         job.start(*range(size))
         for number in range(NUM_KILLS):
             job.until(lambda: len(job.server.snapshot().members) == size, LIMIT_S)
-            from_step = job.server.snapshot().last_step
+            from_step = max(job.server.snapshot().last_step, PHASES[phase][1])
             job.until(lambda at=from_step: job.server.snapshot().last_step >= at + KILL_AFTER, LIMIT_S)
             now = job.server.snapshot()
             chosen = draw.choice(now.members)

@@ -39,7 +39,9 @@ def exchanged(size, rounds, layout=LAYOUT, **how):
 @pytest.mark.parametrize(
     ("bucket_elements", "num_live"), [(64, None), (200, None), (1072, None), (8, 1), (8, 9), (504, 1001)]
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow)]
+)
 def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before(
     size, bucket_elements, num_live, dtype, tolerance
 ):
@@ -103,7 +105,7 @@ def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_where_blocks_are_the_same_the_cut_changes_no_bit(size, dtype):
     rounds = inputs(size, 5, dtype)
     first, *others = (exchanged(size, rounds, bucket_elements=cut, block=8) for cut in CUTS)

@@ -191,7 +191,7 @@ def test_an_interface_that_cannot_be_counted_is_refused(name: str, why: str) -> 
         read_interface(name)
 
 
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_ledger_explains_the_frames_that_the_kernel_counted(hosts: int) -> None:
     """A law of bytes, not a speed: two-phase exchanges and full means over gloo, start-up of the group included."""
     spec = LabSpec(hosts=hosts, rate_mbit=1000)

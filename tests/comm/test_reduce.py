@@ -55,8 +55,24 @@ def test_every_registered_codec_is_covered():
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("num_live", [None, 1, 9, 4097])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "num_live"),
+    [
+        (torch.float64, 1e-12, None),
+        (torch.float64, 1e-12, 9),
+        (torch.float32, 1e-5, 4097),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                (torch.float64, 1e-12, 1),
+                (torch.float64, 1e-12, 4097),
+                (torch.float32, 1e-5, None),
+                (torch.float32, 1e-5, 1),
+                (torch.float32, 1e-5, 9),
+            ]
+        ),
+    ],
+)
 def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, dtype, tolerance, num_live):
     layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
     rounds = inputs(size, 50, dtype, layout)

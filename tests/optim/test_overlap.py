@@ -85,7 +85,7 @@ def everything(optimizer):
     return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):

@@ -50,7 +50,7 @@ def skip_by(how, net, optimizer):
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "model.zero_grad", "second backward"])
-@pytest.mark.parametrize("steps", [2, FIRST, FIRST + 3])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), FIRST, FIRST + 3])
 @pytest.mark.parametrize("name", ["adam", *COMPRESSED])
 def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, steps, how):
     """Ranks have launched different numbers of buckets by then."""

@@ -143,7 +143,7 @@ LATE_MOVE = {"onebit_adam": 3.0, "onebit_lamb": 1.0, "zero_one_adam": 3.0}
 """In units of lr, over the rest of the run. LAMB moves a tensor by lr times its own size, and these weigh 0.02."""
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MAKE)
 def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
     for seen in run_threads(size, lambda group: train(MAKE[name], group)):

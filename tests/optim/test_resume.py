@@ -73,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "phase", "saved_at"), CASES, ids=[f"{name}, {phase}" for name, phase, _ in CASES])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("weights_first", [True, False], ids=["weights first", "optimizer first"])
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first):
     def work(group):

@@ -213,6 +213,7 @@ def test_when_all_are_told_to_leave_the_job_is_saved_as_it_stands(tmp_path):
         assert_whole(job, 60)
 
 
+@pytest.mark.slow
 def test_a_death_in_the_last_checkpoint_is_followed_by_a_whole_one(tmp_path):
     with ElasticJob(tmp_path, Limits(1, 3), steps=24) as job:
         job.allow(20)
@@ -230,6 +231,7 @@ def test_a_death_in_the_last_checkpoint_is_followed_by_a_whole_one(tmp_path):
         assert CheckpointStore(tmp_path / "checkpoints", 2).newest_whole().step == 24
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path):
     with ElasticJob(tmp_path, Limits(2, 2), steps=30) as job:
         job.allow(12)

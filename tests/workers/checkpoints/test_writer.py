@@ -243,7 +243,14 @@ def test_closing_gives_up_what_is_not_over_in_time(store, writers):
     assert "closed before all ranks had delivered" in ticket.failure
 
 
-@pytest.mark.parametrize("held", ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param("shard-00000-of-00002.safetensors", marks=pytest.mark.slow),
+        pytest.param("shard-00001-of-00002.json", marks=pytest.mark.slow),
+        "manifest.json",
+    ],
+)
 def test_a_process_killed_in_the_middle_of_writing_leaves_the_one_before(tmp_path, held):
     directory = tmp_path / "checkpoints"
     command = [sys.executable, "-m", "tests.workers.checkpoints.dying_writer", str(directory), held]
