@@ -131,6 +131,7 @@ def regroups(server, job_id):
     return [e["fields"] for e in server.history(job_id)["events"] if e["kind"] == "regrouped"]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
     job_id = server.submit(**LONG)
     server.wait_for_step(job_id, 45)
@@ -203,6 +204,7 @@ def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(serve
     assert before < LONG["steps"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_explodes_ends_the_job_with_the_reason_and_keeps_the_checkpoint(server):
     rate = {"name": "onebit_adam", "lr": 1e30, "warmup": 24}
     job_id = server.submit(optimizer=rate, checkpoint={"every_steps": 1}, lr_schedule={"warmup": 60})
