@@ -86,6 +86,7 @@ METHODS = {
         Method("chain_flat", "1-bit Adam, torch chain, flat", "chain_flat", "", 9, ours=True),
         Method("adam", "Adam, our engine", "adam", "", 6, ours=True),
         Method("onebit_adam", "1-bit Adam", "onebit_adam", "", 8, ours=True),
+        Method("onebit_adam_shadow", "1-bit Adam, server error kept twice", "onebit_adam_shadow", "", 9, ours=True),
         Method("onebit_lamb", "1-bit LAMB", "onebit_lamb", "", 9, ours=True),
         *(
             Method(f"zero_one_adam_{k}", f"0/1 Adam, interval {k}", "zero_one_adam", str(k), 11, ours=True)
@@ -107,6 +108,7 @@ _MAKERS = {
     "chain_flat": ("benchmarks.wire.ours", "ChainFlat"),
     "adam": ("benchmarks.wire.ours", "DenseAdam"),
     "onebit_adam": ("benchmarks.wire.ours", "OneBit"),
+    "onebit_adam_shadow": ("benchmarks.wire.ours", "OneBitKeptTwice"),
     "onebit_lamb": ("benchmarks.wire.ours", "OneBitLambFamily"),
     "zero_one_adam": ("benchmarks.wire.ours", "ZeroOne"),
 }

@@ -117,6 +117,18 @@ class OneBit(Optimized):
         return OneBitAdam(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
+class _KeptTwice(OneBitAdam):
+    shadow = True
+
+
+class OneBitKeptTwice(Optimized):
+    """1-bit Adam in its compressed phase, with workers.shadow of a job: a death loses no server error."""
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """Frozen after one step."""
+        return _KeptTwice(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
+
+
 class OneBitLambFamily(Optimized):
     """1-bit LAMB in its compressed phase."""
 
