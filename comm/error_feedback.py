@@ -71,14 +71,9 @@ class ErrorFeedback:
 
         Raises: PeerLost.
         """
-        mean_N = self.worker_N.clone()
-        self._group.mean_(mean_N)
-        chunk_bytes = self._partition.chunk * mean_N.element_size()
-        own_B = torch.zeros(chunk_bytes, dtype=torch.uint8, device=mean_N.device)
-        own_B[: self.server_c.numel() * mean_N.element_size()].copy_(self.server_c.view(torch.uint8))
-        all_nB = torch.empty((self._group.size, chunk_bytes), dtype=torch.uint8, device=mean_N.device)
-        self._group.all_gather(all_nB, own_B)
-        return mean_N.add_(all_nB.view(-1).view(mean_N.dtype)[: mean_N.numel()])
+        residual_N = self.share(self._group.size)
+        self._group.start_sum_(residual_N).wait()
+        return residual_N
 
     def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""

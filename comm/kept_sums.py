@@ -104,21 +104,9 @@ class KeptSums:
 
     def residual(self) -> Tensor:
         """R, float[N] in flat order, bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
-        mean_N = self.worker_N
-        self._group.mean_(mean_N)
-        served = [self._served_spans(rank) for rank in range(self._group.size)]
-        longest = max(sum(stop - start for start, stop in spans) for spans in served)
-        own_s = mean_N.new_zeros(longest)
-        server_s = self.server_c
-        own_s[: server_s.numel()] = server_s
-        all_ns = mean_N.new_empty((self._group.size, longest))
-        self._group.all_gather(all_ns.view(torch.uint8), own_s.view(torch.uint8))
-        for theirs_s, spans in zip(all_ns, served, strict=True):
-            at = 0
-            for start, stop in spans:
-                mean_N[start:stop] += theirs_s[at : at + stop - start]
-                at += stop - start
-        return mean_N
+        residual_N = self.share(self._group.size)
+        self._group.start_sum_(residual_N).wait()
+        return residual_N
 
     def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.

@@ -128,13 +128,6 @@ class ArrangedErrors(ErrorFeedback):
         kept = sum(stop - start for start, stop in arrangement.padding()) if arrangement.keep_padding else 0
         self.padding_q = torch.zeros(kept, dtype=like.dtype, device=like.device)
 
-    def residual(self) -> Tensor:
-        """R of the flat vector, float[N], bit-identical on every rank. Collective. Raises: PeerLost."""
-        residual_P = super().residual()
-        residual_N = residual_P.new_zeros(self._numel)
-        self._arrangement.gather_(residual_N, residual_P)
-        return residual_N
-
     def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """As ErrorFeedback.share, of the flat vector."""
         part_P = super().share(holders, missing)
