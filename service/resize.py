@@ -33,8 +33,9 @@ def resize(
 
     What is left out stays as it is; `--min 4 --max 4` asks for exactly four. Steps, global batch and learning rate
     stay: each worker's share of the batch changes. The job takes workers up to its maximum as they become free, gives
-    back those above it, and waits where it has fewer than its minimum. It may be asked for before the job has
-    started. A job with `workers.elastic: restart` in its file follows when it restarts next.
+    back those above it, and waits where a change leaves it fewer than its minimum; a minimum that is raised above
+    what trains now stops nobody. It may be asked for before the job has started. A job with `workers.elastic: restart`
+    in its file follows when it restarts next.
 
     Exit code 2 for numbers that cannot be, 1 where the job is over. Ctrl-C ends the waiting; what was asked stands.
 

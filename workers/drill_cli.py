@@ -7,10 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
 if TYPE_CHECKING:
     from thinwire.workers.drill.account import Account
+
+OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam", "adam", "lamb", "sgd")
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -20,13 +23,16 @@ def drill(
     workers: Annotated[int, typer.Option(min=2, max=64, help="Workers of the job.")] = 4,
     kill_every: Annotated[float, typer.Option(min=1.0, help="Seconds from one kill to the next.")] = 30.0,
     minutes: Annotated[float, typer.Option(min=0.2, max=600.0, help="How long workers are killed.")] = 5.0,
-    optimizer: Annotated[str, typer.Option(help="As optimizer.name in a job file.")] = "onebit_adam",
+    optimizer: Annotated[
+        str, typer.Option(click_type=click.Choice(OPTIMIZERS), help="As optimizer.name in a job file.")
+    ] = "onebit_adam",
     shadow: Annotated[
         bool, typer.Option("--shadow", help="As workers.shadow: one death loses no server error.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of who is killed.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs, figures and picture. [default: a new one]")
+        Path | None,
+        typer.Option(help="Folder of the runs, figures and picture. [default: a new one where temporary files are]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
 ) -> None:
@@ -44,8 +50,18 @@ def drill(
 
     from thinwire.workers.drill.run import PICTURE_NAME, Drill, DrillFailed, run
 
-    folder = out or Path(tempfile.mkdtemp(prefix="thinwire-drill-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    if kill_every >= 60 * minutes:
+        raise typer.BadParameter(
+            f"{kill_every:g} s is not less than --minutes {minutes:g}: nobody would be killed",
+            param_hint="--kill-every",
+        )
+    try:
+        folder = out or Path(tempfile.mkdtemp(prefix="thinwire-drill-"))
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{out}: {error.strerror}; name a folder that can be written", param_hint="--out"
+        ) from error
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

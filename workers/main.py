@@ -19,6 +19,7 @@ from typing import Any
 from thinwire.workers.report import SUMMARY_NAME
 from thinwire.workers.reports import ATTEMPT_NAME, Failure, WantedWorkers
 from thinwire.workers.spec import TrainSpec, Workers
+from thinwire.workers.waiting import WaitingTeller
 from thinwire.workers.wanted import WantedFollower, wanted_workers
 from thinwire.workers.worker import ADOPT_S, FAILURE_NAME, failure_of, train_worker, write_failure
 
@@ -94,6 +95,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
     """Workers come and go one by one, and the others keep their processes."""
     import ray
 
+    from thinwire.workers.elastic import leftovers
     from thinwire.workers.elastic.membership_actor import ensure_membership
     from thinwire.workers.elastic.trainer import ElasticTrainer
     from thinwire.workers.membership import Limits
@@ -117,10 +119,17 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
     partial = run_dir / f"{ATTEMPT_NAME}.partial"
     partial.write_text(str(how["train_loop_config"]["attempt"]))
     partial.replace(run_dir / ATTEMPT_NAME)
+
+    def look() -> dict[str, Any] | None:
+        membership = leftovers.actor(trainer.plan, trainer.plan.membership)
+        return None if membership is None else ray.get(membership.snapshot.remote(), timeout=10)
+
     follower = WantedFollower(run_dir, workers, tell)
+    teller = WaitingTeller(run_dir, how["train_loop_config"]["attempt"], look)
     try:
         trainer.fit()
     finally:
+        teller.close()
         follower.close()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import JsonValue
 
 from thinwire.comm.link_classes import exchange_boxes
+from thinwire.workers.event_log import keep_event
 from thinwire.workers.history import FILE_NAME, History
 from thinwire.workers.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient, WorkerMetrics
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EVENTS_NAME = "events.jsonl"
 DELIVER_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
 
@@ -196,11 +196,7 @@ class ServiceReporter:
             return
         told = Event(kind=kind, step=step, time=time.time(), fields=fields)
         self._poster.add_event(told)
-        try:
-            with (self._run_dir / EVENTS_NAME).open("a") as file:
-                file.write(told.model_dump_json() + "\n")
-        except OSError as error:
-            logger.error("event_unwritten kind=%s step=%d reason=%s", kind, step, error)
+        keep_event(self._run_dir, told)
 
     def close(
         self,

@@ -16,7 +16,7 @@ The run folder is the other border. The service writes it before it submits, the
     service_url    where the service listens now; rewritten when the service starts again
     checkpoints/   written by the workers
     history.jsonl  one Sample a line, written by rank 0
-    events.jsonl   one Event a line, written by rank 0
+    events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
     summary.json   written by rank 0 at the end of a run that succeeded
     loss.png       loss and cumulative bytes over steps
     failure.json   a Failure, written where a run ends for a reason that no restart can mend

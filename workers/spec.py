@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -21,8 +21,8 @@ Strict, or 1.0, which says "all steps", would be read as one step.
 
 
 _Channels = Annotated[int, Field(ge=1, le=4096)]
-WorkerCount = Annotated[int, Field(ge=1, le=4096)]
-"""A number of workers that a job may ask for, at its submission or later."""
+WorkerCount = Annotated[int, Field(ge=1, le=4096, strict=True)]
+"""A number of workers that a job may ask for, at its submission or later. Not a text, nor true, which would be 1."""
 
 
 class _Frozen(BaseModel):
@@ -197,6 +197,15 @@ class Checkpoint(_Frozen):
         max_length=1024,
         description="where: an absolute folder, or a URL that fsspec or pyarrow opens; null: the run's folder",
     )
+
+    @field_validator("store")
+    @classmethod
+    def _not_relative(cls, store: str | None) -> str | None:
+        if store is not None and "://" not in store and not store.startswith("/"):
+            raise ValueError(
+                "must be an absolute folder or a URL such as s3://bucket/folder: a worker's own folder goes with it"
+            )
+        return store
 
 
 class Evaluation(_Frozen):

@@ -152,7 +152,7 @@ def test_a_running_job_grows_and_shrinks_on_request_hands_over_on_notice_and_end
     job_id = server.submit(**{**LONG, "steps": 20000})
     server.wait_for_step(job_id, 20)
     before = [pids(server, job_id, number)[0] for number in (0, 1)]
-    for least, most in ((2, 3), (1, 2)):
+    for least, most in ((2, 3), (2, 2)):
         server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": least, "max": most}})
         wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most, 90)
     regrouped = regroups(server, job_id)
@@ -162,6 +162,10 @@ def test_a_running_job_grows_and_shrinks_on_request_hands_over_on_notice_and_end
     assert [pids(server, job_id, number) for number in (0, 1)] == [[pid] for pid in before]
     assert all(os.path.exists(f"/proc/{pid}") for pid in before)
     os.kill(before[1], signal.SIGKILL)  # one that left is not the end of the job: who dies later is replaced
+    waits = wait_for("it to wait", lambda: server.job(job_id)["waiting_for_workers"], 20)
+    assert waits == {"have": 1, "min": 2}
+    server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": 1}})
+    wait_for("the end of that", lambda: server.job(job_id)["waiting_for_workers"] is None, 20)
     wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2, 90)
     wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2, 90)
     os.kill(pids(server, job_id, 1)[1], signal.SIGTERM)  # a notice: it hands over first

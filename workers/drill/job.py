@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.workers import history
+from thinwire.workers.event_log import EVENTS_NAME
 from thinwire.workers.history import HistoryError
-from thinwire.workers.reporter import EVENTS_NAME
 from thinwire.workers.reports import Event, Sample
 
 STOP_S = 60.0

@@ -136,7 +136,7 @@ class Occupant(BaseModel):
 
 
 class Snapshot(BaseModel):
-    """What the server knows at one moment. status_text is for people."""
+    """What the server knows at one moment. status_text is for people. joined: workers that the next generation has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -146,6 +146,7 @@ class Snapshot(BaseModel):
     limits: Limits
     members: tuple[Occupant, ...]
     waiting: tuple[Occupant, ...]
+    joined: int
     last_step: int
     events: int
 

@@ -25,7 +25,8 @@ def snapshot(seen: Seen, workers: Sequence[Worker], events: int) -> Snapshot:
     """All of it. events: how many there have been."""
     present = roster.members(workers)
     waiting = [w for w in workers if w.rank is None]
-    status, text = _status(seen, present, len(roster.seating(workers)))
+    joined = len(roster.seating(workers))
+    status, text = _status(seen, present, joined)
     steps = [w.step for w in present] or [seated.standing.step for seated in seen.present.seats]
     return Snapshot(
         generation=seen.present.generation,
@@ -34,6 +35,7 @@ def snapshot(seen: Seen, workers: Sequence[Worker], events: int) -> Snapshot:
         limits=seen.limits,
         members=tuple(w.occupant() for w in present),
         waiting=tuple(w.occupant() for w in sorted(waiting, key=lambda w: w.identity.slot)),
+        joined=joined,
         last_step=max(steps, default=0),
         events=events,
     )
