@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 if TYPE_CHECKING:
     from thinwire.workers.drill.account import Account
 
-OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam", "adam", "lamb", "sgd")
+
+class OptimizerName(StrEnum):
+    """Of a job file."""
+
+    ONEBIT_ADAM = "onebit_adam"
+    ONEBIT_LAMB = "onebit_lamb"
+    ZERO_ONE_ADAM = "zero_one_adam"
+    ADAM = "adam"
+    LAMB = "lamb"
+    SGD = "sgd"
+
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -24,8 +34,8 @@ def drill(
     kill_every: Annotated[float, typer.Option(min=1.0, help="Seconds from one kill to the next.")] = 30.0,
     minutes: Annotated[float, typer.Option(min=0.2, max=600.0, help="How long workers are killed.")] = 5.0,
     optimizer: Annotated[
-        str, typer.Option(click_type=click.Choice(OPTIMIZERS), help="As optimizer.name in a job file.")
-    ] = "onebit_adam",
+        OptimizerName, typer.Option(help="As optimizer.name in a job file.")
+    ] = OptimizerName.ONEBIT_ADAM,
     shadow: Annotated[
         bool, typer.Option("--shadow", help="As workers.shadow: one death loses no server error.")
     ] = False,

@@ -136,8 +136,8 @@ def test_a_job_that_restarts_to_resize_says_so(service: Service) -> None:
 
 
 CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
-    ("true for a number", {"workers": {"max": True}}, "workers.max", True, "valid integer"),
-    ("a text for a number", {"workers": {"max": "3"}}, "workers.max", "3", "valid integer"),
+    ("true for a number", {"workers": {"max": True}}, "workers.max", True, "must be a whole number"),
+    ("a text for a number", {"workers": {"max": "3"}}, "workers.max", "3", "must be a whole number"),
     ("no such field", {"workers": {"count": 3}}, "workers.count", 3, "there is no such field; allowed here: min, max"),
     ("near to a field", {"workers": {"maxx": 3}}, "workers.maxx", 3, "did you mean max? Allowed here: min, max"),
     ("what is frozen", {"workers": {"max": 3}, "steps": 9}, "steps", 9, "no such field; allowed here: workers"),
