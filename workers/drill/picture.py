@@ -22,25 +22,29 @@ def draw(
     steps, other = ([one for one in run if one.step > 0] for run in (samples, undisturbed))
     began = steps[0].time
     figure, (size, speed, loss) = pyplot.subplots(3, 1, figsize=(10, 8), height_ratios=(1, 1, 1.4))
+    speed.sharex(size)
     times = [one.time - began for one in steps]
-    size.step(times, [one.world_size for one in steps], where="pre", color="tab:blue")
+    size.step(times, [one.world_size for one in steps], where="post", color="tab:blue")
     size.set_ylabel("workers that train")
     size.set_ylim(0, max(one.world_size for one in steps) + 0.5)
     size.set_title(
-        f"{found.kills} kills: goodput {found.goodput:.1%}, {found.steps_lost} committed steps lost, "
+        f"{found.kills} kills: goodput {found.goodput:.1%}, {found.steps_lost} committed steps run again, "
         f"regrouped in {found.regroup_s.median or 0:.2f} s"
     )
-    at, rates = _per_second(steps)
-    speed.plot(at, rates, color="tab:green")
-    speed.axhline(len(other) / (other[-1].time - other[0].time), color="grey", linestyle="--", label="undisturbed")
+    runs = ((other, "undisturbed", "grey"), (steps, "workers killed", "tab:blue"))
+    for run, label, style in runs:
+        speed.plot(*_per_second(run), color=style, label=label)
     speed.set_ylabel("steps a second")
-    speed.set_xlabel("seconds")
-    speed.legend(loc="lower right")
-    for kill in kills:
+    speed.set_ylim(bottom=0)
+    for number, kill in enumerate(kills):
         for axes in (size, speed):
-            axes.axvline(kill.time - began, color="tab:red", alpha=0.6, linewidth=1)
-    for run, label, style in ((other, "undisturbed", "grey"), (steps, "workers killed", "tab:blue")):
-        known = [(one.step, one.loss) for one in run if one.loss is not None]
+            axes.axvline(kill.time - began, color="tab:red", alpha=0.6, linewidth=1, label="_" if number else "a kill")
+    for axes in (size, speed):
+        axes.set_xlabel("seconds since the first step of its run")
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(loc="lower right")
+    for run, label, style in runs:
+        known = [(one.step, one.loss) for one in run if one.loss is not None and one.step <= steps[-1].step]
         loss.plot([step for step, _ in known], _smooth([value for _, value in known]), label=label, color=style)
     loss.set_xlabel("step")
     loss.set_ylabel("training loss, mean of 20 steps")
@@ -51,11 +55,13 @@ def draw(
 
 
 def _per_second(steps: Sequence[Sample], window_s: float = 2.0) -> tuple[list[float], list[float]]:
+    """Times from the first step, and rates in whole windows: what is left at the end is in none."""
     began, ended = steps[0].time, steps[-1].time
-    edges = [i * window_s for i in range(int((ended - began) / window_s) + 1)]
+    edges = [i * window_s for i in range(max(1, int((ended - began) / window_s)))]
     counts = [0] * len(edges)
     for one in steps:
-        counts[min(int((one.time - began) / window_s), len(edges) - 1)] += 1
+        if (at := int((one.time - began) / window_s)) < len(edges):
+            counts[at] += 1
     return [edge + window_s / 2 for edge in edges], [count / window_s for count in counts]
 
 
