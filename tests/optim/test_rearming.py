@@ -176,7 +176,7 @@ def test_a_peer_lost_while_it_begins_again_changes_nothing():
         go_on(optimizer, parameters, group, 10)
         s = optimizer.vectors
         before = [t.clone() for t in (s.m_N, s.v_N, s.momentum_error.worker_N, s.momentum_error.server_c)]
-        failing._left = 2
+        failing._left = 1
         with pytest.raises(PeerLost):
             optimizer.set_global_batch(64)
         after = (s.m_N, s.v_N, s.momentum_error.worker_N, s.momentum_error.server_c)
