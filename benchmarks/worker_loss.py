@@ -146,7 +146,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the results: a file a case, and the table.")] = RESULTS,
     only: Annotated[str, typer.Option(help="Only cases whose name holds this.")] = "",
 ) -> None:
-    """Run the cases that have no file yet, one after another; then the table of all files: about fifteen minutes."""
+    """Run the cases that have no file yet, one after another; then the table of all files: about 25 minutes."""
     made_by = provenance()
     out.mkdir(parents=True, exist_ok=True)
     for optimizer, phase, size in _cases():

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.workers.event_log import keep_event
-from thinwire.workers.reports import Event, Telemetry
-from thinwire.workers.service_client import ServiceClient, ServiceError
+from thinwire.workers.reports import Event
+from thinwire.workers.service_client import ServiceClient
+from thinwire.workers.telemetry import Poster
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
+LAST_WORDS_S = 10.0
+"""At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
 KIND = "waiting_for_workers"
 
 
@@ -39,7 +42,8 @@ def waiting(snapshot: dict[str, Any], begun_s: float) -> Waiting | None:
 
 
 class WaitingTeller:
-    """Looks every LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service.
+    """Looks every LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
+    also through an outage of it.
 
     look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
     """
@@ -48,7 +52,9 @@ class WaitingTeller:
         self._run_dir, self._look = run_dir, look
         self._client = ServiceClient(run_dir, 0, attempt) if (run_dir / "service_url").exists() else None
         self._began = time.monotonic()
+        self._poster = None if self._client is None else Poster(self._client)
         self._told: Waiting | None = None
+        self._unseen = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-waiting", daemon=True)
         self._thread.start()
@@ -57,6 +63,8 @@ class WaitingTeller:
         """Look no more."""
         self._closing.set()
         self._thread.join(5.0)
+        if self._poster is not None:
+            self._poster.close(timeout_s=LAST_WORDS_S)
         if self._client is not None:
             self._client.close()
 
@@ -65,8 +73,11 @@ class WaitingTeller:
             try:
                 snapshot = self._look()
             except Exception:  # whatever Ray raises: the actor is being started again, or has gone
-                logger.info("membership_unseen", exc_info=True)
+                if not self._unseen:
+                    logger.warning("membership_unseen", exc_info=True)
+                self._unseen = True
                 continue
+            self._unseen = False
             if snapshot is None:
                 continue
             now = waiting(snapshot, time.monotonic() - self._began)
@@ -78,9 +89,5 @@ class WaitingTeller:
         logger.warning("waiting_for_workers have=%d min=%d step=%d", now.have, now.least, now.step)
         event = Event(kind=KIND, step=now.step, time=time.time(), fields={"have": now.have, "min": now.least})
         keep_event(self._run_dir, event)
-        if self._client is None:
-            return
-        try:
-            self._client.post(Telemetry(attempt=self._client.attempt, events=[event]))
-        except ServiceError as error:
-            logger.warning("event_unposted kind=%s step=%d reason=%s", event.kind, event.step, error)
+        if self._poster is not None:
+            self._poster.add_event(event)

@@ -1,11 +1,14 @@
 """A job that waits for workers: who says so, when, and how often."""
 
 import json
+import logging
 import threading
 
 import pytest
 
+from tests.workers.stub_service import Service, until
 from thinwire.workers.event_log import EVENTS_NAME
+from thinwire.workers.reports import Telemetry
 from thinwire.workers.waiting import START_S, Waiting, WaitingTeller, waiting
 
 
@@ -47,3 +50,37 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
     assert [one["kind"] for one in told] == ["waiting_for_workers"] * len(told)
     assert [one["fields"]["have"] for one in told] in ([1, 0], [1, 0, 0])  # the last look may come after the close
     assert all(one["step"] == 60 and one["fields"]["min"] == 2 for one in told)
+
+
+def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
+    url = (service.run_dir / "service_url").read_text()
+    service.stop()
+    teller = WaitingTeller(service.run_dir, 1, snapshot)
+    until((service.run_dir / EVENTS_NAME).exists)
+    assert not service.requests
+    service.start()
+    assert (service.run_dir / "service_url").read_text() != url
+    teller.close()
+    posted = [Telemetry.model_validate_json(request.body) for request in service.requests]
+    assert [(one.attempt, [event.kind for event in one.events]) for one in posted] == [(1, ["waiting_for_workers"])]
+
+
+def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, caplog):
+    gone = RuntimeError("the actor is away")
+    answers = [gone, gone, snapshot("training"), gone, gone]
+    all_seen = threading.Event()
+
+    def look():
+        if not answers:
+            all_seen.set()
+            return None
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with caplog.at_level(logging.INFO, "thinwire"):
+        teller = WaitingTeller(tmp_path, 1, look)
+        assert all_seen.wait(30)
+        teller.close()
+    assert caplog.text.count("membership_unseen") == 2

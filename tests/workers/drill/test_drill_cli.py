@@ -3,7 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.workers.drill_cli import app
+from thinwire.workers.build import OPTIMIZERS
+from thinwire.workers.drill_cli import OptimizerName, app
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,7 @@ def test_what_cannot_be_is_told_and_nothing_is_started(arguments, words):
     assert told.exit_code == 2
     assert words in " ".join(told.output.replace("│", " ").split())  # wrapped, in a box
     assert "Traceback" not in told.output
+
+
+def test_it_knows_each_optimizer_of_a_job_file():
+    assert {name.value for name in OptimizerName} == set(OPTIMIZERS)
