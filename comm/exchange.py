@@ -23,13 +23,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thinwire.comm.bucket_wire import BucketWire
+from thinwire.comm.bucket_wire import BucketWire, Row
 from thinwire.comm.error_feedback import ErrorMemory
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.kept_sums import KeptSums
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import Buckets
-from thinwire.comm.parts import Given, Part, by_run, whole_chunks
+from thinwire.comm.parts import Given, Part, by_run
 from thinwire.comm.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.protocol import Group, Pending
 from thinwire.comm.received import Received
@@ -58,8 +58,8 @@ class BucketExchange:
             BucketWire(bucket, layout, block, group.rank, group.size, like, shadow=shadow) for bucket in buckets
         ]
         self._received = Received(self._wires, layout, block, self._kernels)
-        self._whole = [whole_chunks(wire) for wire in self._wires]
-        self._cut: list[list[Part]] = [[] for _ in self._wires]
+        self._parts: list[list[list[Part]]] = [[] for _ in self._wires]
+        """Of each bucket, of each chunk, where some of the gradient may lie elsewhere; made when it first does."""
         self._pipeline = self._make_pipeline()
         self._first: list[Pending | None] = [None] * len(buckets)
         self._shadowed: list[Pending | None] = [None] * len(buckets)
@@ -308,29 +308,36 @@ class BucketExchange:
             _write_flag(row.flag, self._kernels.all_finite(row.scale_b))
 
     def _encode_sum(self, slot: KeptSums, k: int, x_N: Tensor) -> None:
-        for part in self._parts(k, ()):
-            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
-            self._kernels.encode_sum(sum_c, scale_b, part.given(x_N, ()), part.table, part.row.scale_b, part.row.bits_B)
+        wire = self._wires[k]
+        for chunk, table, kept, row in zip(wire.chunks, wire.tables, slot.worker[k], wire.sent, strict=True):
+            if table.numel:
+                x_c = x_N[slice(*chunk)]
+                self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_c, table, row.scale_b, row.bits_B)
 
     def _encode_momentum(
         self, slot: KeptSums, k: int, g_N: Tensor, beta1: float, runs: Sequence[Tensor | None]
     ) -> None:
-        last = self._received.last
-        for part in self._parts(k, runs):
-            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
-            m, row = part.momentum[last], part.row
-            self._kernels.encode_momentum(
-                sum_c,
-                scale_b,
-                part.given(g_N, runs),
-                beta1,
-                m.scale_b,
-                m.bits_B,
-                part.table,
-                part.table,
-                row.scale_b,
-                row.bits_B,
-            )
+        wire, last = self._wires[k], self._rows_of_m(k)
+        gradients = self._gradients(k, g_N, runs)
+        for g_c, table, kept, m, row in zip(gradients, wire.tables, slot.worker[k], last, wire.sent, strict=True):
+            if table.numel:
+                kept_c, out = (kept.sum_c, kept.scale_b), (row.scale_b, row.bits_B)
+                self._kernels.encode_momentum(*kept_c, g_c, beta1, m.scale_b, m.bits_B, table, table, *out)
+
+    def _rows_of_m(self, k: int) -> list[Row]:
+        return self._wires[k].gathered[self._received.last]
+
+    def _gradients(self, k: int, g_N: Tensor, runs: Sequence[Tensor | None]) -> list[list[Tensor]]:
+        """Of each chunk of bucket k: the gradient, in tensors that lie end to end."""
+        wire = self._wires[k]
+        if not runs:
+            return [[g_N[slice(*chunk)]] for chunk in wire.chunks]
+        if not self._parts[k]:
+            layout = self.buckets.layout
+            self._parts[k] = [
+                by_run(start, table, layout) for (start, _), table in zip(wire.chunks, wire.tables, strict=True)
+            ]
+        return [[part.of(g_N, runs) for part in parts] for parts in self._parts[k]]
 
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
@@ -362,23 +369,18 @@ class BucketExchange:
                 self._undo_worker(slot, k, one, one.vector_N)
 
     def _undo_worker(self, slot: KeptSums, k: int, given: Given, vector_N: Tensor) -> None:
-        for part in self._parts(k, given.runs):
-            sum_c, scale_b = part.of_kept(slot.worker[k][part.owner])
-            x_c, m, written_b = part.given(vector_N, given.runs), part.momentum[self._received.last], part.row.scale_b
+        wire = self._wires[k]
+        gradients = self._gradients(k, vector_N, given.runs)
+        chunks = zip(gradients, wire.tables, slot.worker[k], self._rows_of_m(k), wire.sent, strict=True)
+        for x_c, table, kept, m, row in chunks:
+            if not table.numel:
+                continue
             if given.beta1 is None:
-                self._kernels.undo_sum(sum_c, scale_b, x_c, written_b, part.table)
+                (vector_c,) = x_c  # a sum is always read of its vector
+                self._kernels.undo_sum(kept.sum_c, kept.scale_b, vector_c, row.scale_b, table)
             else:
-                self._kernels.undo_momentum(
-                    sum_c, scale_b, x_c, given.beta1, m.scale_b, m.bits_B, written_b, part.table
-                )
-
-    def _parts(self, k: int, runs: Sequence[Tensor | None]) -> list[Part]:
-        """What bucket k is encoded in: whole chunks where all of it is in the vector."""
-        if not runs:
-            return self._whole[k]
-        if not self._cut[k]:
-            self._cut[k] = by_run(self._wires[k], self.buckets.layout)
-        return self._cut[k]
+                momentum = x_c, given.beta1, m.scale_b, m.bits_B
+                self._kernels.undo_momentum(kept.sum_c, kept.scale_b, *momentum, row.scale_b, table)
 
     def _flag(self, k: int) -> None:
         """Say in each row of bucket k whether all of it is finite."""

@@ -51,10 +51,13 @@ class LeftInPlace:
     def __init__(self, layout: VectorLayout, g_N: Tensor) -> None:
         self._alone = frozenset(layout.alone())
         self._g_N = g_N
+        self._first, self._bytes = g_N.data_ptr(), g_N.nbytes
         self.runs: list[Tensor | None] = [None] * len(layout.live)
 
     def take(self, index: int, grad: Tensor) -> bool:
-        """Use it, where that can be done; it must not change until the commit."""
+        """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
+        if 0 <= grad.data_ptr() - self._first < self._bytes:
+            return False
         if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
             return False
         if grad.device != self._g_N.device or not grad.is_contiguous():

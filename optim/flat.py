@@ -134,20 +134,23 @@ class FlatSpace:
             view.copy_(part.view(view.shape))
         self.write_back()
 
-    @torch.no_grad()
     def gather_gradients(self, done: Sequence[bool] = ()) -> None:
         """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
 
-        done: which tensors' are there already, and are left; none by default.
+        done: which tensors' are there already, or are read elsewhere, and are left; none by default.
         Raises: ValueError, naming the parameter; then nothing is modified.
         """
-        left = [i for i in range(len(self.tensors)) if not (done and done[i])]
-        for i in left:
+        self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
+
+    @torch.no_grad()
+    def take_gradients(self, indices: Sequence[int]) -> None:
+        """As gather_gradients, of these tensors. Raises: ValueError, naming the parameter."""
+        for i in indices:
             grad = self.tensors[i].param.grad
             if grad is not None:
                 refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
         missing, into, foreign = [], [], []
-        for i in left:
+        for i in indices:
             grad, view = self.tensors[i].param.grad, self._gradients[i]
             if grad is None:
                 missing.append(view)
@@ -158,21 +161,7 @@ class FlatSpace:
             torch._foreach_zero_(missing)
         if foreign:
             torch._foreach_copy_(into, foreign)
-        self._show_gradients()
-
-    @torch.no_grad()
-    def take_gradient(self, index: int) -> None:
-        """As gather_gradients, of one tensor. Raises: ValueError, naming the parameter."""
-        tensor, view = self.tensors[index], self._gradients[index]
-        grad = tensor.param.grad
-        if grad is None:
-            view.zero_()
-        else:
-            refuse_unfit_gradient(grad, tensor.param, tensor.label)
-            if not _is_same(grad, view):
-                view.copy_(grad)
-        if tensor.param.dtype == view.dtype:
-            tensor.param.grad = view
+        self._show_gradients(indices)
 
     def shows_gradient(self, index: int) -> bool:
         """Is the tensor's gradient its part of g_N, or one in low precision, which never is?"""
@@ -189,7 +178,7 @@ class FlatSpace:
     def drop_gradients(self) -> None:
         """Gradients <- None: what backward makes next is read in place, or copied once, in place of a zero and an add.
 
-        g_N keeps what it held, until take_gradient or gather_gradients have brought the next ones.
+        g_N keeps what it held, until take_gradients or gather_gradients have brought the next ones.
         """
         for tensor in self.tensors:
             tensor.param.grad = None
@@ -203,17 +192,18 @@ class FlatSpace:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        self._show_gradients()
+        self._show_gradients(range(len(self.tensors)))
 
     def shapes(self) -> list[list[int]]:
         """Shapes of the parameters in flat order: what a saved vector must have been made with."""
         return [list(tensor.param.shape) for tensor in self.tensors]
 
-    def _show_gradients(self) -> None:
+    def _show_gradients(self, indices: Sequence[int]) -> None:
         """Backward adds into the flat gradient, where the parameter has its dtype."""
-        for tensor, view in zip(self.tensors, self._gradients, strict=True):
-            if tensor.param.dtype == view.dtype:
-                tensor.param.grad = view
+        for i in indices:
+            param, view = self.tensors[i].param, self._gradients[i]
+            if param.dtype == view.dtype:
+                param.grad = view
 
 
 def _is_matrix(param: Tensor) -> bool:

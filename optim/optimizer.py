@@ -390,5 +390,5 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
         self._scaled = scaled
         if not scaled:
             self.overlap.refuse_written()
-        self.space.gather_gradients(self.overlap.ready)
+        self.space.gather_gradients(self.overlap.taken)
         unscale_(self.space.g_N, self)

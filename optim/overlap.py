@@ -33,11 +33,17 @@ from thinwire.optim.flat import FlatSpace
 
 @dataclass(slots=True)
 class _Round:
-    """From the first hook of a backward to its step(). exchange: None where nothing goes early."""
+    """From the first hook of a backward to its step(). exchange: None where nothing goes early.
+
+    ready: of each tensor, has backward made its gradient? taken: is it where the exchange reads it? arrived: those
+    that are ready and not taken; they are at the next launch, together.
+    """
 
     exchange: Exchange | None
     ready: list[bool]
+    taken: list[bool]
     missing_K: list[int]
+    arrived: list[int] = field(default_factory=list)
     num_launched: int = 0
     version: int = 0
     """Of g_N when the last hook ended: another one in step() says that gradients were written since."""
@@ -92,9 +98,9 @@ class Overlap:
         return None if self._round is None else self._round.exchange
 
     @property
-    def ready(self) -> Sequence[bool]:
+    def taken(self) -> Sequence[bool]:
         """Of each tensor: is its gradient where the exchange reads it already, and perhaps sent?"""
-        return () if self._round is None else self._round.ready
+        return () if self._round is None else self._round.taken
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -127,7 +133,7 @@ class Overlap:
         here = self._round
         if here is None:
             return
-        shown = all(self._space.shows_gradient(i) for i, ready in enumerate(here.ready) if ready and i not in here.kept)
+        shown = all(self._space.shows_gradient(i) for i, taken in enumerate(here.taken) if taken and i not in here.kept)
         left = all(_identity(self._space.tensors[i].param.grad) == known for i, known in here.kept.items())
         if not shown or not left or here.version != self._space.g_N._version:
             raise RuntimeError(
@@ -176,10 +182,7 @@ class Overlap:
             ]
             _owners[tensor.param] = mine
 
-    def _before_accumulation(self, index: int) -> None:
-        here = self._round
-        if here is None or not here.ready[index]:
-            return
+    def _refuse_second(self, here: _Round, index: int) -> None:
         if not any(t.param.grad is not None for t, ready in zip(self._space.tensors, here.ready, strict=True) if ready):
             self.abandon()  # model.zero_grad() instead of the optimizer's: that batch was skipped
             return
@@ -193,25 +196,25 @@ class Overlap:
         if self._suspended:
             return
         here = self._round or self._open()
-        exchange, grad = here.exchange, self._space.tensors[index].param.grad
-        if exchange is not None and grad is not None and exchange.keeps(index, grad):
-            here.kept[index] = _identity(grad)
-        else:
-            self._space.take_gradient(index)
         here.ready[index] = True
+        here.arrived.append(index)
         for k in self._buckets[index]:
             here.missing_K[k] -= 1
-        if exchange is not None:
-            self._launch_ready(here, exchange)
+        if here.exchange is None:
+            self._take_arrived(here)  # at once, so that backward's memory is free for the next
+        elif not here.missing_K[here.num_launched]:
+            self._launch_ready(here, here.exchange)
         here.version = self._space.g_N._version
 
+    @torch.no_grad()
     def _open(self) -> _Round:
         begin = self._begin()
         missing_K = [0] * self.num_buckets
         for buckets in self._buckets:
             for k in buckets:
                 missing_K[k] += 1
-        self._round = _Round(None, [False] * len(self._space.tensors), missing_K)
+        nothing = [False] * len(self._space.tensors)
+        self._round = _Round(None, nothing, nothing.copy(), missing_K)
         found = "the optimizer is gone" if begin is None else begin()
         waits_for = found if isinstance(found, str) else None
         if waits_for is not None and waits_for != self._waits_for:
@@ -220,10 +223,25 @@ class Overlap:
         self._round.exchange = None if isinstance(found, str) else found
         return self._round
 
+    @torch.no_grad()
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
         while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
+            self._take_arrived(here)
             exchange.launch(here.num_launched)
             here.num_launched += 1
+
+    def _take_arrived(self, here: _Round) -> None:
+        """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
+        others = []
+        for index in here.arrived:
+            grad = self._space.tensors[index].param.grad
+            if here.exchange is not None and grad is not None and here.exchange.keeps(index, grad):
+                here.kept[index] = _identity(grad)
+            else:
+                others.append(index)
+            here.taken[index] = True
+        here.arrived.clear()
+        self._space.take_gradients(others)
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:
@@ -234,11 +252,12 @@ def _identity(grad: Tensor | None) -> tuple[int, int]:
 def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
     overlap = owner()
     if overlap is not None:
-        overlap._before_accumulation(index)
+        here = overlap._round
+        if here is not None and here.ready[index]:
+            overlap._refuse_second(here, index)
 
 
 def _after(owner: weakref.ref[Overlap], index: int, param: Tensor) -> None:
     overlap = owner()
     if overlap is not None:
-        with torch.no_grad():
-            overlap._after_accumulation(index)
+        overlap._after_accumulation(index)

@@ -72,11 +72,11 @@ class _Buffers:
         m, rows = (self._in_scale[0], self._in_bits[0]), (self._in_scale, self._in_bits)
         return {
             "encode_sum": lambda: kernels.encode_sum(c, scale, x, table, *row),
-            "encode_momentum": lambda: kernels.encode_momentum(c, scale, x, 0.9, *m, table, table, *row),
+            "encode_momentum": lambda: kernels.encode_momentum(c, scale, [x], 0.9, *m, table, table, *row),
             "serve": lambda: kernels.serve(c, scale, *rows, table, *row),
             "decode": lambda: kernels.decode(*m, table, self._out),
             "descend": lambda: kernels.descend(self._p, self._divisor, *m, 1e-3, 1e-5, table),
             "undo_sum": lambda: kernels.undo_sum(c, scale, x, self._written, table),
-            "undo_momentum": lambda: kernels.undo_momentum(c, scale, x, 0.9, *m, self._written, table),
+            "undo_momentum": lambda: kernels.undo_momentum(c, scale, [x], 0.9, *m, self._written, table),
             "undo_serve": lambda: kernels.undo_serve(c, scale, *rows, self._written, table),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -28,7 +29,7 @@ class Kernels(Protocol):
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_c: Tensor,
+        g_parts: Sequence[Tensor],
         beta1: float,
         m_scale_b: Tensor,
         m_bits_B: Tensor,
@@ -73,7 +74,7 @@ class Kernels(Protocol):
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_c: Tensor,
+        g_parts: Sequence[Tensor],
         beta1: float,
         m_scale_b: Tensor,
         m_bits_B: Tensor,
@@ -119,8 +120,8 @@ def warm_up(dtype: torch.dtype) -> None:
     in_scale_nb, in_bits_nB, bits_B = rows_nB[:, :BYTE].view(dtype)[:, :1], rows_nB[:, -1:], rows_nB[0, :1].clone()
     kernels.encode_sum(c_c, scale_b, x_c, table, row_scale_b, bits_B)
     kernels.undo_sum(c_c, scale_b, x_c, row_scale_b, table)
-    kernels.encode_momentum(c_c, scale_b, x_c, 0.9, row_scale_b, bits_B, table, table, scale_b.clone(), bits_B)
-    kernels.undo_momentum(c_c, scale_b, x_c, 0.9, row_scale_b, bits_B, scale_b.clone(), table)
+    kernels.encode_momentum(c_c, scale_b, [x_c], 0.9, row_scale_b, bits_B, table, table, scale_b.clone(), bits_B)
+    kernels.undo_momentum(c_c, scale_b, [x_c], 0.9, row_scale_b, bits_B, scale_b.clone(), table)
     kernels.serve(c_c, scale_b, in_scale_nb, in_bits_nB, table, row_scale_b, bits_B)
     kernels.undo_serve(c_c, scale_b, in_scale_nb, in_bits_nB, row_scale_b, table)
     kernels.decode(row_scale_b, bits_B, table, x_c)

@@ -7,7 +7,7 @@ so the result does not depend on their number. Nothing is allocated by torch, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from thinwire.comm.kernels import cpu_loops
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.kernels.compiled import Array
 from thinwire.comm.kernels.cpu_loops import Blocks, Rows
-from thinwire.comm.kernels.fused_reference import require_same
+from thinwire.comm.kernels.fused_reference import require_cover, require_same
 from thinwire.comm.kernels.threads import Threads
 from thinwire.comm.kernels.vectors import BYTE, WORD
 
@@ -48,7 +48,7 @@ class CpuKernels:
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_c: Tensor,
+        g_parts: Sequence[Tensor],
         beta1: float,
         m_scale_b: Tensor,
         m_bits_B: Tensor,
@@ -60,7 +60,12 @@ class CpuKernels:
         """As fused_reference.encode_momentum."""
         require_same(m_table, table)
         c = _values(c_c, table)
-        momentum = _values(g_c, table), c.dtype.type(1 - beta1), _scales(m_scale_b, table), _bits(m_bits_B, table)
+        momentum = (
+            _addresses(g_parts, table, c_c.dtype),
+            c.dtype.type(1 - beta1),
+            _scales(m_scale_b, table),
+            _bits(m_bits_B, table),
+        )
         given = (
             c,
             _scales(scale_b, table),
@@ -122,7 +127,7 @@ class CpuKernels:
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_c: Tensor,
+        g_parts: Sequence[Tensor],
         beta1: float,
         m_scale_b: Tensor,
         m_bits_B: Tensor,
@@ -131,7 +136,12 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.undo_momentum."""
         c = _values(c_c, table)
-        momentum = _values(g_c, table), c.dtype.type(1 - beta1), _scales(m_scale_b, table), _bits(m_bits_B, table)
+        momentum = (
+            _addresses(g_parts, table, c_c.dtype),
+            c.dtype.type(1 - beta1),
+            _scales(m_scale_b, table),
+            _bits(m_bits_B, table),
+        )
         given = c, _scales(scale_b, table), *momentum, _scales(written_scale_b, table), _blocks(table)
         self._split(table, lambda first, stop: cpu_loops.undo_momentum(first, stop, *given))
 
@@ -178,6 +188,28 @@ def _array(vector: Tensor, length: int) -> Array:
             f"({length},), as the table of its blocks says"
         )
     return vector.numpy()
+
+
+def _addresses(parts: Sequence[Tensor], table: BlockTable, dtype: torch.dtype) -> Array:
+    """Of each block, where in memory its values begin. The caller holds the parts while a loop reads them."""
+    require_cover(parts, table)
+    starts, size = _blocks(table).starts, dtype.itemsize
+    ends: list[int] = []
+    bases: list[int] = []
+    for part in parts:
+        if part.dtype != dtype or part.dim() != 1 or not part.is_contiguous():
+            raise ValueError(
+                f"a part of {part.dtype}{list(part.shape)} with strides {part.stride()} must be a contiguous vector of "
+                f"{dtype}"
+            )
+        begins = ends[-1] if ends else 0
+        bases.append(part.data_ptr() - begins * size)
+        ends.append(begins + part.numel())
+    blocks = np.searchsorted(starts, ends)
+    if (starts[blocks] != ends).any():
+        raise ValueError(f"parts that end at {ends} must end where blocks do")
+    addresses: Array = np.repeat(np.array(bases), np.diff(blocks, prepend=0)) + starts[:-1] * size
+    return addresses
 
 
 def _whole_bytes(bits: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from thinwire.comm.kernels.vectors import (
     WORD,
     folded,
     load8,
+    load8_from,
     load64,
     load_bits,
     signed_as,
@@ -87,7 +88,7 @@ def encode_momentum(
     out_bits: Array,
     new: Array,
 ) -> None:
-    """C <- e + m + weight (g - m)."""
+    """C <- e + m + weight (g - m). g: int64[b], where in memory each block of it begins."""
     weights = splat8(weight)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
@@ -98,11 +99,11 @@ def encode_momentum(
             for byte in range(QUAD // BYTE):
                 at = quad + byte * BYTE
                 kept = load8(c, at)
-                z = _momentum(load8(g, at), weights, signed_by_word(word, byte, minus))
+                z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_word(word, byte, minus))
                 store(new, at - low, kept - signed_as(kept, sent) + z)
         for at in range(whole, high, BYTE):
             kept = load8(c, at)
-            z = _momentum(load8(g, at), weights, signed_by_bits(m_bits[at // BYTE], m_size))
+            z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_bits(m_bits[at // BYTE], m_size))
             store(new, at - low, kept - signed_as(kept, sent) + z)
         _finish(block, new, blocks, c, scale, out_scale, out_bits)
 
@@ -191,8 +192,9 @@ def undo_momentum(
     for block in range(first, stop):
         if not np.isnan(written_scale[block]):
             m_size = splat8(m_scale[block])
-            for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-                z = _momentum(load8(g, at), weights, signed_by_bits(m_bits[at // BYTE], m_size))
+            low, high = blocks.starts[block], blocks.starts[block + 1]
+            for at in range(low, high, BYTE):
+                z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_bits(m_bits[at // BYTE], m_size))
                 store(c, at, load8(c, at) - z)
             scale[block] = 0
             _zero_dead(block, blocks, c)

@@ -17,6 +17,8 @@ itself: no fused multiply-add, which torch uses in add(alpha=...), addcmul and l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def encode_sum(
 def encode_momentum(
     c_c: Tensor,
     scale_b: Tensor,
-    g_c: Tensor,
+    g_parts: Sequence[Tensor],
     beta1: float,
     m_scale_b: Tensor,
     m_bits_B: Tensor,
@@ -54,9 +56,11 @@ def encode_momentum(
     """c <- e + beta1 m + (1 - beta1) g, m being the last received row of this chunk; write the row of it.
 
     The new momentum is rounded as m + (1 - beta1) (g - m). m_table is table: an owner's row has the chunk's blocks.
-    Shapes as in encode_sum; m_scale: float[b], m_bits: uint8[B]. Source: Tang et al. 2021, Alg. 1, l. 6-8.
+    Shapes as in encode_sum; g_parts: float[c] in vectors that lie end to end, each of whole blocks; m_scale: float[b],
+    m_bits: uint8[B]. Source: Tang et al. 2021, Alg. 1, l. 6-8.
     """
     require_same(m_table, table)
+    g_c = _joined(g_parts, table)
     _encode(c_c, scale_b, _momentum(g_c, beta1, m_scale_b, m_bits_B, table), table, out_scale_b, out_bits_B)
 
 
@@ -105,7 +109,7 @@ def undo_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, written_scale_b: Tensor,
 def undo_momentum(
     c_c: Tensor,
     scale_b: Tensor,
-    g_c: Tensor,
+    g_parts: Sequence[Tensor],
     beta1: float,
     m_scale_b: Tensor,
     m_bits_B: Tensor,
@@ -113,6 +117,7 @@ def undo_momentum(
     table: BlockTable,
 ) -> None:
     """Take an encode_momentum back; m and g as they were then."""
+    g_c = _joined(g_parts, table)
     _undo(c_c, scale_b, _momentum(g_c, beta1, m_scale_b, m_bits_B, table), written_scale_b, table)
 
 
@@ -126,6 +131,12 @@ def undo_serve(
 def all_finite(scale_b: Tensor) -> Tensor:
     """Whether every block was written: a 0-dim bool on the device, for the flag of the row."""
     return torch.isfinite(scale_b).all()
+
+
+def require_cover(parts: Sequence[Tensor], table: BlockTable) -> None:
+    """Raises: ValueError where the parts hold more or less than the chunk."""
+    if sum(part.numel() for part in parts) != table.numel:
+        raise ValueError(f"parts of {[part.numel() for part in parts]} values must cover a chunk of {table.numel}")
 
 
 def require_same(m_table: BlockTable, table: BlockTable) -> None:
@@ -153,6 +164,11 @@ def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written_scale_b: Tensor, ta
     c_c.copy_(torch.where(_per_element(written_b, table), c_c - z_c, c_c))
     c_c[table.dead] = 0
     scale_b.masked_fill_(written_b, 0)
+
+
+def _joined(parts: Sequence[Tensor], table: BlockTable) -> Tensor:
+    require_cover(parts, table)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _momentum(g_c: Tensor, beta1: float, m_scale_b: Tensor, m_bits_B: Tensor, table: BlockTable) -> Tensor:

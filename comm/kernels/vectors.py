@@ -78,6 +78,20 @@ def load64(typingctx: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load8_from(typingctx: Any, address: Any, at: Any, like: Any) -> Any:
+    """Numbers at .. at+7 of those that begin at this address, of the dtype of the array `like`."""
+    vector = Vector(like.dtype, BYTE)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        number = context.get_value_type(like.dtype)
+        first = builder.inttoptr(args[0], number.as_pointer())
+        pointer = builder.bitcast(builder.gep(first, [args[1]]), context.get_value_type(vector).as_pointer())
+        return builder.load(pointer, align=like.dtype.bitwidth // 8)
+
+    return vector(address, at, like), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def store(typingctx: Any, array: Any, at: Any, vector: Any) -> Any:
     """array[at ...] <- vector."""
 

@@ -104,10 +104,11 @@ class Case:
 BETA1, LR, DECAY = 0.9, 1.7e-3, 1.3e-4
 
 
-def run(kernels, name, case):
-    """One kernel on a copy of the case; what all buffers hold afterwards."""
+def run(kernels, name, case, cuts=()):
+    """One kernel on a copy of the case; what all buffers hold afterwards. cuts: where a gradient's parts end."""
     case = case.clone()
     t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
+    g = [part.clone() for part in x.tensor_split(cuts)] if cuts else [x]
     (out_scale,), (out_bits,) = case.row("row")
     (m_scale,), (m_bits,) = case.row("m")
     in_scale, in_bits = case.row("rows")
@@ -118,7 +119,7 @@ def run(kernels, name, case):
         case "encode_sum":
             kernels.encode_sum(c, s, x, t, out_scale, out_bits)
         case "encode_momentum":
-            kernels.encode_momentum(c, s, x, BETA1, m_scale, m_bits, t, t, out_scale, out_bits)
+            kernels.encode_momentum(c, s, g, BETA1, m_scale, m_bits, t, t, out_scale, out_bits)
         case "serve":
             kernels.serve(c, s, in_scale, in_bits, t, out_scale, out_bits)
         case "decode":
@@ -130,7 +131,7 @@ def run(kernels, name, case):
         case "undo_sum":
             kernels.undo_sum(c, s, x, out_scale, t)
         case "undo_momentum":
-            kernels.undo_momentum(c, s, x, BETA1, m_scale, m_bits, out_scale, t)
+            kernels.undo_momentum(c, s, g, BETA1, m_scale, m_bits, out_scale, t)
         case "undo_serve":
             kernels.undo_serve(c, s, in_scale, in_bits, out_scale, t)
     return case

@@ -67,11 +67,11 @@ def test_torch_allocates_nothing():
 
     def every_kernel():
         kernels.encode_sum(c, s, x, t, out_scale, out_bits)
-        kernels.encode_momentum(c, s, x, 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
+        kernels.encode_momentum(c, s, [x], 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
         kernels.serve(c, s, in_scale, in_bits, t, out_scale, out_bits)
         kernels.all_finite(out_scale)
         kernels.undo_serve(c, s, in_scale, in_bits, out_scale, t)
-        kernels.undo_momentum(c, s, x, 0.9, m_scale, m_bits, out_scale, t)
+        kernels.undo_momentum(c, s, [x], 0.9, m_scale, m_bits, out_scale, t)
         kernels.undo_sum(c, s, x, out_scale, t)
         kernels.decode(m_scale, m_bits, t, x)
         kernels.descend(c, x, m_scale, m_bits, 0.1, 0.0, t)
@@ -118,7 +118,7 @@ def test_a_momentum_cut_otherwise_is_refused(kernels):
         kernels.encode_momentum(
             case.slice("c"),
             case.scale(),
-            case.slice("x"),
+            [case.slice("x")],
             0.9,
             m_scale,
             m_bits,
@@ -127,3 +127,31 @@ def test_a_momentum_cut_otherwise_is_refused(kernels):
             out_scale,
             out_bits,
         )
+
+
+@pytest.mark.parametrize("name", ["encode_momentum", "undo_momentum"])
+@pytest.mark.parametrize("cuts", [[8], [8, 64, 72], [64, 80 + 24]])
+def test_a_gradient_in_parts_is_read_as_one_that_is_whole(name, cuts):
+    case = Case([8, 56, 8, 8, 24, 4096], [3, 90], num_rows=1, poison={5: "nan"})
+    whole = run(CpuKernels(), name, case)
+    for kernels in (CpuKernels(), fused_reference):
+        assert_same(run(kernels, name, case, cuts), whole)
+
+
+def test_parts_that_do_not_fit_the_blocks_are_refused():
+    case, kernels = Case([64, 64], [], num_rows=1), CpuKernels()
+    c, s, t = case.slice("c"), case.scale(), case.table
+    ((out_scale,), (out_bits,)), ((m_scale,), (m_bits,)) = case.row("row"), case.row("m")
+
+    def encode(kernels, *parts):
+        kernels.encode_momentum(c, s, parts, 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
+
+    with pytest.raises(ValueError, match="must end where blocks do"):
+        encode(kernels, torch.zeros(32), torch.zeros(96))
+    with pytest.raises(ValueError, match=r"torch.float64\[64\]"):
+        encode(kernels, torch.zeros(64), torch.zeros(64, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"strides \(2,\) must be a contiguous"):
+        encode(kernels, torch.zeros(64), torch.zeros(128)[::2])
+    for either in (kernels, fused_reference):
+        with pytest.raises(ValueError, match="must cover a chunk of 128"):
+            encode(either, torch.zeros(64), torch.zeros(56))

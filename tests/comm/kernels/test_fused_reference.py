@@ -115,7 +115,7 @@ def test_undoing_an_encoding_gives_the_error_back(name, dtype):
     if name == "sum":
         fused_reference.undo_sum(c, s, x, written_b, t)
     elif name == "momentum":
-        fused_reference.undo_momentum(c, s, x, BETA1, m_scale, m_bits, written_b, t)
+        fused_reference.undo_momentum(c, s, [x], BETA1, m_scale, m_bits, written_b, t)
     else:
         fused_reference.undo_serve(c, s, *case.row("rows"), written_b, t)
     before, sent = case.slice("c"), torch.from_numpy(spread(case.scale(), case))
