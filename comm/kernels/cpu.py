@@ -28,6 +28,7 @@ MIN_BLOCKS = 16
 
 _of_thread = threading.local()
 _known_blocks: WeakKeyDictionary[BlockTable, Blocks] = WeakKeyDictionary()
+_known_bounds: WeakKeyDictionary[BlockTable, dict[int, int]] = WeakKeyDictionary()
 
 
 class CpuKernels:
@@ -193,23 +194,29 @@ def _array(vector: Tensor, length: int) -> Array:
 def _addresses(parts: Sequence[Tensor], table: BlockTable, dtype: torch.dtype) -> Array:
     """Of each block, where in memory its values begin. The caller holds the parts while a loop reads them."""
     require_cover(parts, table)
-    starts, size = _blocks(table).starts, dtype.itemsize
-    ends: list[int] = []
-    bases: list[int] = []
+    number_at, offsets = _bounds(table), _blocks(table).starts[:-1] * dtype.itemsize
+    begin = first = 0
     for part in parts:
         if part.dtype != dtype or part.dim() != 1 or not part.is_contiguous():
             raise ValueError(
                 f"a part of {part.dtype}{list(part.shape)} with strides {part.stride()} must be a contiguous vector of "
                 f"{dtype}"
             )
-        begins = ends[-1] if ends else 0
-        bases.append(part.data_ptr() - begins * size)
-        ends.append(begins + part.numel())
-    blocks = np.searchsorted(starts, ends)
-    if (starts[blocks] != ends).any():
-        raise ValueError(f"parts that end at {ends} must end where blocks do")
-    addresses: Array = np.repeat(np.array(bases), np.diff(blocks, prepend=0)) + starts[:-1] * size
-    return addresses
+        end = begin + part.numel()
+        stop = number_at.get(end)
+        if stop is None:
+            raise ValueError(f"a part that ends at {end} must end where a block does")
+        offsets[first:stop] += part.data_ptr() - begin * dtype.itemsize
+        begin, first = end, stop
+    return offsets
+
+
+def _bounds(table: BlockTable) -> dict[int, int]:
+    """Number of the block that begins at a position."""
+    found = _known_bounds.get(table)
+    if found is None:
+        found = _known_bounds.setdefault(table, {at: number for number, at in enumerate(table.starts.tolist())})
+    return found
 
 
 def _whole_bytes(bits: Tensor) -> Tensor:

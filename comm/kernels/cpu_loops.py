@@ -121,14 +121,20 @@ def serve(
     new: Array,
 ) -> None:
     """B <- e + mean of the rows."""
-    num_rows = splat8(scale.dtype.type(rows.num_rows))
+    num_rows, share = splat8(scale.dtype.type(rows.num_rows)), splat8(scale.dtype.type(1 / max(rows.num_rows, 1)))
+    halves = rows.num_rows & (rows.num_rows - 1) == 0
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
         sent = splat8(scale[block])
         _add_up(rows, block, low, high, new)
-        for at in range(low, high, BYTE):
-            kept = load8(b, at)
-            store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
+        if halves:  # the share is exact, so the product is the quotient, and in a quarter of the time
+            for at in range(low, high, BYTE):
+                kept = load8(b, at)
+                store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) * share)
+        else:
+            for at in range(low, high, BYTE):
+                kept = load8(b, at)
+                store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
         _finish(block, new, blocks, b, scale, out_scale, out_bits)
 
 

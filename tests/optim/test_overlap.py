@@ -147,6 +147,27 @@ def test_all_buckets_but_those_of_the_last_layer_go_before_backward_reaches_it()
         assert told == {"buckets": 5, "in_backward": 5, "in_step": 0, "waits_for": None}
 
 
+@pytest.mark.parametrize("clear", ["to zero", "never"])
+@pytest.mark.parametrize("name", MERGED)
+def test_gradients_that_backward_adds_to_go_early_too(name, clear):
+    """They are the flat gradient itself, or one that is never cleared and grows, as any optimizer would have it."""
+
+    def work(group):
+        nets = [copy.deepcopy(NETS[0]) for _ in range(2)]
+        plain, ours = (make(name, net, group, overlap=on) for net, on in zip(nets, (False, True), strict=True))
+        for step in range(1, STEPS + 1):
+            for net, optimizer in zip(nets, (plain, ours), strict=True):
+                if clear == "to zero":
+                    optimizer.zero_grad(set_to_none=False)
+                backward(net, step, group.rank)
+                optimizer.step()
+            assert torch.equal(bits(plain.space.p_N), bits(ours.space.p_N))
+        return ours.stats()["overlapped"]
+
+    for told in run_threads(2, work):
+        assert told["in_backward"] > 0
+
+
 def test_frozen_parameters_go_in_step():
     def work(group):
         nets = [copy.deepcopy(NETS[0]) for _ in range(2)]

@@ -146,7 +146,7 @@ def test_parts_that_do_not_fit_the_blocks_are_refused():
     def encode(kernels, *parts):
         kernels.encode_momentum(c, s, parts, 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
 
-    with pytest.raises(ValueError, match="must end where blocks do"):
+    with pytest.raises(ValueError, match="ends at 32 must end where a block does"):
         encode(kernels, torch.zeros(32), torch.zeros(96))
     with pytest.raises(ValueError, match=r"torch.float64\[64\]"):
         encode(kernels, torch.zeros(64), torch.zeros(64, dtype=torch.float64))
