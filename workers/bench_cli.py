@@ -97,9 +97,9 @@ def _wire(
     bench, cases, known = _benchmark("wire.bench"), _benchmark("wire.cases"), _benchmark("wire.methods")
     if methods == "help":
         for method in known.METHODS.values():
-            typer.echo(f"{method.name:18} {method.title}")
+            typer.echo(f"{method.name:18} {method.title}{' (only where named)' if method.by_name else ''}")
         return
-    names = list(known.METHODS) if methods is None else [name.strip() for name in methods.split(",")]
+    names = list(known.STANDARD) if methods is None else [name.strip() for name in methods.split(",")]
     unknown = [name for name in names if name not in known.METHODS]
     if unknown:
         typer.echo(f"thinwire: --methods: no method {', '.join(unknown)}; see --methods help", err=True)

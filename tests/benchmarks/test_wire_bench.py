@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from benchmarks.wire import bench
 from benchmarks.wire.cases import LOADS, full_set, quick_set
 from benchmarks.wire.measure import CaseFailed, sittings_of
-from benchmarks.wire.methods import BASELINE, METHODS
+from benchmarks.wire.methods import BASELINE, METHODS, STANDARD
 from benchmarks.wire.net import NetError
 from benchmarks.wire.results import ResultError, finished, path_of, read, write
 from thinwire.workers import bench_cli
@@ -115,6 +115,14 @@ def test_the_sets():
     assert sum(map(bench.expected_s, quick)) < 600
     assert sum(map(bench.expected_s, full)) < 45 * 60
     assert all(case.methods == tuple(METHODS) for case in (*full, *quick))
+
+
+def test_the_command_goes_on_from_the_committed_results():
+    """They are of the cases, methods and settings that it would run: none is refused, none is missing."""
+    assert len(finished(bench.RESULTS, full_set(STANDARD))) == 15
+
+
+def test_a_load_is_wider_where_its_name_says_so():
     assert LOADS["gpt-10m"].recipe.width < LOADS["gpt-25m"].recipe.width
 
 
