@@ -126,9 +126,11 @@ def measure(case: Case, command: str, tell: Tell = lambda _: None) -> Result:
     load_average = list(os.getloadavg())
     tell("copying")
     copy_bytes_s = machine.copy_rate()
+    stolen_s, all_s = machine.stolen_and_all_s()
     with open_net(case.network) as net:
         sittings = [_sit(case, net, methods, tell) for methods in sittings_of(case, machine.available_bytes())]
         described = net.described()
+    stolen_s, all_s = (now - before for now, before in zip(machine.stolen_and_all_s(), (stolen_s, all_s), strict=True))
     return Result(
         load=case.load.name,
         hosts=case.network.hosts,
@@ -139,6 +141,7 @@ def measure(case: Case, command: str, tell: Tell = lambda _: None) -> Result:
         net=described,
         copy_bytes_s=copy_bytes_s,
         load_average=load_average,
+        stolen_share=stolen_s / all_s,
         command=command,
         commit=made_by.commit,
         versions=made_by.versions | machine.versions(),

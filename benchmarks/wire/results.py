@@ -74,6 +74,8 @@ class Result(_Frozen):
     copy_bytes_s: float
     load_average: list[float]
     """Of the machine when the case began: above its ranks' own work it says that others were running."""
+    stolen_share: float | None = None
+    """Of the cores' time: what the hypervisor gave to other machines meanwhile. None: nobody looked."""
     command: str
     commit: str
     versions: dict[str, str]

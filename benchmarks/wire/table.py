@@ -103,9 +103,10 @@ def write_readme(out: Path, results: Sequence[Result], pictures: dict[tuple[str,
 def heading(result: Result) -> str:
     """What ran where, and what the machine could do."""
     compute = f"; forward and backward alone {1e3 * compute_seconds(result):.0f} ms" if compute_seconds(result) else ""
+    stolen = "" if result.stolen_share is None else f"; {result.stolen_share:.1%} of their time went to other machines"
     return (
         f"{LOADS[result.load].title}: {result.hosts} hosts, {rate_text(result.rate_mbit)}"
-        f" (all cores copy {result.copy_bytes_s / 1e9:.1f} GB/s{compute})"
+        f" (all cores copy {result.copy_bytes_s / 1e9:.1f} GB/s{compute}{stolen})"
     )
 
 

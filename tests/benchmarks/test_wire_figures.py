@@ -7,6 +7,7 @@ from benchmarks.wire import pictures, table
 from benchmarks.wire.cases import GOODPUT
 from benchmarks.wire.figures import Point, crossings, curves, modelled, pays, rows
 from benchmarks.wire.limits import floor_bytes
+from benchmarks.wire.machine import stolen_and_all_s
 from benchmarks.wire.methods import METHODS
 from benchmarks.wire.results import Sitting
 
@@ -146,3 +147,13 @@ def test_a_sitting_without_times_has_no_rows():
     result = made_up(a_case(), {"ddp_fp32": 0.2})
     empty = result.model_copy(update={"sittings": [Sitting(measured={}, failed={"adam": "why"})]})
     assert rows(empty) == []
+
+
+def test_time_that_other_machines_took_is_told_where_it_was_counted():
+    result = made_up(a_case(), {"ddp_fp32": 0.2})
+    assert "other machines" not in table.heading(result)
+    assert "; 4.2% of their time went to other machines)" in table.heading(
+        result.model_copy(update={"stolen_share": 0.042})
+    )
+    stolen_s, all_s = stolen_and_all_s()
+    assert 0 <= stolen_s < all_s
