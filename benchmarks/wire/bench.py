@@ -116,7 +116,7 @@ def expected_s(case: Case) -> float:
     """About how long a case takes: for the time left, nothing else."""
     ranks, rate = case.network.hosts, 1e6 * (case.network.rate_mbit or 10_000) / 8
     full_s = 2 * 4 * num_parameters(case.load) * (ranks - 1) / ranks / rate
-    round_s = 4.5 * full_s + 0.15 * ranks * len(case.methods)
+    round_s = 4.5 * full_s + (0.1 * ranks + 0.8 * case.turn_s) * len(case.methods)
     rounds = min(max(case.fewest_rounds, case.budget_s / round_s), case.most_rounds)
     return 25 + 5 * full_s + (rounds + 1) * round_s
 

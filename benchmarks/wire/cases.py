@@ -72,6 +72,7 @@ class Network:
 class Case:
     """A load over a network. budget_s: timed rounds begin until it is spent; there are fewest to most of them.
 
+    turn_s: a turn has several steps where one is shorter, so that a few turns are no small sample.
     patience_s: a collective that takes so much longer than it should is given up. plugins: modules that add methods of
     their own to METHODS when they are imported.
     """
@@ -82,6 +83,7 @@ class Case:
     budget_s: float = 60.0
     fewest_rounds: int = 3
     most_rounds: int = 15
+    turn_s: float = 0.5
     patience_s: float = 60.0
     plugins: tuple[str, ...] = ()
 
@@ -115,7 +117,7 @@ def quick_set(methods: Iterable[str], loads: Iterable[str] = FULL_LOADS) -> list
 
 def loopback_set(methods: Iterable[str], load: str = "tiny", hosts: int = 2) -> list[Case]:
     """One case over the loopback: does it run here? Its times say nothing about a network."""
-    return [Case(LOADS[load], Network(hosts, None), tuple(methods), budget_s=5.0, most_rounds=3)]
+    return [Case(LOADS[load], Network(hosts, None), tuple(methods), budget_s=5.0, most_rounds=3, turn_s=0.0)]
 
 
 def rate_text(rate_mbit: float | None) -> str:

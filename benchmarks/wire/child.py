@@ -2,8 +2,9 @@
 
     python -m benchmarks.wire.child '{"load": "gpt-10m", "methods": [...], ...}'      with RANK, WORLD_SIZE, MASTER_*
 
-A round is one turn of each method. All ranks begin a turn together, after a barrier outside the clock. A turn that
-raises on any rank drops its method on all of them, and the others go on: each family has a process group of its own.
+A round is one turn of each method: a step, or so many that they fill turn_s. All ranks begin a step together, after a
+barrier outside the clock, for what they made their arguments in differs. A turn that raises on any rank drops its
+method on all of them, and the others go on: each family has a process group of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 import traceback
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -36,12 +38,14 @@ MARK = "@wire "
 COUNTED_ROUNDS = 2
 """The parent reads the frame counters around every turn of so many rounds."""
 ANSWER_S = 30.0
+MOST_ROUNDS_A_TURN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What the parent wants. budget_s: no round begins after so long, but for the fewest. timeout_s: of a collective.
 
+    turn_s: a turn has more steps than one where these take less.
     answers: a folder in which the parent makes a file for each request to read the counters; None: it reads none.
     """
 
@@ -50,9 +54,14 @@ class Orders:
     budget_s: float
     fewest_rounds: int
     most_rounds: int
+    turn_s: float
     timeout_s: float
     answers: str | None
     plugins: tuple[str, ...] = ()
+
+
+class _PeerFailed(Exception):
+    """A peer has told that its step raised."""
 
 
 class Rank:
@@ -66,6 +75,7 @@ class Rank:
         self.load = LOADS[orders.load]
         self.inputs = Inputs(self.load, self.rank)
         self.families: dict[str, Family] = {}
+        self._rounds_a_turn: dict[str, int] = {}
         self._requests = 0
 
     def say(self, kind: str, **values: Any) -> None:
@@ -110,27 +120,42 @@ class Rank:
         if counted:
             self._read_counters(method, round_number, "before")
         self.all_well(None)
-        error, seconds = None, []
+        error, seconds, well = None, [], None
         sent_before = family.sent_bytes()
         self.clock.take()
         try:
-            for _ in range(family.use(method.variant)):
-                arguments = self.inputs.next()
+            for arguments in self._arguments(family, method):
                 began = time.perf_counter()
                 family.step(arguments)
                 seconds.append(time.perf_counter() - began)
+        except _PeerFailed:
+            well = False
         except Exception as caught:  # noqa: BLE001 - told as the result of the method
             error = _told(caught)
         phases = self.clock.take()
-        well = self.all_well(error)
+        well = self.all_well(error) if well is None else well
         if counted:
             self._read_counters(method, round_number, "after")
         if not well:
             self.say("failed", method=method.name, error=error)
-        elif round_number > 0:
+        elif round_number <= 0:
+            whole_s = torch.tensor(sum(seconds))
+            dist.broadcast(whole_s, 0)
+            rounds = round(self.orders.turn_s / float(whole_s))
+            self._rounds_a_turn[method.name] = min(max(1, rounds), MOST_ROUNDS_A_TURN)
+        else:
             sent = family.sent_bytes() - sent_before
             self.say("turn", method=method.name, round=round_number, seconds=seconds, phases=phases, sent_bytes=sent)
         return well
+
+    def _arguments(self, family: Family, method: Method) -> Iterator[tuple[Any, ...]]:
+        """Of each step of a turn, when all ranks have made theirs. Raises: _PeerFailed."""
+        for _ in range(self._rounds_a_turn.get(method.name, 1)):
+            for _ in range(family.use(method.variant)):
+                arguments = self.inputs.next()
+                if not self.all_well(None):
+                    raise _PeerFailed
+                yield arguments
 
     def go_on(self, wish: bool) -> bool:
         """What rank 0 wishes."""

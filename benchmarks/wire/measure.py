@@ -205,6 +205,7 @@ def _run(case: Case, net: Net, methods: Sequence[Method], tell: Tell) -> tuple[H
             budget_s=case.budget_s,
             fewest_rounds=case.fewest_rounds,
             most_rounds=case.most_rounds,
+            turn_s=case.turn_s,
             timeout_s=case.patience_s + 5 * full_s,
             answers=None if answers is None else str(answers),
             plugins=case.plugins,
