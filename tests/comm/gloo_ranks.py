@@ -82,7 +82,7 @@ def _run(program: str, arguments: list[str]) -> None:
     ctypes.pythonapi.Py_Exit(code)
 
 
-def start(source: str, size: int, folder: Path, timeout_s: float = 30.0) -> list[Rank]:
+def start(source: str, size: int, folder: Path, timeout_s: float = 60.0) -> list[Rank]:
     """Start `size` processes that run `source` after the preamble: rank, size, folder, join() and say() are there."""
     program = PREAMBLE + textwrap.dedent(source)
     return [Rank(program, [str(r), str(size), str(folder), str(timeout_s)]) for r in range(size)]

@@ -24,7 +24,7 @@ dist.destroy_process_group()
 
 def test_a_relay_reaches_the_ranks_on_its_path_in_pieces_and_leaves_the_others_alone(tmp_path):
     for rank in gloo_ranks.start(RELAY, 4, tmp_path):
-        assert rank.wait(60) == 0
+        assert rank.wait(120) == 0
     total = 4 * (1 + 999 + 1000 + 4321)
     assert [int(gloo_ranks.said(tmp_path, rank, "sent")) for rank in range(4)] == [total, 0, total, 0]
 

@@ -329,7 +329,7 @@ def test_a_leaver_whose_peer_dies_before_the_boundary_keeps_its_place_until_it_c
 
 
 def test_more_survivors_than_are_wanted_are_seated_and_leave_when_they_have_handed_over(crew: Crew):
-    crew.serve(1, 4)
+    crew.serve(1, 4, start_wait_s=5.0)  # until all four have come
     members, seats = crew.seated(0, 1, 2, 3)
     members[0].close()
     eventually(lambda: all(member.over for member in members[1:]))
