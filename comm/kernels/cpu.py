@@ -61,12 +61,7 @@ class CpuKernels:
         """As fused_reference.encode_momentum."""
         require_same(m_table, table)
         c = _values(c_c, table)
-        momentum = (
-            _addresses(g_parts, table, c_c.dtype),
-            c.dtype.type(1 - beta1),
-            _scales(m_scale_b, table),
-            _bits(m_bits_B, table),
-        )
+        momentum = _momentum(g_parts, beta1, m_scale_b, m_bits_B, table, c_c.dtype)
         given = (
             c,
             _scales(scale_b, table),
@@ -137,12 +132,7 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.undo_momentum."""
         c = _values(c_c, table)
-        momentum = (
-            _addresses(g_parts, table, c_c.dtype),
-            c.dtype.type(1 - beta1),
-            _scales(m_scale_b, table),
-            _bits(m_bits_B, table),
-        )
+        momentum = _momentum(g_parts, beta1, m_scale_b, m_bits_B, table, c_c.dtype)
         given = c, _scales(scale_b, table), *momentum, _scales(written_scale_b, table), _blocks(table)
         self._split(table, lambda first, stop: cpu_loops.undo_momentum(first, stop, *given))
 
@@ -189,6 +179,14 @@ def _array(vector: Tensor, length: int) -> Array:
             f"({length},), as the table of its blocks says"
         )
     return vector.numpy()
+
+
+def _momentum(
+    g_parts: Sequence[Tensor], beta1: float, m_scale_b: Tensor, m_bits_B: Tensor, table: BlockTable, dtype: torch.dtype
+) -> tuple[Array, Any, Array, Array]:
+    """What the loops form the new momentum of: the gradient's blocks, its weight, the row of the last momentum."""
+    m_scales = _scales(m_scale_b, table)
+    return _addresses(g_parts, table, dtype), m_scales.dtype.type(1 - beta1), m_scales, _bits(m_bits_B, table)
 
 
 def _addresses(parts: Sequence[Tensor], table: BlockTable, dtype: torch.dtype) -> Array:

@@ -127,7 +127,7 @@ def serve(
         low, high = blocks.starts[block], blocks.starts[block + 1]
         sent = splat8(scale[block])
         _add_up(rows, block, low, high, new)
-        if halves:  # the share is exact, so the product is the quotient, and in a quarter of the time
+        if halves:  # the share is exact, so the product is the quotient, bit for bit, and cheaper
             for at in range(low, high, BYTE):
                 kept = load8(b, at)
                 store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) * share)
