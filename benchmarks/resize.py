@@ -23,12 +23,12 @@ from benchmarks.convergence.study import RATES, ROOT, case
 from benchmarks.convergence.turns import run_in_turns
 from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Group
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.build import Training, build
-from thinwire.workers.meter import Meter
 from thinwire.workers.regroup import Progress, regroup_training
-from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
+from thinwire.workers.telemetry.meter import Meter
 
 RESULTS = ROOT / "benchmarks" / "results" / "resize"
 SIZES = (8, 2)

@@ -23,12 +23,12 @@ from benchmarks.convergence.turns import run_in_turns
 from benchmarks.worker_loss import spec
 from tests.workers.elastic_job import ElasticJob
 from thinwire.comm.protocol import Group
-from thinwire.workers import history
+from thinwire.contract.spec import TrainSpec
 from thinwire.workers.build import build
 from thinwire.workers.membership import Limits
-from thinwire.workers.meter import Meter
-from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import train_step
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.meter import Meter
 
 RESULT = ROOT / "benchmarks" / "results" / "rounding" / "rounding.json"
 SIZE = 3

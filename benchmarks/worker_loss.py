@@ -24,8 +24,8 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.test_elastic_loop import OPTIMIZERS
-from thinwire.workers import history
 from thinwire.workers.membership import Limits
+from thinwire.workers.telemetry import history
 
 RESULTS = ROOT / "benchmarks" / "results" / "worker-loss"
 STEPS = 1200

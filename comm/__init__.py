@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.comm.bucketed import BucketedAllReduce
     from thinwire.comm.default import default_reducer
-    from thinwire.comm.error_feedback import ErrorFeedback
     from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, WireMismatch
-    from thinwire.comm.group import SoloGroup, TorchGroup
+    from thinwire.comm.exchange.bucketed import BucketedAllReduce
+    from thinwire.comm.exchange.error_feedback import ErrorFeedback
+    from thinwire.comm.exchange.plain import CompressedAllReduce
+    from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
+    from thinwire.comm.groups.threads import ThreadGroup, run_threads
     from thinwire.comm.layout import VectorLayout
     from thinwire.comm.protocol import Group, Reducer, Stats
-    from thinwire.comm.reduce import CompressedAllReduce
-    from thinwire.comm.threads import ThreadGroup, run_threads
 
 __all__ = [
     "BucketedAllReduce",
@@ -39,15 +39,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "bucketed": ("BucketedAllReduce",),
     "default": ("default_reducer",),
-    "error_feedback": ("ErrorFeedback",),
     "errors": ("CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
-    "group": ("SoloGroup", "TorchGroup"),
+    "exchange.bucketed": ("BucketedAllReduce",),
+    "exchange.error_feedback": ("ErrorFeedback",),
+    "exchange.plain": ("CompressedAllReduce",),
+    "groups.distributed": ("SoloGroup", "TorchGroup"),
+    "groups.threads": ("ThreadGroup", "run_threads"),
     "layout": ("VectorLayout",),
     "protocol": ("Group", "Reducer", "Stats"),
-    "reduce": ("CompressedAllReduce",),
-    "threads": ("ThreadGroup", "run_threads"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

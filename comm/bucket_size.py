@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm.layout import DEFAULT_BUCKET
-from thinwire.comm.link_probe import measure
-from thinwire.comm.network import Network, Work, bucket_elements
 from thinwire.comm.protocol import Group
+from thinwire.comm.wire.link_probe import measure
+from thinwire.comm.wire.network import Network, Work, bucket_elements
 
 ON_CPU = Work(elements_per_s=4e8, bucket_s=3e-3)
 """Encoding, serving and decoding on one core, and what a bucket more costs a step: docs/speed.md."""

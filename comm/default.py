@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.bucketed import BucketedAllReduce
 from thinwire.comm.codecs import DenseCodec, SignCodec
-from thinwire.comm.group import SoloGroup, TorchGroup
+from thinwire.comm.exchange.bucketed import BucketedAllReduce
+from thinwire.comm.exchange.plain import CompressedAllReduce
+from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
 from thinwire.comm.protocol import Group, Reducer
-from thinwire.comm.reduce import CompressedAllReduce
 
 
 def default_reducer(
@@ -30,7 +30,7 @@ def default_reducer(
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
-    bucket_elements, none across one of `cuts` (comm.bucketed), with a shadow where
+    bucket_elements, none across one of `cuts` (comm.exchange.bucketed), with a shadow where
     asked for; "l1" gets CompressedAllReduce.
     A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
     group may have left. Collective. Raises: WireMismatch, PeerLost.

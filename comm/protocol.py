@@ -16,9 +16,9 @@ from torch import Tensor
 from thinwire.comm.layout import Buckets, VectorLayout
 
 if TYPE_CHECKING:
-    from thinwire.comm.error_feedback import ErrorMemory
-    from thinwire.comm.fidelity import Fidelity
-    from thinwire.comm.kept_sums import KeptSums
+    from thinwire.comm.exchange.error_feedback import ErrorMemory
+    from thinwire.comm.exchange.fidelity import Fidelity
+    from thinwire.comm.exchange.kept_sums import KeptSums
 
 
 Call = tuple[str, int, int]
@@ -29,7 +29,7 @@ Call = tuple[str, int, int]
 class Stats:
     """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind.
 
-    calls: how often each collective of each size; from them comm/ledger.py works out who sent what to whom.
+    calls: how often each collective of each size; from them comm/wire/ledger.py works out who sent what to whom.
     """
 
     sent_bytes: int = 0
@@ -199,7 +199,7 @@ class FullMeans(Protocol):
 class BucketedReducer(Reducer, Protocol):
     """A Reducer that can also be driven bucket by bucket: begin, launch_*, finish, decode_ or descend_, commit.
 
-    Slots are its own (comm.kept_sums).
+    Slots are its own (comm.exchange.kept_sums).
     """
 
     @property

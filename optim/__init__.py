@@ -7,9 +7,9 @@ torch.distributed.init_process_group first; without it the optimizer runs on one
 """
 
 from thinwire.optim.dense import SGD, Adam, Lamb
+from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
-from thinwire.optim.optimizer import FlatOptimizer
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = ["SGD", "Adam", "FlatOptimizer", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]

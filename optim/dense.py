@@ -13,12 +13,12 @@ from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.hyperparameters import adam_defaults, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import adam_defaults, refuse_out_of_range
+from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
+from thinwire.optim.engine.schedule import StepPlan, dense_plan
+from thinwire.optim.engine.segments import tensor_segments
+from thinwire.optim.engine.state import Replicated, Scratch
 from thinwire.optim.lamb_math import LambHyper
-from thinwire.optim.optimizer import FlatOptimizer, NonFinite
-from thinwire.optim.schedule import StepPlan, dense_plan
-from thinwire.optim.segments import tensor_segments
-from thinwire.optim.state import Replicated, Scratch
 
 
 @dataclass(slots=True)

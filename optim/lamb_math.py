@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.hyperparameters import refuse_out_of_range
-from thinwire.optim.segments import TensorSegments
+from thinwire.optim.engine.hyperparameters import refuse_out_of_range
+from thinwire.optim.engine.segments import TensorSegments
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,21 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from thinwire.comm.kept_sums import KeptSums
+from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
 from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
-from thinwire.optim.freezing import FreezingOptimizer
-from thinwire.optim.fused_momentum import Divisor, Momentum, next_momentum_
-from thinwire.optim.hyperparameters import adam_defaults
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
+from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.momentum import Divisor, Momentum, next_momentum_
+from thinwire.optim.engine.optimizer import NonFinite
+from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS, OneBitSettings
-from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.schedule import StepPlan, Wire
-from thinwire.optim.state import Replicated, Residual, Scratch
+from thinwire.optim.variance.freezing import FreezingOptimizer
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
-    when the variance has become stable (optim.stability); total_steps and lr_warmup_steps of the run sharpen it.
+    when the variance has become stable (variance/stability.py); total_steps and lr_warmup_steps of the run sharpen it.
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.

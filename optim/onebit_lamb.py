@@ -24,23 +24,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from thinwire.comm.kept_sums import KeptSums
+from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, DEFAULT_BUCKET, round_up
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
-from thinwire.optim.freezing import FreezingOptimizer
-from thinwire.optim.hyperparameters import adam_defaults
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
+from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.optimizer import NonFinite
+from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.segments import TensorSegments, tensor_segments
+from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.lamb_math import LambHyper
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
-from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.schedule import StepPlan, Wire
-from thinwire.optim.segments import TensorSegments, tensor_segments
-from thinwire.optim.state import Replicated, Residual, Scratch
+from thinwire.optim.variance.freezing import FreezingOptimizer
 
 
 @dataclass(slots=True)

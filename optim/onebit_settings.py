@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from thinwire.optim.scales import Scales
+from thinwire.optim.engine.scales import Scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group, Relaying
-from thinwire.comm.texts import gather_texts
-from thinwire.optim.optimizer import FlatOptimizer
-from thinwire.optim.schedule import Wire
-from thinwire.optim.state import slots
+from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.schedule import Wire
+from thinwire.optim.engine.state import slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.hyperparameters import adam_defaults
+from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.optimizer import NonFinite
+from thinwire.optim.engine.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.local_steps import (
     Round,
     ZeroOneAdamState,
@@ -43,11 +45,9 @@ from thinwire.optim.local_steps import (
     propose_,
     receive_,
 )
-from thinwire.optim.optimizer import NonFinite
 from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.sparse_variance import SparseVarianceOptimizer
-from thinwire.optim.variance_freeze import VarianceFreeze
+from thinwire.optim.variance.freeze_step import VarianceFreeze
+from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
-    the rates that come; total_steps of the run sharpens it (optim.variance_freeze).
+    the rates that come; total_steps of the run sharpens it (optim.variance.freeze_step).
     var_update_scaler: updates of the variance until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
     fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import inf
 
-from thinwire.optim.scales import Scales
+from thinwire.optim.engine.scales import Scales
 
 
 class Fresh(StrEnum):

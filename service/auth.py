@@ -24,8 +24,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from thinwire.contract.files import private_folder, write_private
 from thinwire.service.errors import Forbidden, ServiceError, Unauthorized, Unavailable, error_response
-from thinwire.service.files import private_folder, write_private
 
 logger = logging.getLogger(__name__)
 

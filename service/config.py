@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from thinwire.workers.reports import LEASE_S
+from thinwire.contract.reports import LEASE_S
 
 
 def default_home() -> Path:

@@ -12,11 +12,11 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
+from thinwire.contract.files import private_folder
 from thinwire.service import errors
 from thinwire.service.auth import Guard, operator, operator_token
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
-from thinwire.service.files import private_folder
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository

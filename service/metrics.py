@@ -1,4 +1,4 @@
-"""The service's own metrics, in a registry of their own. Those of the workers are in thinwire.workers.metric_names."""
+"""The service's own metrics, in a registry of their own. Those of the workers are in thinwire.contract.metric_names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thinwire.service.jobs.states import JobState
+from thinwire.contract.states import JobState
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from thinwire.contract.jobs import Problem
 from thinwire.service.allowed import Schema, allowed, branches, resolve
-from thinwire.service.jobs.schemas import Problem
 
 LONGEST_VALUE = 200
 """Characters of a refused value that are shown back."""

@@ -21,10 +21,10 @@ from types import FrameType
 
 import uvicorn
 
+from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.service.auth import TokenFileError
 from thinwire.service.config import Settings
 from thinwire.service.db import DatabaseUnusable
-from thinwire.service.files import private_folder, unusable_home, write_private
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.launch.registry import make_launcher
 from thinwire.service.main import ControlPlane, create_app

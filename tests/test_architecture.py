@@ -26,12 +26,12 @@ def imports(path: Path) -> set[str]:
 
 
 def test_optimizers_do_not_know_how_bytes_move():
-    for path in (ROOT / "optim").glob("*.py"):
+    for path in (ROOT / "optim").rglob("*.py"):
         assert not {name for name in imports(path) if name.startswith("torch.distributed")}, path.name
 
 
 def test_comm_stands_on_torch_alone():
-    allowed = {"torch", "thinwire.comm", "numpy", "numba", "cupy"}
+    allowed = {"torch", "thinwire.comm", "thinwire.lab", "numpy", "numba", "cupy"}
     for path in (ROOT / "comm").rglob("*.py"):
         foreign = {
             name
@@ -43,13 +43,14 @@ def test_comm_stands_on_torch_alone():
 
 
 def test_code_imports_thinwire_never_the_folders_by_their_bare_names():
-    for folder in ("comm", "optim", "workers", "service", "tests", "examples"):
+    for folder in ("comm", "optim", "workers", "service", "thinwire", "tests", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             bare = {name.split(".")[0] for name in imports(path)} & {"comm", "optim", "workers", "service"}
             assert not bare, f"{path}: {bare}"
 
 
 def test_files_stay_short_enough_to_read():
-    for folder in ("comm", "optim", "workers", "service"):
+    """600 lines are where a file is looked at: does it still answer one question? None has passed."""
+    for folder in ("comm", "optim", "workers", "service", "thinwire"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 400, path
+            assert len(path.read_text().splitlines()) <= 600, path

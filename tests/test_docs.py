@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.service.cli import app
-from thinwire.service.commands import installed_commands
+from thinwire.cli.commands import installed_commands
+from thinwire.cli.main import app
+from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
 from thinwire.service.metrics import ServiceMetrics
-from thinwire.workers.metric_names import METRICS
-from thinwire.workers.wire_meter import WIRE_INTERFACE_VARIABLE
+from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (

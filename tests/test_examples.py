@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.workers.small_job import run_small
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

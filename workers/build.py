@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.bucket_choice import kept_bucket
@@ -20,7 +21,6 @@ from thinwire.workers.data.corpus import DataError
 from thinwire.workers.data.load import load
 from thinwire.workers.recipes import REGISTRY as RECIPES
 from thinwire.workers.replicas import ranks_that_differ
-from thinwire.workers.spec import TrainSpec
 
 
 @dataclass(frozen=True, slots=True)

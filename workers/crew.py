@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm import PeerLost, SoloGroup, TorchGroup
+from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
-from thinwire.comm.roll import Lost
 from thinwire.workers.membership import GenerationOver, JoinTimeout, Member, Seat, Standing, StoreTimeout
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class ElasticCrew:
 
 
 class MemberRoll:
-    """Which ranks of a generation are gone, as the membership says: at once, and alike on all. A comm.roll.Caller."""
+    """Which ranks of a generation are gone, as the membership says: at once and alike on all.."""
 
     look_s = 0.05
 

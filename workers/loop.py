@@ -11,21 +11,21 @@ import torch
 from pydantic import JsonValue
 
 from thinwire.comm import PeerLost, SoloGroup
-from thinwire.optim.health import health
+from thinwire.contract.reports import Health
+from thinwire.contract.spec import TrainSpec
+from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import hand_over
-from thinwire.workers import history, report
 from thinwire.workers.build import Training, build, rehearse
 from thinwire.workers.crew import Crew, Stop
 from thinwire.workers.membership import Dismissed
-from thinwire.workers.meter import Meter
 from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
-from thinwire.workers.reporter import Reporter
-from thinwire.workers.reports import Health
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
-from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import evaluate, train_step
-from thinwire.workers.step_log import StepLog
+from thinwire.workers.telemetry import history, report
+from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thinwire.workers.report import SUMMARY_NAME
-from thinwire.workers.reports import ATTEMPT_NAME, Failure, WantedWorkers
-from thinwire.workers.spec import TrainSpec, Workers
-from thinwire.workers.waiting import WaitingTeller
+from thinwire.contract.reports import ATTEMPT_NAME, Failure, WantedWorkers
+from thinwire.contract.spec import TrainSpec, Workers
+from thinwire.workers.telemetry.report import SUMMARY_NAME
+from thinwire.workers.telemetry.waiting import WaitingTeller
 from thinwire.workers.wanted import WantedFollower, wanted_workers
 from thinwire.workers.worker import ADOPT_S, FAILURE_NAME, failure_of, train_worker, write_failure
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.comm.texts import gather_texts
 from thinwire.optim.regroup import Regrouped, regroup
 from thinwire.workers.bucket_choice import kept_bucket
 from thinwire.workers.build import Training, refuse_other_data

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.comm.protocol import Group
 from thinwire.optim import FlatOptimizer
-from thinwire.optim.state import replicated
+from thinwire.optim.engine.state import replicated
 
 
 def replicas_bit_equal(optimizer: FlatOptimizer[Any], group: Group) -> bool:

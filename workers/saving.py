@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from thinwire.comm.protocol import Group
+from thinwire.contract.spec import Checkpoint
 from thinwire.workers.build import Training
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.checkpoints.job_state import collect, restored
-from thinwire.workers.meter import Meter
 from thinwire.workers.replicas import replicas_bit_equal
-from thinwire.workers.reporter import Reporter
-from thinwire.workers.spec import Checkpoint
+from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
 from thinwire.workers.data.masked import IGNORED
-from thinwire.workers.meter import Meter
+from thinwire.workers.telemetry.meter import Meter
 
 EVALUATION_SAMPLES = 32
 """Samples evaluated at a time, so that memory does not grow with the validation set."""

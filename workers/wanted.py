@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from thinwire.workers.reports import WANTED_NAME, WantedWorkers
-from thinwire.workers.spec import Workers
+from thinwire.contract.reports import WANTED_NAME, WantedWorkers
+from thinwire.contract.spec import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from thinwire.workers.reports import Failure
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.reports import Failure
+from thinwire.contract.spec import TrainSpec
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +41,11 @@ def train_worker(config: dict[str, Any]) -> None:
     import ray.util
 
     from thinwire.comm import PeerLost
-    from thinwire.workers import report
     from thinwire.workers.crew import RunEnded
     from thinwire.workers.loop import Run, train
     from thinwire.workers.membership import MembershipError
-    from thinwire.workers.reporter import RunSuperseded, ServiceReporter
+    from thinwire.workers.telemetry import report
+    from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)

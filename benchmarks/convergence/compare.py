@@ -9,8 +9,8 @@ from statistics import fmean
 from benchmarks.convergence.paired import Interval, Verdict, interval, judge
 from benchmarks.convergence.results import Result
 from benchmarks.convergence.study import METHODS, NUM_WORKERS, TASKS, Metric, pairs_of
-from thinwire.workers.report import ring_bytes
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.telemetry.report import ring_bytes
 
 FP32_BYTES = 4
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from benchmarks.convergence.study import Case
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
 
 
 class ResultError(Exception):

@@ -16,12 +16,12 @@ from benchmarks.convergence.results import Point, Result
 from benchmarks.convergence.study import ROOT, TASKS, Case, Metric
 from benchmarks.convergence.turns import Turns, run_in_turns
 from thinwire.comm import NonFiniteInput
+from thinwire.contract.spec import TrainSpec
 from thinwire.workers.build import Training, build
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.meter import Meter
 from thinwire.workers.replicas import replicas_bit_equal
-from thinwire.workers.spec import TrainSpec
 from thinwire.workers.step import accuracy, evaluate, train_step
+from thinwire.workers.telemetry.meter import Meter
 
 THINNED = 10
 """Training losses are kept as means over so many steps."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path("tests/data/tinyshakespeare.txt")

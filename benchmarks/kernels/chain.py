@@ -10,7 +10,7 @@ from thinwire.comm.layout import VectorLayout
 
 
 class Chain:
-    """Buffers of one vector. Errors are stored, as comm/error_feedback.py has them."""
+    """Buffers of one vector. Errors are stored, as comm/exchange/error_feedback.py has them."""
 
     def __init__(self, numel: int, num_rows: int, random: torch.Generator) -> None:
         self._layout = VectorLayout.single(numel)

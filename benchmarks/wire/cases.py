@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.workers.spec import GptRecipe
+from thinwire.contract.spec import GptRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GOODPUT = 0.957

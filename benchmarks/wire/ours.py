@@ -17,11 +17,11 @@ from benchmarks.wire.methods import Setting, forward_backward
 from benchmarks.wire.watched import watch_group, watch_reducer
 from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.group import TorchGroup
+from thinwire.comm.exchange.plain import CompressedAllReduce
+from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
-from thinwire.comm.reduce import CompressedAllReduce
 from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.flat import FlatSpace
+from thinwire.optim.engine.flat import FlatSpace
 
 LR = 1e-4
 BETA1, EPS = 0.9, 1e-8
@@ -171,7 +171,7 @@ class ZeroOne(Optimized):
 class Chain:
     """1-bit Adam under a fixed variance as a chain of torch operations: what is obvious, and what DeepSpeed does.
 
-    m_i <- beta1 m + (1 - beta1) g_i;  m <- compressed mean of m_i, by comm/reduce.py;  x <- x - lr m / (sqrt(v) + eps)
+    m_i <- beta1 m + (1 - beta1) g_i;  m <- compressed mean of m_i (exchange/plain.py); x <- x - lr m / (sqrt(v) + eps)
     Kinder than DeepSpeed in one thing: scales are in the rows of the signs, two collectives instead of four.
     """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 
+from thinwire.contract.jobs import Problem
+from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.service.errors import InvalidRequest
-from thinwire.service.jobs.schemas import Problem
-from thinwire.workers.spec import TextFile, TextRecipe, TrainSpec
 
 
 def check_data(spec: TrainSpec) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.service.jobs.states import JobState
+from thinwire.contract.reports import Failure
+from thinwire.contract.states import JobState
 from thinwire.service.launch.protocol import LaunchState, LaunchStatus
-from thinwire.workers.reports import Failure
 
 ABSENT_POLLS = 3
 """Consecutive polls that must say ABSENT before a run is given up for lost."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from thinwire.contract.states import JobState
 from thinwire.service.errors import Conflict, NotFound
-from thinwire.service.jobs.states import JobState
 
 
 class JobNotFound(NotFound):

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, JsonValue
 
+from thinwire.contract.jobs import WaitingForWorkers
+from thinwire.contract.reports import Event
+from thinwire.contract.states import JobState
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.schemas import WaitingForWorkers
-from thinwire.service.jobs.states import JobState
-from thinwire.workers.reports import Event
 
 WAITING = "waiting_for_workers"
 KINDS = frozenset({"regrouped", "resized", "resumed", WAITING})

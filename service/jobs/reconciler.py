@@ -15,6 +15,8 @@ from collections.abc import Callable
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
+from thinwire.contract.reports import Failure
+from thinwire.contract.states import JobState
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.jobs.decide import (
@@ -34,11 +36,9 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.resize import wanted_workers, write_wanted
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import job_json, transition
 from thinwire.service.jobs.views import submission_id
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, LaunchStatus
-from thinwire.workers.reports import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Session
 
+from thinwire.contract.states import TERMINAL, JobState
 from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow
-from thinwire.service.jobs.states import TERMINAL, JobState
 
 
 class JobRepository:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from sqlalchemy.orm import Session
 
+from thinwire.contract.jobs import Problem, TakesEffect, WorkersChange
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.spec import Workers
+from thinwire.contract.states import JobState
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.errors import JobOver
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.schemas import Problem, TakesEffect, WorkersChange
-from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import last_step
-from thinwire.workers.reports import WantedWorkers
-from thinwire.workers.spec import Workers
 
 RESIZE_REQUESTED = "resize_requested"
 

@@ -6,6 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
+from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs, TargetGroup
+from thinwire.contract.reports import Telemetry, WorkerRegistration
+from thinwire.contract.spec import TrainSpec
+from thinwire.contract.states import JobState
 from thinwire.service.auth import job_or_operator, operator
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -17,12 +21,8 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver, StaleAttempt
-from thinwire.service.jobs.schemas import History, Job, JobChange, JobList, Logs, TargetGroup
 from thinwire.service.jobs.service import JobService
-from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.worker_reports import WorkerReports
-from thinwire.workers.reports import Telemetry, WorkerRegistration
-from thinwire.workers.spec import TrainSpec
 
 _ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
 LARGEST_OFFSET = 2**53 - 1

@@ -1,6 +1,6 @@
 """A job's run folder, seen from the service: what it writes before it submits, and what it reads when a run is over.
 
-The layout is the contract in thinwire.workers.reports. job.json is written last, so its presence means that the
+The layout is the contract in thinwire.contract.reports. job.json is written last, so its presence means that the
 rest is there.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.types import JsonValue
 
+from thinwire.contract.files import private_folder, write_private
+from thinwire.contract.reports import WANTED_NAME, Failure, WantedWorkers
 from thinwire.service.auth import token_hash
-from thinwire.service.files import private_folder, write_private
-from thinwire.workers.reports import WANTED_NAME, Failure, WantedWorkers
 
 logger = logging.getLogger(__name__)
 

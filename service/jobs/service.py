@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs
+from thinwire.contract.reports import Sample
+from thinwire.contract.spec import TrainSpec
+from thinwire.contract.states import JobState
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import Unavailable
@@ -23,13 +27,9 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.resize import resize, wanted_workers, write_wanted
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.schemas import History, Job, JobChange, JobList, Logs
-from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import job_json, record, transition
 from thinwire.service.jobs.views import event_view, job_view, submission_id
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
-from thinwire.workers.reports import Sample
-from thinwire.workers.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from thinwire.contract.states import JobState
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.states import JobState
 
 
 def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from thinwire.contract.jobs import Job, Wanted
+from thinwire.contract.reports import Event, Sample
+from thinwire.contract.spec import TrainSpec
+from thinwire.contract.states import JobState
 from thinwire.service.jobs.membership import membership_now
 from thinwire.service.jobs.models import EventRow, JobRow
 from thinwire.service.jobs.resize import takes_effect, wanted_workers
-from thinwire.service.jobs.schemas import Job, Wanted
-from thinwire.service.jobs.states import JobState
-from thinwire.workers.reports import Event, Sample
-from thinwire.workers.spec import TrainSpec
 
 
 def submission_id(job_id: str, attempt: int) -> str:

@@ -14,16 +14,16 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from thinwire.contract.jobs import Problem, TargetGroup
+from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
+from thinwire.contract.states import JobState
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.errors import JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.membership import newest_membership
 from thinwire.service.jobs.models import JobRow, LeaseRow
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.schemas import Problem, TargetGroup
-from thinwire.service.jobs.states import JobState
 from thinwire.service.jobs.transitions import transition
-from thinwire.workers.reports import Sample, Telemetry, WorkerRegistration
 
 logger = logging.getLogger(__name__)
 

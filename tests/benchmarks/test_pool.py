@@ -8,7 +8,7 @@ import pytest
 from benchmarks.convergence.pool import Finished, Progress, WorkerFailed, run_all
 from benchmarks.convergence.provenance import Provenance
 from benchmarks.convergence.study import Case, case
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
 
 NOWHERE = Provenance("none", {}, {})
 

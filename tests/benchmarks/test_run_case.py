@@ -12,8 +12,8 @@ from benchmarks.convergence.provenance import Provenance
 from benchmarks.convergence.run_case import run_case
 from benchmarks.convergence.study import TASKS, Case, Metric, case
 from benchmarks.convergence.turns import run_in_turns
-from thinwire.workers.report import ring_bytes
-from thinwire.workers.spec import TrainSpec
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.telemetry.report import ring_bytes
 
 NOWHERE = Provenance("none", {}, {})
 STEPS = 6

@@ -9,7 +9,7 @@ from benchmarks.wire.measure import CaseFailed, sittings_of
 from benchmarks.wire.methods import BASELINE, METHODS, STANDARD
 from benchmarks.wire.net import NetError
 from benchmarks.wire.results import ResultError, finished, path_of, read, write
-from thinwire.workers import bench_cli
+from thinwire.cli import bench as bench_cli
 
 from .wire_made_up import a_case, made_up
 

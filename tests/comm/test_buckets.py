@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.comm.test_reduce import LAYOUT
+from tests.comm.exchange.test_plain import LAYOUT
 from thinwire.comm.layout import DEFAULT_BUCKET, Bucket, Buckets, VectorLayout
 
 

@@ -13,12 +13,12 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.workers.reports import Event, Failure, Sample
-from thinwire.workers.service_client import ServiceUnavailable, Superseded
-from thinwire.workers.telemetry import Heartbeat, Poster, ServiceClient, WorkerMetrics
+from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
+from thinwire.workers.telemetry.service_client import ServiceUnavailable, Superseded
 
 SPEC = {"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam"}}
 

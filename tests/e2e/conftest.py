@@ -53,7 +53,7 @@ class Server:
     def start(self) -> None:
         self.log = (self.home / "server.log").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "thinwire.service.cli", "serve"],
+            [sys.executable, "-m", "thinwire.cli.main", "serve"],
             env={**os.environ, "THINWIRE_HOME": str(self.home)},
             stdout=self.log,
             stderr=self.log,

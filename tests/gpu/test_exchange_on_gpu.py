@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from thinwire.comm import CompressedAllReduce, TorchGroup, run_threads
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.simulate import SimulatedErrors, compressed_mean
 from thinwire.optim import OneBitAdam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

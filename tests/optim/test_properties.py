@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.optim.literal import CLASSES, COMPRESSED, bits, literal, make, parameters_of, sync_steps
+from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, literal, make, parameters_of, sync_steps
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitLamb
-from thinwire.optim.state import replicated, slots
+from thinwire.optim.engine.state import replicated, slots
 from thinwire.optim.zero_one_settings import OURS
 
 SIZES = (1, 2, 3, 4, 8)

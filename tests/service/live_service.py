@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from control_plane_harness import Service, wait_until
 
+from tests.service.control_plane_harness import Service, wait_until
 from thinwire.service.launch.protocol import LaunchState
 
 SUMMARY: dict[str, Any] = {

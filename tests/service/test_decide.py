@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.contract.reports import Failure
+from thinwire.contract.states import JobState
 from thinwire.service.jobs.decide import (
     ABSENT_POLLS,
     LONGEST_REASON,
@@ -21,9 +23,7 @@ from thinwire.service.jobs.decide import (
     Wait,
     decide,
 )
-from thinwire.service.jobs.states import JobState
 from thinwire.service.launch.protocol import LaunchState, LaunchStatus
-from thinwire.workers.reports import Failure
 
 S, L = JobState, LaunchState
 ACTIVE = (S.PENDING, S.RUNNING)

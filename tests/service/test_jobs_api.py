@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane_harness import SERVICE_URL, Service, sample, spec
 
+from tests.service.control_plane_harness import SERVICE_URL, Service, sample, spec
+from thinwire.contract.spec import TrainSpec
 from thinwire.service.auth import token_hash
 from thinwire.service.launch.protocol import LaunchState
-from thinwire.workers.spec import TrainSpec
 
 
 def test_a_submission_is_accepted_with_its_location(service: Service) -> None:

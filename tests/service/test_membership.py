@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, sample
+
+from tests.service.control_plane_harness import Service, sample
 
 ELASTIC = {"min": 2, "max": 4}
 

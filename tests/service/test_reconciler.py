@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, sample
 
+from tests.service.control_plane_harness import Service, sample
 from thinwire.service.auth import token_hash
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus

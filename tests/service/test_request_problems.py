@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from thinwire.service.jobs.schemas import ErrorBody
+from tests.service.control_plane_harness import Service, spec
+from thinwire.contract.jobs import ErrorBody
+from thinwire.contract.spec import TextFile
 from thinwire.service.limits import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.data.windows import Windows, validation_windows
-from thinwire.workers.spec import TextFile
 
 ONEBIT = {"name": "onebit_adam"}
 FIELDS = st.sampled_from(

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, sample, spec
 
+from tests.service.control_plane_harness import Service, sample, spec
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.spec import TrainSpec
 from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.run_folder import RunFolder
 from thinwire.service.launch.protocol import LaunchState
-from thinwire.workers.reports import WantedWorkers
-from thinwire.workers.spec import TrainSpec
 
 ELASTIC = {"min": 2, "max": 4}
 

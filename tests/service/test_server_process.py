@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from control_plane_harness import spec, wait_until
 
+from tests.service.control_plane_harness import spec, wait_until
 from thinwire.service.config import Settings, default_home
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.server import ServeRefused, _bind, _url, serve

@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from control_plane_harness import Service, spec
 
+from tests.service.control_plane_harness import Service, spec
 from thinwire.service.auth import OPEN_PATHS, TokenFileError, operator_token
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, TestClient, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.service.control_plane_harness import Service, TestClient, wait_until
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.starter import LauncherStarter

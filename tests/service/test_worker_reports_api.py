@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from control_plane_harness import Service, sample
 
+from tests.service.control_plane_harness import Service, sample
+from thinwire.contract.reports import LEASE_S
 from thinwire.service.launch.protocol import LaunchState
-from thinwire.workers.reports import LEASE_S
 
 
 def _history(service: Service, job_id: str) -> Any:

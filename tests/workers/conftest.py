@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.stub_service import TOKEN, Service
-from thinwire.workers.service_client import ServiceClient
+from tests.workers.telemetry.stub_service import TOKEN, Service
+from thinwire.workers.telemetry.service_client import ServiceClient
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import uuid
 from pathlib import Path
 
 from tests.workers.small_job import SMALL, Recording
+from thinwire.contract.spec import TrainSpec
 from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
-from thinwire.workers.spec import TrainSpec
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.crew", "tests.workers.small_job"])
@@ -32,7 +32,7 @@ class Telling(Recording):
         self._slot, self._pause_s, self._run_dir, self.rank = slot, pause_s, run_dir, None
 
     def seated(self, group, device):
-        from thinwire.workers import history
+        from thinwire.workers.telemetry import history
 
         self.rank = group.rank
         if group.rank == 0 and self._history is None:
@@ -67,7 +67,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.crew import ElasticCrew, RunEnded
     from thinwire.workers.elastic.notice import heed_sigterm, told_to_leave
-    from thinwire.workers.report import write_report
+    from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
     torch.set_num_threads(1)

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from thinwire.comm import run_threads
-from thinwire.workers import history
+from thinwire.contract.spec import TrainSpec
 from thinwire.workers.crew import FixedCrew
 from thinwire.workers.loop import Run, train
-from thinwire.workers.reporter import Silent
-from thinwire.workers.spec import TrainSpec
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.reporter import Silent
 
 SMALL = {
     "name": "small",

@@ -7,8 +7,8 @@ import torch
 
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
+from thinwire.contract.spec import Optimizer
 from thinwire.workers.build import OPTIMIZERS, build, learning_rate
-from thinwire.workers.spec import Optimizer
 
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
 

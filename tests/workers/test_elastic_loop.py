@@ -8,9 +8,9 @@ import pytest
 
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.small_job import SMALL
-from thinwire.workers import history
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.membership import Limits
+from thinwire.workers.telemetry import history
 
 ADAM = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99], "warmup": 6}
 OPTIMIZERS = {

@@ -7,11 +7,11 @@ import torch
 
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost
-from thinwire.workers import history
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.report import ring_bytes, write_report
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.report import ring_bytes, write_report
 
 
 def saved(folder, step):

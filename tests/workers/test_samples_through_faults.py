@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.workers.fleet import Fleet, Plan, retained
+from tests.workers.gloo_workers import Fleet, Plan, retained
 from tests.workers.small_job import small_spec
-from thinwire.comm.faults import Fault, When
-from thinwire.workers import history
+from thinwire.comm.groups.faults import Fault, When
 from thinwire.workers.data.load import load
+from thinwire.workers.telemetry import history
 
 STEPS = 64
 BATCH = 7

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from thinwire.workers.reports import WANTED_NAME, WantedWorkers
-from thinwire.workers.spec import Workers
+from thinwire.contract.reports import WANTED_NAME, WantedWorkers
+from thinwire.contract.spec import Workers
 from thinwire.workers.wanted import WantedFollower, wanted_workers
 
 SPEC = Workers(min=1, max=3)

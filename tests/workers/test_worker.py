@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from thinwire.contract.reports import Failure
+from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers import main as driver
-from thinwire.workers.reports import Failure
-from thinwire.workers.spec import TrainSpec, Workers
 from thinwire.workers.worker import failure_of, write_failure
 
 

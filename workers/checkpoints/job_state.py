@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.optim.optimizer import FlatOptimizer
+from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.checkpoints.snapshot import Content
-from thinwire.workers.meter import Meter
+from thinwire.workers.telemetry.meter import Meter
 
 
 def collect(model: nn.Module, optimizer: FlatOptimizer[Any], meter: Meter) -> Content:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.workers.spec import PythonStdlib, TextFile
+from thinwire.contract.spec import PythonStdlib, TextFile
 
 MAX_STDLIB_BYTES = 16 * 2**20
 """The standard library is read in order of path up to here; a release that is larger loses its last files."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from thinwire.contract.spec import BertRecipe, Digits, GptRecipe, PythonStdlib, ResnetRecipe, TextFile, TrainSpec
 from thinwire.workers.data.batches import Data
 from thinwire.workers.data.corpus import load_corpus
 from thinwire.workers.data.digits import digit_images
 from thinwire.workers.data.masked import masked_bytes
 from thinwire.workers.data.windows import next_bytes
-from thinwire.workers.spec import BertRecipe, Digits, GptRecipe, PythonStdlib, ResnetRecipe, TextFile, TrainSpec
 
 
 def load(spec: TrainSpec) -> Data:

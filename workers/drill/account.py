@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from thinwire.contract.reports import Event, Sample
 from thinwire.workers.drill.killer import Kill
-from thinwire.workers.reports import Event, Sample
 
 
 @dataclass(frozen=True, slots=True)

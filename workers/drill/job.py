@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from thinwire.workers import history
-from thinwire.workers.event_log import EVENTS_NAME
-from thinwire.workers.history import HistoryError
-from thinwire.workers.reports import Event, Sample
+from thinwire.contract.reports import Event, Sample
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.event_log import EVENTS_NAME
+from thinwire.workers.telemetry.history import HistoryError
 
 STOP_S = 60.0
 

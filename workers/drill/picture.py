@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.contract.reports import Sample
 from thinwire.workers.drill.account import Account
 from thinwire.workers.drill.killer import Kill
-from thinwire.workers.reports import Sample
 
 
 def draw(

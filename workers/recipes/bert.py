@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.contract.spec import BertRecipe
 from thinwire.workers.data.masked import IGNORED, MASK
 from thinwire.workers.recipes.seeded import seeded_normal
-from thinwire.workers.spec import BertRecipe
 
 VOCABULARY = MASK + 1
 _TABLE_STD = 0.02

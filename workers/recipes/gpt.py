@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.contract.spec import GptRecipe
 from thinwire.workers.recipes.seeded import seeded_normal
-from thinwire.workers.spec import GptRecipe
 
 VOCABULARY = 256
 _INIT_STD = 0.02

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.contract.spec import ResnetRecipe
 from thinwire.workers.data.digits import CLASSES
 from thinwire.workers.recipes.seeded import seeded_normal
-from thinwire.workers.spec import ResnetRecipe
 
 _GROUPS = 8
 _HEAD_STD = 0.01

@@ -5,7 +5,7 @@
 DeepSpeed's files are imported as they are: runtime/fp16/onebit/{adam,lamb,zoadam}.py, runtime/comm/{nccl,utils}.py,
 runtime/compression/cupy.py, utils/torch.py. Around them stand, from this file: numpy for cupy, ranks that are threads
 for deepspeed.comm, a CPU for the accelerator, and an engine that has the one flag they set. `Tensor.float` gives
-float64 while they run. The problem and the format: tests/optim/deepspeed_traces.py.
+float64 while they run. The problem and the format: tests/optim/reference/deepspeed_traces.py.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, ZeroOneAdam
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.checkpoints.job_state import collect, restored
-from thinwire.workers.meter import Meter
+from thinwire.workers.telemetry.meter import Meter
 
 TOKEN = 7
 SIZES = (1, 2, 3, 4, 8)

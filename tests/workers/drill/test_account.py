@@ -2,9 +2,9 @@
 
 import pytest
 
+from thinwire.contract.reports import Event, Sample
 from thinwire.workers.drill.account import account
 from thinwire.workers.drill.killer import Kill, Killer
-from thinwire.workers.reports import Event, Sample
 
 
 def step(number, at, world_size=2, seconds=0.8, **more):

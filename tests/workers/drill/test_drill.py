@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_the_drill_kills_a_worker_and_the_last_line_is_its_figures(tmp_path):
-    command = [sys.executable, "-m", "thinwire.service.cli", "drill", "--workers", "2", "--kill-every", "15"]
+    command = [sys.executable, "-m", "thinwire.cli.main", "drill", "--workers", "2", "--kill-every", "15"]
     done = subprocess.run(
         [*command, "--minutes", "0.5", "--out", str(tmp_path), "--json"], capture_output=True, text=True, check=False
     )

@@ -1,0 +1,108 @@
+"""How is the mean in full taken bucket by bucket? For warm-up steps: a bucket is on the wire while backward goes on.
+
+    begin()    launch(0, x) ... launch(K-1, x)    finish()
+
+In place and uncompressed: after a failure x is undefined, and there is nothing to undo or to commit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.exchange.plain import gather_flags, non_finite
+from thinwire.comm.layout import Buckets
+from thinwire.comm.protocol import Group, Pending
+
+
+class FullMean:
+    """Means of vectors of one layout, one at a time. Every rank calls alike."""
+
+    def __init__(self, group: Group, buckets: Buckets, like: Tensor) -> None:
+        self._group = group
+        self._spans = buckets.spans
+        self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
+        self._peaks = list(self._peak_K.unbind())
+        self._own_peak, self._peak = self._peak_K.new_zeros(()), self._peak_K.new_zeros(())
+        self._size = self._peak_K.new_tensor(group.size)  # a Python number would become a tensor in every division
+        self._pending: list[Pending] = []
+        self._launched: list[Tensor] = []
+        self._error: CommError | None = None
+        self.is_open = False
+
+    @property
+    def num_launched(self) -> int:
+        """Buckets launched; the next one to launch is of this number."""
+        return len(self._launched)
+
+    def begin(self) -> None:
+        """Open a mean. Local. Raises: RuntimeError where one is open."""
+        if self.is_open:
+            raise RuntimeError("a mean is open: finish() or abandon() it before the next begin()")
+        self.is_open = True
+
+    def launch(self, k: int, x_N: Tensor) -> None:
+        """Start the mean of bucket k of x, in order. x: float[N], contiguous; bucket k belongs to it until finish().
+
+        Raises: RuntimeError, ValueError for a wrong call. A lost peer is told by finish().
+        """
+        if not self.is_open or k != len(self._launched):
+            raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
+        if x_N.shape != (self._spans[0][1],) or not x_N.is_contiguous():
+            raise ValueError(f"vector of {list(x_N.shape)}: must be contiguous, of {self._spans[0][1]} elements")
+        self._start(slice(*self._spans[k]), x_N)
+
+    def finish(self) -> None:
+        """Wait for all buckets, and divide. Waits for the device once.
+
+        Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then. No mean is open after it.
+        """
+        launched, self._launched = self._launched, []
+        complete = self.is_open and len(launched) == len(self._spans)
+        pending, self._pending = self._pending, []
+        error, self._error = self._error, None
+        self.is_open = False
+        torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
+        for k, one in enumerate(pending):
+            try:
+                one.wait()
+            except CommError as lost:
+                error = error or lost
+            if error is None and complete:  # while the next ones are on the wire
+                launched[k].div_(self._size)
+                torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
+        if error is not None:
+            raise error
+        if not complete:
+            raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
+        torch.amax(self._peak_K, 0, out=self._peak)
+        if not math.isfinite(float(self._peak)):
+            raise non_finite(gather_flags(self._group, torch.isfinite(self._own_peak)))
+
+    def abandon(self) -> None:
+        """End a mean that nobody will use; nothing happens where none is open. x is undefined.
+
+        Collective: buckets not launched yet are sent as NaN, so that a rank that waits in finish() gets NonFiniteInput
+        instead of waiting for ever. Raises: PeerLost.
+        """
+        if not self.is_open:
+            return
+        for start, stop in self._spans[len(self._launched) :]:
+            self._start(slice(0, stop - start), self._peak_K.new_full((stop - start,), torch.nan))
+        try:
+            self.finish()
+        except NonFiniteInput:
+            return
+
+    def _start(self, at: slice, x_N: Tensor) -> None:
+        x_b = x_N[at]
+        torch.linalg.vector_norm(x_b, torch.inf, out=self._peaks[len(self._launched)])
+        self._launched.append(x_b)
+        if self._error is None:
+            try:
+                self._pending.append(self._group.start_sum_(x_b))
+            except CommError as error:
+                self._error = error

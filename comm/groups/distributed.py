@@ -1,0 +1,281 @@
+"""Groups of processes: TorchGroup over torch.distributed (NCCL, gloo), and SoloGroup, a group of one.
+
+Bytes are counted here, where a collective is started.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch.optim imports it when the first optimizer is made. If a default group exists by then, default arguments of its
+# functions hold that group for good: destroy_process_group does not end gloo's threads, and the process may abort at
+# its end.
+import torch.distributed.nn.functional
+from torch import Tensor
+
+from thinwire.comm.errors import PeerLost
+from thinwire.comm.groups.failure_detector import Caller, Roll
+from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
+from thinwire.comm.protocol import Stats
+
+# torch 2.13 renames it and warns at the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_second_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+PIECE_ELEMENTS = 1 << 20
+"""What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
+
+
+class TorchGroup:
+    """A torch.distributed process group (None: the default one) as a Group."""
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, answer_s: float = 1.0, roll: Caller | None = None
+    ) -> None:
+        """answer_s: how long, after a failure, peers may take to say that they live (comm.groups.failure_detector).
+
+        roll: who tells which ranks are gone, where a service of the caller's knows; None: ranks ask one another.
+        """
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialised: call init_process_group first, or use SoloGroup()")
+        # Weak: a group that outlives its destruction keeps gloo's threads, and the process may abort at its end.
+        self._given = None if process_group is None else weakref.ref(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self.stats = Stats()
+        self._roll = roll or _roll_of(self._process_group(), self.rank, self.size)
+        self._answer_s = answer_s
+        self._second: TorchGroup | None = None
+        self.abandoned: list[dist.Work] = []
+        """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
+
+    def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
+        """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
+        self.start_all_to_all(out_nB, in_nB).wait()
+
+    def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
+        """out[i] <- in of rank i. Raises: PeerLost."""
+        self.start_all_gather(out_nB, in_B).wait()
+
+    def mean_(self, x: Tensor) -> None:
+        """X <- mean over ranks of x. Raises: PeerLost."""
+        self.stats.count("mean", all_reduce_bytes(x, self.size))
+        self._start("mean", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True)).wait()
+        x.div_(self.size)
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> None:
+        """X <- x of rank `src` of this group. Raises: PeerLost."""
+        self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
+        self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
+
+    def relay_(self, x: Tensor, path: Sequence[int]) -> None:
+        """X of all ranks on the path <- x of its first, from one to the next in pieces. Others return at once.
+
+        Each sends on what it has while it receives more, so that it takes about one transfer however many there are.
+        Not in the ledger, which knows collectives of all ranks only. Raises: PeerLost.
+        """
+        if self.rank not in path:
+            return
+        at = path.index(self.rank)
+        before, after = path[at - 1] if at else None, path[at + 1] if at + 1 < len(path) else None
+        sending = []
+        for piece in torch.split(x.view(-1), PIECE_ELEMENTS):
+            if before is not None:
+                self._start("relay", piece, partial(_receive, piece, before)).wait()
+            if after is not None:
+                self.stats.sent_bytes += piece.nbytes
+                self.stats.bytes_by_kind["relay"] += piece.nbytes
+                sending.append(self._start("relay", piece, partial(_send, piece, after)))
+        for pending in sending:
+            pending.wait()
+
+    def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> TorchPending:
+        """all_to_all in the background. Raises: PeerLost."""
+        _check_rows(out_nB, in_nB, self.size)
+        self.stats.count("all_to_all", all_to_all_bytes(in_nB, self.size))
+        return self._start(
+            "all_to_all", in_nB, lambda pg: dist.all_to_all_single(out_nB, in_nB, group=pg, async_op=True)
+        )
+
+    def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> TorchPending:
+        """all_gather in the background. Raises: PeerLost."""
+        _check_rows(out_nB, in_B.view(1, -1).expand(self.size, -1), self.size)
+        self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
+        return self._start(
+            "all_gather", in_B, lambda pg: _all_gather(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
+        )
+
+    def start_sum_(self, x: Tensor) -> TorchPending:
+        """X <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""
+        self.stats.count("sum", all_reduce_bytes(x, self.size))
+        return self._start("sum", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True))
+
+    def second_lane(self) -> TorchGroup:
+        """Another process group of the same ranks, with the same backend, time-out and `stats`.
+
+        Collective at its first call for a process group: all its ranks connect once more. Two lanes over gloo also
+        have threads of their own. Raises: PeerLost.
+        """
+        if self._second is None:
+            with self._peers("second_lane"):
+                lane = _second_process_group(self._process_group())
+            self._second = TorchGroup(lane, answer_s=self._answer_s, roll=self._roll)
+            self._second.stats, self._second.abandoned = self.stats, self.abandoned
+        return self._second
+
+    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+        """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
+
+        For all TorchGroups and lanes of this process group. Not collective. The process group itself stays, to be
+        destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
+        """
+        self._roll.leave(reason)
+        if "nccl" in dist.get_backend_config(self._process_group()):
+            self._process_group().abort()
+
+    def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
+        process_group = self._process_group()
+        if self._roll.left is not None:
+            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._roll.left}", self.rank)
+        with self._peers(collective):
+            return TorchPending(self, collective, start(process_group), x.device)
+
+    def _process_group(self) -> dist.ProcessGroup:
+        process_group = dist.group.WORLD if self._given is None else self._given()
+        if process_group is None:
+            raise ValueError("the process group of this TorchGroup was destroyed: make both again")
+        return process_group
+
+    @contextmanager
+    def _peers(self, collective: str) -> Iterator[None]:
+        # Shapes are checked before, so what torch raises here is the transport's: a peer is gone or silent.
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._roll.find_lost(self._answer_s).error(self.rank, self.size, collective, error) from error
+
+
+class TorchPending:
+    """A collective of torch.distributed that was started. On a GPU `wait` holds up the current stream, not the host."""
+
+    __slots__ = ("_collective", "_device", "_group", "_work")
+
+    def __init__(self, group: TorchGroup, collective: str, work: dist.Work, device: torch.device) -> None:
+        self._group, self._collective, self._device = group, collective, device
+        self._work: dist.Work | None = work
+
+    def wait(self) -> None:
+        """Block until the result is there; at once where it was waited for before. Raises: PeerLost."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None  # it holds connections, which would outlive the process group
+        self._group.abandoned.append(work)
+        with self._group._peers(self._collective):
+            # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
+            if self._device.type != "cpu":
+                work.wait()
+            elif not _done_within(work, self._group._roll.look_s):
+                self._wait_and_watch(work)
+        self._group.abandoned.remove(work)
+
+    def _wait_and_watch(self, work: dist.Work) -> None:
+        watch = self._group._roll.watch()
+        try:
+            while not _done_within(work, self._group._roll.look_s):
+                if watch.seen:
+                    raise RuntimeError("a peer has failed, so what this rank waits for will not come")
+        finally:
+            watch.stop()
+
+
+def _done_within(work: dist.Work, seconds: float) -> bool:
+    """Wait so long. Raises what the collective raised."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            work.wait()  # the collective's own error, which this one may not be
+            return True
+        return False
+    return True
+
+
+class SoloGroup(Blocking):
+    """One rank without a process group: every collective is the identity and sends nothing."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+    def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
+        """Out <- in."""
+        out_nB.copy_(in_nB)
+
+    def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
+        """out[0] <- in."""
+        out_nB.view(-1).copy_(in_B.view(-1))
+
+    def mean_(self, x: Tensor) -> None:
+        """X is its own mean."""
+
+    def sum_(self, x: Tensor) -> None:
+        """X is its own sum."""
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> None:
+        """X is already everywhere."""
+
+
+def _receive(x: Tensor, src: int, process_group: dist.ProcessGroup) -> dist.Work:
+    work = dist.irecv(x, group=process_group, group_src=src)
+    assert work is not None
+    return work
+
+
+def _send(x: Tensor, dst: int, process_group: dist.ProcessGroup) -> dist.Work:
+    work = dist.isend(x, group=process_group, group_dst=dst)
+    assert work is not None
+    return work
+
+
+def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:
+    for name, rows in (("out", out_nB), ("in", in_nB)):
+        if rows.dtype != torch.uint8 or rows.shape[0] != size:
+            raise ValueError(f"{name}: expected uint8[{size}, B], got {rows.dtype}{list(rows.shape)}")
+    if out_nB.shape != in_nB.shape:
+        raise ValueError(f"rows of {list(in_nB.shape)} bytes do not fit into {list(out_nB.shape)}")
+
+
+def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
+    known = _second_lanes.get(first)
+    lane = known() if known else None
+    if lane is None:
+        ranks = dist.get_process_group_ranks(first)
+        device = first._device_types[0]
+        timeout: timedelta = first._get_backend(device).options._timeout
+        # In the order of `first`, which sorting, the default, would lose; torch 2.11 may not have the argument.
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        # Local: ranks of the world outside of this group need not know of it.
+        lane = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
+        _second_lanes[first] = weakref.ref(lane)
+    return lane
+
+
+def _roll_of(process_group: dist.ProcessGroup, rank: int, size: int) -> Roll:
+    if process_group not in _rolls:
+        _rolls[process_group] = Roll(dist.distributed_c10d._get_process_group_store(process_group), rank, size)
+    return _rolls[process_group]

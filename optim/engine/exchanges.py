@@ -1,0 +1,162 @@
+"""What can a step send, bucket by bucket? The mean gradient, a sum with error feedback, or the momentum in one pass.
+
+Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by step(), and finished in step():
+
+    MeanGradient       g_N <- mean_i g_i                                             dense steps and warm-ups
+    CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     1-bit LAMB, first compressed steps
+    FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam
+
+What two compressed ones leave is taken from the reducer, by decode_ or descend_, then commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.layout import VectorLayout
+from thinwire.comm.protocol import BucketedReducer
+
+
+class Exchange(Protocol):
+    """One step's exchange. Every rank calls alike. After an error, and after abandon(), it is over and undone."""
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
+
+    def launch(self, k: int) -> None:
+        """Send bucket k; its part of the gradient is final and stays as it is. A lost peer is told by finish()."""
+
+    def finish(self) -> None:
+        """Wait for all K. Raises: PeerLost; NonFiniteInput, alike on every rank."""
+
+    def abandon(self) -> None:
+        """Undo what was launched. Collective. Raises: PeerLost."""
+
+
+Runs = Sequence[Tensor | None]
+"""Of each tensor: its gradient, float[elements], where it is not in g_N."""
+
+
+class LeftInPlace:
+    """Gradients that are read where backward left them: of tensors that stand alone in the layout, like g in type.
+
+    runs: of each tensor, those that were taken.
+    """
+
+    def __init__(self, layout: VectorLayout, g_N: Tensor) -> None:
+        self._alone = frozenset(layout.alone())
+        self._g_N = g_N
+        self._first, self._bytes = g_N.data_ptr(), g_N.nbytes
+        self.runs: list[Tensor | None] = [None] * len(layout.live)
+
+    def take(self, index: int, grad: Tensor) -> bool:
+        """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
+        if 0 <= grad.data_ptr() - self._first < self._bytes:
+            return False
+        if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
+            return False
+        if grad.device != self._g_N.device or not grad.is_contiguous():
+            return False
+        self.runs[index] = grad.view(-1)
+        return True
+
+
+class MeanGradient:
+    """G <- the mean over ranks, in full. After a failure, and after abandon(), g is undefined."""
+
+    def __init__(self, reduce: BucketedReducer, g_N: Tensor) -> None:
+        self._full = reduce.full
+        self._g_N = g_N
+        self._full.begin()
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """No: the mean takes the gradient's place in g."""
+        return False
+
+    def launch(self, k: int) -> None:
+        """Start the mean of bucket k."""
+        self._full.launch(k, self._g_N)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._full.finish()
+
+    def abandon(self) -> None:
+        """End it; nobody will use it."""
+        self._full.abandon()
+
+
+class CompressedSum:
+    """Z through the codec. form(k, slice, runs): writes bucket k of z, these elements, from gradients that are final.
+
+    z: float[N], its own until the commit. slot: modified; as before, to rounding, where it fails or is abandoned.
+    where: of tensors whose gradients form() reads where backward left them; without it all are in g.
+    """
+
+    def __init__(
+        self,
+        reduce: BucketedReducer,
+        slot: KeptSums,
+        z_N: Tensor,
+        form: Callable[[int, slice, Runs], None],
+        where: LeftInPlace | None = None,
+    ) -> None:
+        self._reduce = reduce
+        self._z_N = z_N
+        self._form = form
+        self._where = where
+        reduce.begin(slot)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Where form() can read it there."""
+        return self._where is not None and self._where.take(index, grad)
+
+    def launch(self, k: int) -> None:
+        """Form bucket k of z, encode it and send it."""
+        runs = () if self._where is None else self._where.runs
+        self._form(k, slice(*self._reduce.buckets.spans[k]), runs)
+        self._reduce.launch_sum(k, self._z_N)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()
+
+
+class FusedMomentum:
+    """The next momentum, formed from the rows of the last and from g in the pass that encodes it.
+
+    g: float[N], not to be written until the commit. beta1_K: of each bucket. slot: as in CompressedSum; its last result
+    is the momentum (has_momentum).
+    """
+
+    def __init__(self, reduce: BucketedReducer, slot: KeptSums, g_N: Tensor, beta1_K: Sequence[float]) -> None:
+        self._reduce = reduce
+        self._g_N = g_N
+        self._beta1_K = beta1_K
+        self._where = LeftInPlace(reduce.buckets.layout, g_N)
+        reduce.begin(slot)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Where the reducer can read it there."""
+        return self._where.take(index, grad)
+
+    def launch(self, k: int) -> None:
+        """Encode bucket k and send it."""
+        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k], self._where.runs)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()

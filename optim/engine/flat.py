@@ -1,0 +1,219 @@
+"""Parameters and gradients of a model as two flat vectors; the model's tensors become views into them.
+
+    p_N  |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
+
+Every tensor starts at a multiple of 8. Vectors (biases, norms: fewer than two dimensions) of a group are neighbours, so
+that they share scales; a matrix is a segment of its own. Vectors come first because gradients are sent from the end of
+the vector to its start: they are of all layers, so that backward has the last of them only at its end.
+
+The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot be a view of
+them: it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import BYTE, VectorLayout, round_up
+from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, labels, refuse_unfit_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it."""
+
+    param: Tensor
+    start: int
+    stop: int
+    label: str
+
+
+class FlatSpace:
+    """Flat parameters p_N and gradients g_N of parameter groups. Dead elements are zero and stay so.
+
+    Modifies the parameters: `param.data` and `param.grad` become views of the flat vectors, but for those in low
+    precision. Raises: ValueError, naming the parameter, before anything is modified.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        dtype = compute_dtype(param_groups)
+        self.tensors: list[FlatTensor] = []
+        self.spans: list[slice] = [slice(0)] * len(param_groups)
+        segments: list[tuple[int, int]] = []
+        at = 0
+        groups = list(zip(range(len(param_groups)), param_groups, labels(param_groups), strict=True))
+        for index, group, group_labels in sorted(groups, key=lambda item: any(map(_is_matrix, item[1]["params"]))):
+            group_start = at
+            named = zip(group["params"], group_labels, strict=True)
+            for param, label in sorted(named, key=lambda pair: _is_matrix(pair[0])):  # stable: vectors, then matrices
+                stop = round_up(at + param.numel(), BYTE)
+                joins = not _is_matrix(param) and at > group_start
+                segments.append((segments.pop()[0] if joins else at, stop))
+                self.tensors.append(FlatTensor(param, at, at + param.numel(), label))
+                at = stop
+            self.spans[index] = slice(group_start, at)
+        live = tuple((tensor.start, tensor.stop) for tensor in self.tensors)
+        self.layout = VectorLayout(at, live, tuple(segments))
+        self.p_N = torch.zeros(at, dtype=dtype, device=self.tensors[0].param.device)
+        self.g_N = torch.zeros_like(self.p_N)
+        self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
+        self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
+        self._dtypes = [tensor.param.dtype for tensor in self.tensors]
+        self._written: dict[int, tuple[int, int]] = {}
+        self.gather_gradients()
+        self.take_changes()
+
+    def views(self, vector_N: Tensor) -> list[Tensor]:
+        """The part of a flat vector that belongs to each of `tensors`, in the parameter's shape."""
+        return [vector_N[tensor.start : tensor.stop].view(tensor.param.shape) for tensor in self.tensors]
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where one parameter group ends and another begins."""
+        return sorted(span.start for span in self.spans)[1:]
+
+    @property
+    def has_master(self) -> bool:
+        """Are there parameters in low precision?"""
+        return bool(self._low)
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """P <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
+
+        Of a low-precision parameter only elements that are no longer the rounded master are taken, so that weights
+        which are swapped out and back leave the master as it was. What is written through `param.data` cannot be seen.
+        Does not wait for the device. Raises: ValueError for another dtype, shape or device; then nothing is taken.
+        """
+        for tensor, dtype, view in zip(self.tensors, self._dtypes, self._parameters, strict=True):
+            param = tensor.param
+            if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
+                raise ValueError(
+                    f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
+                    f"{param.dtype} {tuple(param.shape)} on {param.device}; move and convert the model first, then "
+                    "make the optimizer"
+                )
+        low = set(self._low)
+        for index, (tensor, view) in enumerate(zip(self.tensors, self._parameters, strict=True)):
+            param = tensor.param
+            if index not in low:
+                if param.data_ptr() != view.data_ptr():
+                    view.copy_(param)
+                    param.data = view
+            elif self._written.get(index) != _identity(param):
+                same = view.to(param.dtype) == param
+                view.copy_(torch.where(same, view, param.to(view.dtype)))
+                self._written[index] = _identity(param)
+
+    def doubt_parameters(self) -> None:
+        """Let take_changes look at every low-precision parameter, also at those written through `param.data`."""
+        self._written.clear()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Low-precision parameters <- their masters, rounded. Does not wait for the device."""
+        if self._low:
+            params = [self.tensors[i].param for i in self._low]
+            torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
+            self._written = {i: _identity(param) for i, param in zip(self._low, params, strict=True)}
+
+    def master(self) -> Tensor:
+        """The masters of low-precision parameters, one after another. A copy."""
+        return torch.cat([self._parameters[i].reshape(-1) for i in self._low])
+
+    @torch.no_grad()
+    def load_master(self, master: Tensor) -> None:
+        """Masters, and the parameters that are their rounded copies, <- what master() gave."""
+        masters = [self._parameters[i] for i in self._low]
+        for view, part in zip(masters, torch.split(master, [view.numel() for view in masters]), strict=True):
+            view.copy_(part.view(view.shape))
+        self.write_back()
+
+    def gather_gradients(self, done: Sequence[bool] = ()) -> None:
+        """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
+
+        done: which tensors' are there already, or are read elsewhere, and are left; none by default.
+        Raises: ValueError, naming the parameter; then nothing is modified.
+        """
+        self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
+
+    @torch.no_grad()
+    def take_gradients(self, indices: Sequence[int]) -> None:
+        """As gather_gradients, of these tensors. Raises: ValueError, naming the parameter."""
+        for i in indices:
+            grad = self.tensors[i].param.grad
+            if grad is not None:
+                refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
+        missing, into, foreign = [], [], []
+        for i in indices:
+            grad, view = self.tensors[i].param.grad, self._gradients[i]
+            if grad is None:
+                missing.append(view)
+            elif not _is_same(grad, view):
+                into.append(view)
+                foreign.append(grad)
+        if missing:
+            torch._foreach_zero_(missing)
+        if foreign:
+            torch._foreach_copy_(into, foreign)
+        self._show_gradients(indices)
+
+    def shows_gradient(self, index: int) -> bool:
+        """Is the tensor's gradient its part of g_N, or one in low precision, which never is?"""
+        tensor, view = self.tensors[index], self._gradients[index]
+        grad = tensor.param.grad
+        return grad is not None and (tensor.param.dtype != view.dtype or _is_same(grad, view))
+
+    def shorten_gradient(self, max_norm: float | None) -> None:
+        """G <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
+        if max_norm is not None:
+            factor = (max_norm / (torch.linalg.vector_norm(self.g_N) + 1e-6)).clamp_(max=1.0)
+            self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
+
+    def drop_gradients(self) -> None:
+        """Gradients <- None: what backward makes next is read in place, or copied once, in place of a zero and an add.
+
+        g_N keeps what it held, until take_gradients or gather_gradients have brought the next ones.
+        """
+        for tensor in self.tensors:
+            tensor.param.grad = None
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
+        self.g_N.zero_()
+        for i in self._low:
+            param = self.tensors[i].param
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+        self._show_gradients(range(len(self.tensors)))
+
+    def shapes(self) -> list[list[int]]:
+        """Shapes of the parameters in flat order: what a saved vector must have been made with."""
+        return [list(tensor.param.shape) for tensor in self.tensors]
+
+    def _show_gradients(self, indices: Sequence[int]) -> None:
+        """Backward adds into the flat gradient, where the parameter has its dtype."""
+        for i in indices:
+            param, view = self.tensors[i].param, self._gradients[i]
+            if param.dtype == view.dtype:
+                param.grad = view
+
+
+def _is_matrix(param: Tensor) -> bool:
+    return param.dim() >= 2
+
+
+def _is_same(grad: Tensor, view: Tensor) -> bool:
+    return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+
+def _identity(param: Tensor) -> tuple[int, int]:
+    """Changes when the parameter's memory is replaced, or written by anything but `.data`."""
+    return param.data_ptr(), param._version

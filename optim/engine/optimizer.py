@@ -1,0 +1,394 @@
+"""The torch.optim.Optimizer shell that all algorithms share: flat vectors, groups, steps, saving. No algorithm here.
+
+An algorithm gives three things: its state (`make_state`), what a step does (`plan`) and the step (`update`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.default import default_reducer, given_or_default
+from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.protocol import BucketedReducer, Group, Reducer
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine import saving
+from thinwire.optim.engine.agreement import describe, refuse_other_models
+from thinwire.optim.engine.exchanges import Exchange, MeanGradient
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.hyperparameters import check_adam_group, refuse_out_of_range
+from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.engine.overlap import Overlap
+from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.regroupable import Regroupable
+from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
+from thinwire.optim.engine.views import show_state
+
+logger = logging.getLogger(__name__)
+
+State = TypeVar("State")
+"""An algorithm's vectors: a dataclass whose fields declare their Kind."""
+
+NonFinite = Literal["raise", "skip"]
+"""What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
+
+
+class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
+    """An optimizer whose parameters, gradients and state are flat vectors.
+
+    params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
+    bfloat16 and float16, which get a master in float32 (optim.engine.flat).
+    max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
+    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
+    non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
+    overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
+    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
+    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+
+    Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
+    algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
+    the state_dict), evidence (what it found, such as elements floored at the freeze; saved, and shown in stats()),
+    begun (what `saved` was at first).
+    """
+
+    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
+    """What torch.optim calls the vectors that `state` shows, by field."""
+
+    _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        group: Group | None,
+        block: int = DEFAULT_BLOCK,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
+    ) -> None:
+        if max_grad_norm is not None:
+            refuse_out_of_range(("max_grad_norm", max_grad_norm, "above 0", max_grad_norm > 0))
+        if non_finite not in ("raise", "skip"):
+            raise ValueError(f'non_finite = {non_finite!r}: must be "raise" or "skip"')
+        if type(bucket_elements) is not int or bucket_elements < 1:
+            raise ValueError(
+                f"bucket_elements = {bucket_elements!r}: what is sent at a time, a whole number, at least 1"
+            )
+        super().__init__(params, defaults)
+        self.block = block
+        self.bucket_elements = bucket_elements
+        self.overlaps = overlap
+        self.max_grad_norm = max_grad_norm
+        self.non_finite = non_finite
+        self.steps_skipped = 0
+        self._scaled: bool | None = None  # not known before a step
+        self._step = torch.zeros(())
+        self.num_steps = 0
+        self.frozen_at: int | None = None
+        self._group = given_or_default(group)
+        self._lay_out()
+
+    @abstractmethod
+    def make_state(self) -> State:
+        """The algorithm's vectors, a dataclass whose fields declare their Kind."""
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with in `saved` and `evidence`; space, reduce and vectors are new."""
+
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors of self.space. Collective."""
+        space, most = self.space, self.bucket_elements
+        return default_reducer(group, space.layout, space.p_N, block, bucket_elements=most, cuts=space.cuts)
+
+    @abstractmethod
+    def plan(self, step: int) -> StepPlan:
+        """What step `step` (from 1) does, from saved integers alone."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
+        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
+
+        num_steps is still that of the step before. The gradient is this rank's own; where the plan has Wire.FULL the
+        algorithm calls mean_gradient_ for the common one.
+        """
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
+        check_adam_group(group)
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
+
+    def hyper(self, group: dict[str, Any], span: slice) -> Any:
+        """The hyperparameters of a group as they are now, with the slice that it owns; what `update` is given."""
+        beta1, beta2 = group["betas"]
+        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+    def group_at(self, position: int) -> dict[str, Any]:
+        """The parameter group that owns this element of the flat vectors."""
+        spans = zip(self.param_groups, self.space.spans, strict=True)
+        return next(group for group, span in spans if span.start <= position < span.stop)
+
+    def prepare_to_save(self) -> None:
+        """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """What this plan exchanges, opened, where the reducer has buckets; the mean gradient for most algorithms."""
+        assert self.bucketed is not None
+        return MeanGradient(self.bucketed, self.space.g_N)
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
+        if self._group.size == 1:
+            return "one rank sends nothing"
+        if self.bucketed is None:
+            return "this reducer has no buckets: it exchanges a vector as a whole"
+        if self._scaled is None:
+            return "the first step finds out whether a GradScaler calls it"
+        if self._scaled:
+            return "a GradScaler's gradients are divided by their scale in step()"
+        if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
+            return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
+        return None
+
+    def mean_gradient_(self) -> None:
+        """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
+        reduce, g_N = self.bucketed, self.space.g_N
+        if reduce is None:
+            self.reduce.full_(g_N)
+        else:
+            self.overlap.complete(lambda: MeanGradient(reduce, g_N))
+        self.space.shorten_gradient(self.max_grad_norm)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, those that were left out not counted; state[p]["step"] is the same number as a tensor."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        self._step.fill_(value)
+
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
+        return False
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self.plan(self.num_steps + 1).phase
+
+    @property
+    def skips_non_finite(self) -> bool:
+        """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
+        return self.non_finite == "skip" or bool(self._scaled)
+
+    @property
+    def at_sync(self) -> bool:
+        """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
+
+        Raises: PeerLost, and NonFiniteInput unless such steps are skipped, as they are under a torch.amp.GradScaler;
+        alike on every rank. Parameters, state and step count are then as before the call, bit for bit, error memory to
+        rounding; gradients are not. With overlap also RuntimeError, for gradients that were written after they had
+        been sent.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._step_once()
+        except BaseException:
+            forget_scaler(self)
+            raise
+        return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, a backward only adds to gradients: for all micro-steps but the last. Only overlap needs it."""
+        return self.overlap.suspended()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
+
+        Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap
+        all become None where set_to_none: a hook takes each when backward has made it, into the flat gradient or, for
+        a compressed step, where it is. And what a backward has sent that no step() followed is undone first: a
+        collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
+        Raises: PeerLost.
+        """
+        self.overlap.abandon()
+        if self.overlaps and set_to_none:
+            self.space.drop_gradients()
+        else:
+            self.space.zero_gradients(set_to_none)
+
+    def refresh_master(self) -> None:
+        """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
+
+        Other ways to change them (model.load_state_dict, param.copy_) are seen by the next step without it. Local.
+        """
+        self.space.doubt_parameters()
+        self.space.take_changes()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group before the first step: vectors and exchange are laid out anew. Collective, as the constructor.
+
+        Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
+        """
+        if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
+            super().add_param_group(param_group)
+            return
+        self.overlap.refuse_between("add_param_group")
+        if self.num_steps:
+            raise ValueError(
+                f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
+                "for the groups there are. Add it before the first step, or give all groups to the constructor"
+            )
+        before = dict(self.__dict__)
+        super().add_param_group(param_group)
+        try:
+            self._lay_out()
+        except (ValueError, CommError):
+            self.__dict__.update(before)
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copy and pickle: the copy would step the same parameters. Raises: TypeError."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it holds the model's own parameters and a group of "
+            "ranks. Keep state_dict(), and load it into an optimizer made for the other model"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group."""
+        return {
+            "phase": str(self.phase),
+            "num_steps": self.num_steps,
+            "frozen_at": self.frozen_at,
+            "sent_bytes": self.reduce.stats.sent_bytes,
+            "steps_skipped": self.steps_skipped,
+            **({"overlapped": self.overlap.told()} if self.overlaps else {}),
+            **self.evidence,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
+
+        Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
+
+        Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
+        bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
+        changed. RuntimeError where gradients are on their way (overlap).
+        """
+        self.overlap.refuse_between("state_dict")
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self.space.take_changes()
+        self.prepare_to_save()
+        self.space.write_back()
+        state_dict = saving.collect(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
+
+        Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
+        """
+        self.overlap.refuse_between("load_state_dict")
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saving.apply(self, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _lay_out(self) -> None:
+        """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
+        for param_group in self.param_groups:
+            self.check_group(param_group)
+        compute_dtype(self.param_groups)
+        self._refuse_other_models(self._group)
+        self.space = FlatSpace(self.param_groups)
+        self._connect()
+        self.reduce.broadcast_(self.space.p_N)
+        self.space.write_back()
+
+    def _refuse_other_models(self, group: Group) -> None:
+        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
+        device = self.param_groups[0]["params"][0].device
+        refuse_other_models(group, [header, *describe(self.param_groups)], device)
+
+    def _connect(self) -> None:
+        """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
+        self.reduce = self.make_reducer(self._group, self.block)
+        self.bucketed = self.reduce if isinstance(self.reduce, BucketedReducer) else None
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
+        self.vectors = self.make_state()
+        self.begin()
+        self.begun = copy.deepcopy(self.saved)
+        show_state(self.state, self.space, self.vectors, self.shown, self._step)
+        whole = ((0, self.space.layout.numel),)
+        spans = whole if self.bucketed is None else self.bucketed.buckets.spans
+        self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
+
+    def _begin_early(self) -> Exchange | str:
+        """What hooks of the backward that begins now may send, or why they may not."""
+        plan = self.plan(self.num_steps + 1)
+        return self.waits_for(plan) or self.begin_exchange(plan)
+
+    def _step_once(self) -> None:
+        try:
+            self._prepare_gradients()
+            plan = self.plan(self.num_steps + 1)
+            if plan.gradient is Wire.LOCAL:
+                self.space.shorten_gradient(self.max_grad_norm)
+            groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+            self.update(plan, groups)
+        except NonFiniteInput as error:
+            if not self.skips_non_finite:
+                raise
+            self.steps_skipped += 1
+            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            return
+        finally:
+            self.overlap.abandon()  # nothing is left of it, unless something was refused before the exchange was over
+        self.num_steps += 1
+        if self.at_sync:
+            self.handed_over = None
+        self.space.write_back()
+
+    def _prepare_gradients(self) -> None:
+        """Bring together what step() is given. Raises: ValueError, RuntimeError."""
+        self.space.take_changes()
+        scaled = is_scaled(self)
+        if scaled and self.overlap.exchange is not None:
+            self._scaled = True
+            raise RuntimeError(
+                "a GradScaler calls step() for the first time after gradients have been sent as they were, scaled: "
+                "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
+            )
+        self._scaled = scaled
+        if not scaled:
+            self.overlap.refuse_written()
+        self.space.gather_gradients(self.overlap.taken)
+        unscale_(self.space.g_N, self)

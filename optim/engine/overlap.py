@@ -1,0 +1,263 @@
+"""When is a bucket of gradients final, so that it can be sent while backward still runs?
+
+    backward   |...layer 3...|...layer 2...|...layer 1...|  step()
+    hooks            bucket 0      bucket 1     bucket 2    finish, update
+
+A hook on each parameter says when its gradient is final. A bucket is launched when those of all its parameters are,
+and strictly after the bucket before it, so that every rank sends in the same order whatever its timing. What no hook
+has launched (parameters without a gradient, algorithms that cannot send early) is launched in step().
+
+A hook cannot know whether step() follows. So overlap is asked for, no_sync() surrounds every backward but the last,
+and a backward whose step() never comes is undone when zero_grad() is called. All ranks must do so alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.comm.layout import Span
+from thinwire.optim.engine.exchanges import Exchange
+from thinwire.optim.engine.flat import FlatSpace
+
+
+@dataclass(slots=True)
+class _Round:
+    """From the first hook of a backward to its step(). exchange: None where nothing goes early.
+
+    ready: of each tensor, has backward made its gradient? taken: is it where the exchange reads it? arrived: those
+    that are ready and not taken; they are at the next launch, together.
+    """
+
+    exchange: Exchange | None
+    ready: list[bool]
+    taken: list[bool]
+    missing_K: list[int]
+    arrived: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    version: int = 0
+    """Of g_N when the last hook ended: another one in step() says that gradients were written since."""
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of tensors whose gradient is not in g_N but where backward left it: its place in memory, and its version."""
+
+
+logger = logging.getLogger(__name__)
+
+_owners = WeakTensorKeyDictionary()
+"""The Overlap that a parameter's hooks belong to, weakly: a new optimizer takes the parameters over."""
+
+
+class Overlap:
+    """The buckets of one optimizer's gradients, and the hooks that launch them.
+
+    spans: the buckets, in order of launch. begin: what the next step exchanges, or why that cannot go before step();
+    called by the first hook of a backward, held weakly. hooks: whether there are any; without them all is launched in
+    step().
+    """
+
+    def __init__(
+        self, space: FlatSpace, spans: Sequence[Span], begin: Callable[[], Exchange | str], *, hooks: bool
+    ) -> None:
+        self._in_backward = self._in_step = 0
+        self._waits_for: str | None = None
+        self._space = space
+        self._begin = weakref.WeakMethod(begin)  # an optimizer is to go when it is dropped, and its hooks with it
+        self.num_buckets = len(spans)
+        self._buckets = [
+            [k for k, (start, stop) in enumerate(spans) if start < tensor.stop and tensor.start < stop]
+            for tensor in space.tensors
+        ]
+        self._round: _Round | None = None
+        self._suspended = 0
+        self._handles: list[RemovableHandle] = []
+        for tensor in space.tensors:
+            owner = _owners.get(tensor.param)  # type: ignore[no-untyped-call]
+            if owner is not None and owner() is not None:
+                owner().close()
+        if hooks:
+            self._watch()
+
+    @property
+    def is_open(self) -> bool:
+        """Has a backward run that step() has not followed yet?"""
+        return self._round is not None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What hooks have begun to send; None where nothing went early."""
+        return None if self._round is None else self._round.exchange
+
+    @property
+    def taken(self) -> Sequence[bool]:
+        """Of each tensor: is its gradient where the exchange reads it already, and perhaps sent?"""
+        return () if self._round is None else self._round.taken
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, a backward only adds to the gradients."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+
+    def told(self) -> dict[str, Any]:
+        """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
+        return {
+            "buckets": self.num_buckets,
+            "in_backward": self._in_backward,
+            "in_step": self._in_step,
+            "waits_for": self._waits_for,
+        }
+
+    def refuse_between(self, call: str) -> None:
+        """Raises: RuntimeError where backward has begun to send and step() has not followed."""
+        if self.exchange is not None:
+            raise RuntimeError(
+                f"{call}() between backward and step(): gradients are on their way. Call it after step(), or after "
+                "zero_grad() to drop them"
+            )
+
+    def refuse_written(self) -> None:
+        """Raises: RuntimeError where gradients have been written since backward left them in g_N."""
+        here = self._round
+        if here is None:
+            return
+        shown = all(self._space.shows_gradient(i) for i, taken in enumerate(here.taken) if taken and i not in here.kept)
+        left = all(_identity(self._space.tensors[i].param.grad) == known for i, known in here.kept.items())
+        if not shown or not left or here.version != self._space.g_N._version:
+            raise RuntimeError(
+                "gradients were written between backward and step(), and with overlap they may have been sent before: "
+                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
+            )
+
+    def complete(self, begin: Callable[[], Exchange]) -> None:
+        """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
+
+        Raises: PeerLost, NonFiniteInput; then it is undone.
+        """
+        here, self._round = self._round, None
+        exchange, num_launched = None, 0
+        if here is not None:
+            exchange, num_launched = here.exchange, here.num_launched
+        exchange = exchange or begin()
+        for k in range(num_launched, self.num_buckets):
+            exchange.launch(k)
+        exchange.finish()
+        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
+
+    def abandon(self) -> None:
+        """Undo what hooks have sent, if anything. Collective where a backward has begun to send; all ranks alike.
+
+        Raises: PeerLost.
+        """
+        here, self._round = self._round, None
+        if here is not None and here.exchange is not None:
+            here.exchange.abandon()
+
+    def close(self) -> None:
+        """Remove the hooks: the parameters have another optimizer now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self) -> None:
+        mine = weakref.ref(self)  # hooks live as long as the parameter
+        for index, tensor in enumerate(self._space.tensors):
+            self._handles += [
+                tensor.param.register_hook(partial(_before, mine, index)),  # type: ignore[no-untyped-call]
+                tensor.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(_after, mine, index)
+                ),
+            ]
+            _owners[tensor.param] = mine
+
+    def _refuse_second(self, here: _Round, index: int) -> None:
+        if not any(t.param.grad is not None for t, ready in zip(self._space.tensors, here.ready, strict=True) if ready):
+            self.abandon()  # model.zero_grad() instead of the optimizer's: that batch was skipped
+            return
+        raise RuntimeError(
+            f"{self._space.tensors[index].label}: a second backward reached it before step(), and its gradient may "
+            "have been sent: call backward inside `with optimizer.no_sync():` for all micro-steps but the last, or "
+            "optimizer.zero_grad() to skip a batch, on every rank; reentrant checkpointing needs overlap=False"
+        )
+
+    def _after_accumulation(self, index: int) -> None:
+        if self._suspended:
+            return
+        here = self._round or self._open()
+        here.ready[index] = True
+        here.arrived.append(index)
+        for k in self._buckets[index]:
+            here.missing_K[k] -= 1
+        if here.exchange is None:
+            self._take_arrived(here)  # at once, so that backward's memory is free for the next
+        elif not here.missing_K[here.num_launched]:
+            self._launch_ready(here, here.exchange)
+        here.version = self._space.g_N._version
+
+    @torch.no_grad()
+    def _open(self) -> _Round:
+        begin = self._begin()
+        missing_K = [0] * self.num_buckets
+        for buckets in self._buckets:
+            for k in buckets:
+                missing_K[k] += 1
+        nothing = [False] * len(self._space.tensors)
+        self._round = _Round(None, nothing, nothing.copy(), missing_K)
+        found = "the optimizer is gone" if begin is None else begin()
+        waits_for = found if isinstance(found, str) else None
+        if waits_for is not None and waits_for != self._waits_for:
+            logger.info("not_overlapped reason=%s", waits_for)
+        self._waits_for = waits_for
+        self._round.exchange = None if isinstance(found, str) else found
+        return self._round
+
+    @torch.no_grad()
+    def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
+        while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
+            self._take_arrived(here)
+            exchange.launch(here.num_launched)
+            here.num_launched += 1
+
+    def _take_arrived(self, here: _Round) -> None:
+        """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
+        others = []
+        for index in here.arrived:
+            grad = self._space.tensors[index].param.grad
+            if here.exchange is not None and grad is not None and here.exchange.keeps(index, grad):
+                here.kept[index] = _identity(grad)
+            else:
+                others.append(index)
+            here.taken[index] = True
+        here.arrived.clear()
+        self._space.take_gradients(others)
+
+
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Changes when the gradient's memory is replaced or written."""
+    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
+
+
+def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
+    overlap = owner()
+    if overlap is not None:
+        here = overlap._round
+        if here is not None and here.ready[index]:
+            overlap._refuse_second(here, index)
+
+
+def _after(owner: weakref.ref[Overlap], index: int, param: Tensor) -> None:
+    overlap = owner()
+    if overlap is not None:
+        overlap._after_accumulation(index)

@@ -1,0 +1,176 @@
+"""What a state_dict holds, and whether one can be gone on from: all of it is looked at before anything is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.state import replicated, slots
+
+if TYPE_CHECKING:
+    from thinwire.optim.engine.optimizer import FlatOptimizer
+
+FORMAT = 3
+"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
+KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals")
+"""What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
+
+
+def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
+
+    Raises: PeerLost; then nothing has changed.
+    """
+    errors = slots(optimizer.vectors)
+    vectors = replicated(optimizer.vectors)  # before the error memory moves: a momentum may still be in received rows
+    residuals = {name: slot.residual() for name, slot in errors.items()}
+    optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
+    for name, slot in errors.items():
+        slot.restore(residuals[name])
+    return {
+        **plain(optimizer),
+        "vectors": {name: vector.clone() for name, vector in vectors.items()},
+        "residuals": residuals,
+        **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
+    }
+
+
+def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """What a state_dict holds beside vectors, copied."""
+    groups = optimizer.param_groups
+    return {
+        **_identity(optimizer),
+        "num_steps": optimizer.num_steps,
+        "frozen_at": optimizer.frozen_at,
+        "saved": copy.deepcopy(optimizer.saved),
+        "evidence": copy.deepcopy(optimizer.evidence),
+        "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
+    }
+
+
+def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> None:
+    """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed."""
+    loaded = _whole(state_dict, _identity(optimizer))
+    space, vectors, errors = optimizer.space, replicated(optimizer.vectors), slots(optimizer.vectors)
+    _refuse_other_counts(loaded)
+    _refuse_other_values("saved", loaded["saved"], optimizer.begun)
+    _refuse_other_values("evidence", loaded["evidence"], {})
+    _refuse_other_vectors("vectors", loaded["vectors"], vectors)
+    _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
+    _refuse_other_master(loaded, space)
+    groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
+    optimizer.check_saved(loaded["saved"])
+    for group in groups:
+        optimizer.check_group(group)
+    for group, merged in zip(optimizer.param_groups, groups, strict=True):
+        group.update(merged)
+    for name, vector in vectors.items():
+        vector.copy_(loaded["vectors"][name])
+    residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
+    optimizer.handed_over = residuals
+    for name, slot in errors.items():
+        slot.restore(residuals[name])
+    if space.has_master:
+        space.load_master(loaded["master"])
+    optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
+    optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
+
+
+def _identity(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """What a state_dict says of itself."""
+    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
+
+
+def _whole(state_dict: object, expected: Mapping[str, object]) -> dict[str, Any]:
+    """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
+    for key, value in expected.items():
+        if state_dict.get(key) != value:
+            raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
+    missing = [key for key in KEYS if key not in state_dict]
+    if missing:
+        raise ValueError(f"state_dict lacks {missing}: it is not whole; load another checkpoint")
+    return state_dict
+
+
+def _refuse_other_counts(state_dict: dict[str, Any]) -> None:
+    """num_steps and frozen_at are what they say. Raises: ValueError."""
+    num_steps, frozen_at = state_dict["num_steps"], state_dict["frozen_at"]
+    if type(num_steps) is not int or num_steps < 0:
+        raise ValueError(f"state_dict has num_steps = {num_steps!r}: must be a whole number, at least 0")
+    if frozen_at is not None and (type(frozen_at) is not int or not 1 <= frozen_at <= num_steps):
+        raise ValueError(f"state_dict has frozen_at = {frozen_at!r}: must be None or a step, from 1 to {num_steps}")
+
+
+def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of `mine` as they would be with the loaded hyperparameters: new dicts. Raises: ValueError."""
+    if not isinstance(theirs, list | tuple) or len(theirs) != len(mine):
+        found = len(theirs) if isinstance(theirs, list | tuple) else theirs
+        raise ValueError(f"state_dict has param_groups = {found}, this optimizer needs a list of {len(mine)}")
+    merged = []
+    for index, (saved, group) in enumerate(zip(theirs, mine, strict=True)):
+        what = f"param_groups[{index}]"
+        _refuse_other_values(what, saved, {})
+        _refuse_other_values(what, saved, {key: group[key] for key in group if key in saved and key != "params"})
+        missing = [key for key in group if key not in (*saved, "params", "param_names", "initial_lr")]
+        if missing:
+            raise ValueError(f"state_dict has {what} without {missing}: it is of another optimizer")
+        kept = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        merged.append({**group, **copy.deepcopy(kept)})
+    return merged
+
+
+def _refuse_other_vectors(what: str, theirs: object, mine: Mapping[str, Tensor]) -> None:
+    """The same names, each with a floating tensor of the same shape, in any precision. Raises: ValueError."""
+    if not isinstance(theirs, dict) or set(theirs) != set(mine):
+        names = sorted(map(str, theirs)) if isinstance(theirs, dict) else theirs
+        raise ValueError(f"state_dict has {what} {names}, this optimizer needs {sorted(mine)}")
+    for name, vector in mine.items():
+        other = theirs[name]
+        if not isinstance(other, Tensor) or not other.dtype.is_floating_point or other.shape != vector.shape:
+            found = f"{other.dtype} {list(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
+            raise ValueError(
+                f"state_dict has {what}[{name!r}] = {found}, this optimizer needs {vector.dtype} {list(vector.shape)}"
+            )
+
+
+def _refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> None:
+    """At least the same keys, with numbers for numbers and lists of the same length for lists. Raises: ValueError."""
+    if not isinstance(theirs, dict):
+        raise ValueError(f"state_dict has {what} = {theirs!r}: must be a dict")
+    for key, value in mine.items():
+        if value is None:
+            continue
+        other = theirs.get(key)
+        if isinstance(value, int | float):
+            same = isinstance(other, int | float | Tensor)  # torch.optim takes a learning rate as a tensor too
+        elif isinstance(value, list | tuple):
+            same = isinstance(other, list | tuple) and len(list(other)) == len(value)
+        else:
+            same = isinstance(other, type(value))
+        if not same:
+            raise ValueError(f"state_dict has {what}[{key!r}] = {other!r}, this optimizer needs one like {value!r}")
+
+
+def _refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
+    """A master on both sides or on neither, of the same size. Raises: ValueError."""
+    if not space.has_master:
+        if "master" in state_dict:
+            raise ValueError(
+                "state_dict has the float32 master of bfloat16 or float16 parameters, and this optimizer has no such "
+                "parameters: convert the model as the saved one was, then make the optimizer"
+            )
+        return
+    mine = space.master()
+    master = state_dict.get("master")
+    if master is None:
+        raise ValueError(
+            f"state_dict has no master, and this optimizer has {mine.numel()} bfloat16 or float16 elements that need "
+            "it: it was saved with float32 parameters; train in float32, with torch.autocast, or begin a new run"
+        )
+    _refuse_other_vectors("master", {"low": master}, {"low": mine})

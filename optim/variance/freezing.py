@@ -1,0 +1,244 @@
+"""What 1-bit Adam and 1-bit LAMB share: a dense warm-up that ends by count or by the automatic rule, and the freeze."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange.error_feedback import ErrorMemory
+from thinwire.comm.kernels.reference import Scale
+from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import adam_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
+from thinwire.optim.engine.scales import scaled_reducer
+from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
+from thinwire.optim.onebit_settings import OneBitSettings
+from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.stability import VarianceStability, Verdict, memory_steps
+
+logger = logging.getLogger(__name__)
+
+
+LARGE_CHANGE = 2
+"""Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
+
+
+class HasMoments(Protocol):
+    """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
+
+    v_N: Tensor
+    momentum_error: ErrorMemory
+
+    @property
+    def m_N(self) -> Tensor:
+        """The momentum."""
+
+
+FreezingState = TypeVar("FreezingState", bound=HasMoments)
+
+
+class FreezingOptimizer(FlatOptimizer[FreezingState]):
+    """A FlatOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
+
+    warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
+    when the variance has become stable (stability.py); total_steps and lr_warmup_steps of the run sharpen it.
+    After a large change of the global batch (set_global_batch) the warm-up begins again.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        warmup: int | Literal["auto"],
+        total_steps: int | None,
+        lr_warmup_steps: int | None,
+        settings: OneBitSettings,
+        group: Group | None,
+        block: int,
+        scale: Scale,
+        max_grad_norm: float | None,
+        non_finite: NonFinite,
+        overlap: bool,
+        bucket_elements: int,
+    ) -> None:
+        self.warmup = _checked_warmup(warmup, total_steps)
+        self.settings = settings
+        self.scale: Scale = scale
+        self.stability: VarianceStability | None = None
+        self._run_steps = (total_steps, lr_warmup_steps)
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
+        self.evidence["floored_elements"] = 0
+        if self.warmup == "auto":
+            self.stability = VarianceStability(self._beta2, *self._run_steps)
+
+    @abstractmethod
+    def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step of the algorithm: modify parameters and vectors, or raise a CommError and change nothing."""
+
+    def on_freeze(self, floored_N: Tensor, steps: int) -> None:
+        """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
+
+    def as_momentum_(self, residual_N: Tensor) -> None:
+        """Residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
+
+    @property
+    def warmup_from(self) -> int:
+        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
+        return int(self.saved.get("warmup_from", 0))
+
+    @property
+    def corrects_bias(self) -> bool:
+        """Whether this warm-up corrects m and v: where it begins again they are no longer biased towards zero."""
+        return self.settings.bias_correction and not self.warmup_from
+
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors, with scales as the settings say. Collective."""
+        return scaled_reducer(
+            self.settings.scales,
+            group,
+            self.space,
+            self.param_groups,
+            block,
+            self.scale,
+            self.bucket_elements,
+            shadow=self.shadow,
+        )
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of step `step`, counted from 1."""
+        plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at)
+        return plan if self.corrects_bias else replace(plan, bias_step=None)
+
+    def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
+        self.advance(plan, groups)
+        now = self.num_steps + 1
+        if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
+            return
+        v_N, layout = self.vectors.v_N, self.space.layout
+        if self.corrects_bias:
+            for h in groups:
+                adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
+        floored_N = torch.zeros_like(v_N, dtype=torch.bool)
+        if self.settings.floor:
+            floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        self.evidence["floored_elements"] = int(floored_N.sum())
+        self.frozen_at = now
+        self.on_freeze(floored_N, now)
+
+    @torch.no_grad()
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+
+        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
+        again: m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected, and is frozen
+        anew, by the automatic rule from there on or after min(warmup, 1 / (1 - beta2)) steps. The first call, and those
+        in warm-up, only note the size. Returns whether it began again. Collective where it does.
+        Raises: ValueError; PeerLost, and then nothing has changed.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
+        before = self.saved.get("global_batch", size)
+        if self.frozen_at is None or max(size, before) < LARGE_CHANGE * min(size, before):
+            if self.frozen_at is None or "global_batch" not in self.saved:
+                self.saved["global_batch"] = size
+            return False
+        self.overlap.refuse_between("set_global_batch")
+        s = self.vectors
+        m_N, residual_N = s.m_N, s.momentum_error.residual()
+        s.momentum_error.restore(torch.zeros_like(residual_N))
+        self.handed_over = None  # what was handed over is in m from here on
+        self.as_momentum_(residual_N)
+        m_N.add_(residual_N)
+        now, self.frozen_at = self.num_steps, None
+        self.saved.update(global_batch=size, warmup_from=now)
+        self.evidence.setdefault("rearmed", []).append([now, before, size])
+        self.evidence.pop("warmup_ended_by", None)
+        if self.stability is not None:
+            self.stability = self.stability.restarted(now)
+        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
+        return True
+
+    def prepare_to_save(self) -> None:
+        """Put the evidence of the automatic rule among the saved values."""
+        if self.stability is not None:
+            self.saved["stability"] = asdict(self.stability)
+
+    def plain_state(self) -> dict[str, Any]:
+        """As FlatOptimizer.plain_state, with the evidence of the automatic rule."""
+        self.prepare_to_save()
+        return super().plain_state()
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse evidence that the automatic rule cannot go on from. Raises: ValueError."""
+        evidence, known = saved.get("stability", {"beta2": 0.0}), {field.name for field in fields(VarianceStability)}
+        if not isinstance(evidence, dict) or "beta2" not in evidence or not set(evidence) <= known:
+            raise ValueError(f"state_dict has saved['stability'] = {evidence!r}, the rule needs {sorted(known)}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As FlatOptimizer.load_state_dict; the automatic rule goes on from its saved evidence."""
+        super().load_state_dict(state_dict)
+        if self.stability is not None and "stability" in self.saved:
+            self.stability = VarianceStability(**self.saved["stability"])
+
+    def stats(self) -> dict[str, Any]:
+        """As FlatOptimizer.stats; with the automatic rule also its ratios as [step, ratio] and why it ended warm-up."""
+        ratios = [] if self.stability is None else [list(pair) for pair in self.stability.evidence]
+        return {**super().stats(), **({"variance_ratios": ratios} if ratios else {})}
+
+    def _warmup_end(self) -> int | None:
+        """The last step of the warm-up; None where the automatic rule finds it."""
+        if self.warmup == "auto":
+            return None
+        if not self.warmup_from:
+            return self.warmup
+        return self.warmup_from + min(self.warmup, memory_steps(self._beta2))
+
+    @property
+    def _beta2(self) -> float:
+        return max(float(group["betas"][1]) for group in self.param_groups)
+
+    def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
+        """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""
+        if self.stability is None or not plan.update_variance:
+            return False
+        v_N = self.vectors.v_N
+        norm = sum(v_N[h.span].sum() / (1.0 if self.warmup_from else 1 - h.beta2**now) for h in groups)
+        verdict = self.stability.observe(now, float(norm), [h.lr for h in groups])
+        if verdict is None:
+            return False
+        self.evidence["warmup_ended_by"] = str(verdict)
+        ratio = self.stability.evidence[-1][1] if self.stability.evidence else None
+        level = logging.WARNING if verdict is Verdict.CAP else logging.INFO
+        logger.log(level, "warmup_ended step=%d by=%s ratio=%s window=%d", now, verdict, ratio, self.stability.window)
+        return True
+
+
+def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:
+    if warmup == "auto":
+        return "auto"
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+        raise ValueError(f'warmup = {warmup!r}: the number of uncompressed steps, at least 1, or "auto"')
+    if total_steps is not None and warmup >= total_steps:
+        raise ValueError(f"warmup = {warmup}: must be less than total_steps = {total_steps}, or nothing is compressed")
+    return warmup

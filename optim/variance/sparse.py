@@ -1,0 +1,207 @@
+"""The variance of 0/1 Adam in a run: updated at few steps, frozen at the end of the learning rate's warm-up.
+
+What an update means is in stale.py, when the freeze comes in freeze_step.py; here both meet steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.kernels.reference import Scale
+from thinwire.comm.layout import DEFAULT_BUCKET
+from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import adam_math
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
+from thinwire.optim.engine.scales import scaled_reducer
+from thinwire.optim.engine.schedule import StepPlan
+from thinwire.optim.variance.freeze_step import FEWEST_STEPS, VarianceFreeze, rose
+from thinwire.optim.variance.freezing import LARGE_CHANGE
+from thinwire.optim.variance.stale import StaleVariance
+from thinwire.optim.zero_one_settings import ZeroOneSettings
+
+logger = logging.getLogger(__name__)
+
+
+class HasDivisor(Protocol):
+    """A state with a variance, and with what steps are divided by, which is derived from it."""
+
+    v_N: Tensor
+    divisor_N: Tensor
+
+
+SparseState = TypeVar("SparseState", bound=HasDivisor)
+
+
+class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
+    """A FlatOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        settings: ZeroOneSettings,
+        freeze: VarianceFreeze,
+        group: Group | None,
+        block: int,
+        scale: Scale,
+        max_grad_norm: float | None,
+        non_finite: NonFinite,
+        overlap: bool = False,
+        bucket_elements: int = DEFAULT_BUCKET,
+    ) -> None:
+        self.settings = settings
+        self.freeze = freeze
+        self.scale: Scale = scale
+        super().__init__(
+            params,
+            defaults,
+            group=group,
+            block=block,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+            overlap=overlap,
+            bucket_elements=bucket_elements,
+        )
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
+        self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
+        layout = self.space.layout
+        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
+        self.saved |= {
+            "settings": self.settings.plain(),
+            "variance_updates": 0,
+            "last_lrs": [0.0] * len(self.param_groups),
+            "lr_rose_at": 0,
+        }
+        self.evidence["floored_elements"] = 0
+        self.derive_divisor(self._groups())
+
+    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+        """What exchanges the vectors, with scales as the settings say. Collective."""
+        return scaled_reducer(
+            self.settings.scales,
+            group,
+            self.space,
+            self.param_groups,
+            block,
+            self.scale,
+            self.bucket_elements,
+            shadow=self.shadow,
+        )
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """Why nothing can be sent before step(). The same on every rank."""
+        return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
+
+    def ends_warmup(self, step: int) -> bool:
+        """Is `step`, under the rates of now, the last one that may update the variance, or a later one?"""
+        if self.warmup_from:
+            return step >= self.freeze.second_end(self.warmup_from)
+        return self.freeze.reason(step, self._rose_at(step)) is not None
+
+    @property
+    def warmup_from(self) -> int:
+        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
+        return int(self.saved.get("warmup_from", 0))
+
+    @torch.no_grad()
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+
+        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
+        again: the round ends (prepare_to_save), v moves again at the steps of T_v, counted from here, and is frozen
+        anew (VarianceFreeze.second_end). Until then it has the weight of FEWEST_STEPS updates, so that new gradients
+        soon count; steps are divided by what they were. R waits in units of u, whatever v does. The first call, and
+        those in warm-up, only note the size, as do all with settings.gradient_stage. Returns whether it began again.
+        Collective where it does. Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+        if type(size) is not int or size < 1:
+            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
+        before = self.saved.get("global_batch", size)
+        fixed = self.frozen_at is None or self.settings.gradient_stage
+        if fixed or max(size, before) < LARGE_CHANGE * min(size, before):
+            if fixed or "global_batch" not in self.saved:
+                self.saved["global_batch"] = size
+            return False
+        self.prepare_to_save()
+        groups, now = self._groups(), self.num_steps
+        if self.settings.bias_correction:
+            for h in groups:
+                self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
+        self.frozen_at = None
+        self.saved.update(global_batch=size, warmup_from=now, variance_updates=FEWEST_STEPS)
+        self.evidence.setdefault("rearmed", []).append([now, before, size])
+        self.evidence.pop("warmup_ended_by", None)
+        self.derive_divisor(groups)
+        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
+        return True
+
+    @property
+    def updates_early(self) -> bool:
+        """Is the next update of v used in its own step?"""
+        return self.variance.is_early(self.saved["variance_updates"])
+
+    def update_variance(self, groups: Sequence[AdamHyper]) -> None:
+        """V from the mean gradient in g."""
+        v_N = self.vectors.v_N
+        for h in groups:
+            adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
+        self.saved["variance_updates"] += self.variance.counts(v_N, self.saved["variance_updates"])
+        self.derive_divisor(groups)
+
+    def derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
+        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
+        s, updates = self.vectors, self.saved["variance_updates"]
+        if self.frozen_at is None:
+            raised = self.variance.divisor_(s.divisor_N, s.v_N, groups, updates, coming_N)
+            self.evidence["floored_elements"] = raised
+        else:
+            self.variance.root_(s.divisor_N.copy_(s.v_N), groups)
+
+    def freeze_where_planned(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> bool:
+        """After a step: note its rates; where the plan ends the warm-up keep the variance as it is used, for good.
+
+        Returns whether it did. What steps are divided by stays the same.
+        """
+        now, updates = self.num_steps + 1, self.saved["variance_updates"]
+        self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self.rates()
+        if not (plan.freeze_variance and updates):
+            return False
+        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, groups, updates)
+        self.frozen_at = now
+        if self.warmup_from:
+            logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
+        elif reason := self.freeze.told(now, self.saved["lr_rose_at"], updates):
+            self.evidence["warmup_ended_by"] = str(reason)
+        return True
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse a run of other settings. Raises: ValueError."""
+        theirs, mine = saved["settings"], self.settings.plain()
+        if theirs != mine:
+            raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As FlatOptimizer.load_state_dict; the divisor is derived again."""
+        super().load_state_dict(state_dict)
+        self.derive_divisor(self._groups())
+
+    def rates(self) -> list[float]:
+        """The learning rates of the groups, as they are now."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def _groups(self) -> list[AdamHyper]:
+        return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+
+    def _rose_at(self, step: int) -> int:
+        """The last step, `step` with the rates of now included, at which a group's rate rose."""
+        return step if rose(self.rates(), self.saved["last_lrs"]) else int(self.saved["lr_rose_at"])

@@ -1,0 +1,360 @@
+"""The command line over a real service: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from rich.console import Console
+
+from tests.cli.command_line import Run
+from tests.service.control_plane_harness import sample, spec, wait_until
+from tests.service.live_service import SUMMARY, LiveService
+from thinwire.cli import commands, watch
+from thinwire.cli import main as cli
+from thinwire.cli.client import server_of
+from thinwire.cli.job_file import JobFileError, read_job_file
+from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.contract.spec import TrainSpec
+from thinwire.service.launch.protocol import LaunchState
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_submit_prints_the_id_alone_to_stdout(thinwire: Callable[..., Run], live: LiveService, job_file: Path) -> None:
+    run = thinwire("submit", str(job_file))
+    assert run.code == 0
+    assert live.service.job(run.out.strip())["name"] == "quickstart"
+    assert f"thinwire watch {run.out.strip()}" in run.err
+
+
+def test_submit_makes_a_new_job_each_time_unless_it_has_a_key(
+    thinwire: Callable[..., Run], live: LiveService, job_file: Path
+) -> None:
+    assert thinwire("submit", str(job_file)).out != thinwire("submit", str(job_file)).out
+    keyed = ("submit", str(job_file), "--idempotency-key", "k1")
+    assert thinwire(*keyed).out == thinwire(*keyed).out
+
+
+def test_yaml_is_read_as_its_json_subset(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("lr: 1e-3\nother: 2.5E+2\nday: 2026-01-02\nswitch: on\ntruth: true\nsteps: 10\nnothing: null\n")
+    read = read_job_file(path)
+    assert read == {
+        "lr": 1e-3,
+        "other": 250.0,
+        "day": "2026-01-02",
+        "switch": "on",
+        "truth": True,
+        "steps": 10,
+        "nothing": None,
+    }
+    path.write_text(json.dumps(spec()))
+    assert read_job_file(path) == spec()
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(JobFileError, match="UTF-8"):
+        read_job_file(path)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_valid_job(path: Path) -> None:
+    assert TrainSpec.model_validate(read_job_file(path)).steps > 0
+
+
+def test_the_quickstart_example_is_the_job_that_the_readers_are_told_of() -> None:
+    found = TrainSpec.model_validate(read_job_file(EXAMPLES / "quickstart.yaml"))
+    assert found.name == "quickstart"
+    assert (found.workers.min, found.workers.max) == (2, 2)
+    assert found.warmup_steps is not None
+    assert 0.15 <= found.warmup_steps / found.steps <= 0.25
+
+
+def test_jobs_lists_whole_ids_and_json_is_the_apis(thinwire: Callable[..., Run], live: LiveService) -> None:
+    assert "thinwire submit" in thinwire("jobs").err
+    long_name = "a" * 63
+    first, second = live.service.submit(name=long_name), live.service.submit()
+    run = thinwire("jobs")
+    assert run.code == 0
+    assert [line.split()[0] for line in run.out.splitlines()] == ["ID", second, first]
+    assert json.loads(thinwire("jobs", "--json").out) == live.service.client.get("/v1/jobs").json()
+
+
+def test_show_gives_reason_folder_and_dashboard(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.service.launcher, "dashboard_url", lambda submission: f"http://ray/#/jobs/{submission}")
+    job_id = live.service.running()
+    live.service.post(job_id, samples=[sample(7, loss=4.25)])
+    live.finish(job_id, LaunchState.FAILED, "the card caught fire")
+    run = thinwire("show", job_id[:-2])
+    assert run.code == 0
+    for part in (
+        job_id,
+        "FAILED",
+        "the card caught fire",
+        "step",
+        "7 of 100",
+        "4.2500",
+        str(live.service.run_dir(job_id)),
+    ):
+        assert part in run.out
+    assert f"http://ray/#/jobs/{job_id}" in run.out
+    assert "ray/auth_token" in run.out
+    assert json.loads(thinwire("show", job_id, "--json").out) == live.service.job(job_id)
+
+
+def test_show_prints_the_summary_of_a_success(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    live.service.post(job_id, summary=SUMMARY)
+    live.finish(job_id)
+    out = thinwire("show", job_id).out
+    for part in (
+        *("5.6100", "2.3100", "5.5500", "2.4100"),  # losses
+        *("207 MB", "920 MB", "4.44x", "460 MB", "2.22x"),  # all steps, against fp32 and bf16
+        *("23 MB", "736 MB", "32x", "368 MB", "16x"),  # the compressed phase
+        *("18.4 MB", "4.1 kB"),  # checkpoints and control
+        *("after step 20", "bit-equal", "forward backward", "60%", "1 min 40 s"),
+    ):
+        assert part in out, f"{part} in\n{out}"
+
+
+@pytest.mark.parametrize("path", ["frozen_at", "loss.train_last", "payload_bytes.bf16", "seconds.total"])
+def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
+    broken = json.loads(json.dumps(SUMMARY))
+    *outer, last = path.split(".")
+    holder = broken
+    for name in outer:
+        holder = holder[name]
+    del holder[last]
+    with pytest.raises(SummaryError, match=f"{path} is missing"):
+        read_summary(broken)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(LaunchState.SUCCEEDED, 0), (LaunchState.FAILED, 1), (LaunchState.STOPPED, 1)]
+)
+def test_the_exit_code_of_watch_is_the_jobs(
+    thinwire: Callable[..., Run], live: LiveService, state: LaunchState, code: int
+) -> None:
+    job_id = live.service.running()
+    live.finish(job_id, state, "that is why")
+    run = thinwire("watch", job_id)
+    assert run.code == code
+    assert ("that is why" in run.err) == (state is LaunchState.FAILED)
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_job(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    job_id = live.service.running()
+    monkeypatch.setattr(
+        cli, "watch", lambda client, job_id, console: watch.watch(client, job_id, console, sleep=interrupt)
+    )
+    run = thinwire("watch", job_id)
+    assert run.code == 130
+    assert "the job goes on" in run.err
+    assert live.service.state(job_id) == "RUNNING"
+
+
+def test_logs_prints_the_log_as_it_is_and_follows_it(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    live.service.launcher.write_log(job_id, "one [bold]\ntwo")
+    run = thinwire("logs", job_id)
+    assert (run.code, run.out, run.err) == (0, "one [bold]\ntwo", "")
+    live.finish(job_id)
+    live.service.launcher.write_log(job_id, " three\n")
+    assert thinwire("logs", job_id, "-f").out == "one [bold]\ntwo three\n"
+
+
+def test_following_a_log_that_is_lost_ends(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    live.finish(job_id)
+    live.service.launcher.lose(job_id)
+    run = thinwire("logs", job_id, "-f")
+    assert run.code == 1
+    assert "log" in run.err
+
+
+def test_cancel_asks_for_the_end_once(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    assert "CANCELLING" in thinwire("cancel", job_id).err
+    live.service.turn(3)
+    assert live.service.state(job_id) == "CANCELLED"
+    run = thinwire("cancel", job_id)
+    assert run.code == 0
+    assert "is over: CANCELLED" in run.err
+
+
+def test_show_counts_the_restarts(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    assert "\nrestarts" not in thinwire("show", job_id).out
+    live.service.post(job_id, events=[{"kind": "resumed", "step": step, "time": float(step)} for step in (40, 60)])
+    assert "2, from the checkpoint of step 40, 60" in thinwire("show", job_id).out
+
+
+def test_show_gives_no_link_to_a_ray_that_is_gone(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.service.launcher, "dashboard_url", lambda submission: f"http://ray/#/jobs/{submission}")
+    job_id = live.service.running()
+    live.finish(job_id)
+    assert "dashboard" in thinwire("show", job_id).out
+    live.service.launcher.lose(job_id)
+    assert "dashboard" not in thinwire("show", job_id).out
+
+
+def test_the_summary_of_one_worker_says_that_nothing_was_sent() -> None:
+    alone = json.loads(json.dumps(SUMMARY)) | {"world_size": 1}
+    alone["payload_bytes"] = dict.fromkeys(alone["payload_bytes"], 0)
+    alone["compression_ratio"] = {"compressed_phase": None, "overall": None}
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(read_summary(alone)))
+    assert " 1 worker, " in out.getvalue()
+    assert "momentum compressed" not in out.getvalue()
+
+
+def test_the_summary_of_a_run_that_skipped_rounds_says_how_many() -> None:
+    out = io.StringIO()
+    summary = read_summary({**SUMMARY, "rounds": {"total": 100, "skipped": 37}})
+    Console(file=out, width=120).print(summary_table(summary))
+    assert "variance frozen after step 20, 37 of 100 rounds skipped" in " ".join(out.getvalue().split())
+    assert "momentum compressed" not in out.getvalue()
+
+
+def test_serve_runs_until_asked_to_end(
+    thinwire: Callable[..., Run], home: Path, spawned: list[subprocess.Popen[bytes]]
+) -> None:
+    command = [sys.executable, "-m", "thinwire.cli.main", "serve", "--launcher", "fake"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE)
+    spawned.append(server)
+    wait_until(lambda: (home / "server.json").exists(), "server.json")
+    assert server_of(home).pid == server.pid
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert "another server already serves" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert thinwire("jobs").code == 0
+    server.terminate()
+    assert server.wait(30) == 0
+    assert server.stderr is not None
+    assert b"thinwire submit" in server.stderr.read()
+
+
+# Commands of other packages.
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`joined(lab=app)` makes the module of an entry point `lab` hold this app; `joined(lab=None)` lacks its module."""
+
+    def join(**apps: object) -> None:
+        points = []
+        for name, found in apps.items():
+            module = ModuleType(f"fake_{name}")
+            module.app = found  # type: ignore[attr-defined]
+            if found is not None:
+                monkeypatch.setitem(sys.modules, f"fake_{name}", module)
+            points.append(EntryPoint(name=name, value=f"fake_{name}:app", group=commands.GROUP))
+        monkeypatch.setattr(commands, "installed_commands", lambda: points)
+
+    return join
+
+
+def test_a_group_of_another_package_joins(thinwire: Callable[..., Run], joined: Callable[..., None]) -> None:
+    lab = typer.Typer(help="A lab in a box.")
+
+    @lab.command()
+    def up(hosts: int) -> None:
+        typer.echo(f"{hosts} hosts")
+
+    @lab.command()
+    def down() -> None:
+        raise AssertionError
+
+    joined(lab=lab)
+    assert "A lab in a box." in thinwire("--help").out
+    assert thinwire("lab", "up", "3").out == "3 hosts\n"
+
+
+def test_a_typer_of_one_command_is_that_command(thinwire: Callable[..., Run], joined: Callable[..., None]) -> None:
+    drill = typer.Typer()
+
+    @drill.command()
+    def anything(kill: int = 1) -> None:
+        """Kill workers."""
+        typer.echo(f"killed {kill}")
+
+    joined(drill=drill)
+    assert "Kill workers." in thinwire("--help").out
+    assert thinwire("drill", "--kill", "3").out == "killed 3\n"
+
+
+def test_a_command_whose_module_is_missing_says_what_to_install(
+    thinwire: Callable[..., Run], joined: Callable[..., None]
+) -> None:
+    joined(lab=None)
+    assert "lab" in thinwire("--help").out
+    for arguments in (("lab",), ("lab", "up", "--hosts", "3"), ("lab", "--help")):
+        run = thinwire(*arguments)
+        assert run.code == 1
+        assert "'fake_lab'" in run.err
+        assert "pip install 'thinwire[worker]'" in run.err
+
+
+def test_a_module_missing_only_when_the_command_runs_says_the_same(
+    thinwire: Callable[..., Run], joined: Callable[..., None]
+) -> None:
+    bench = typer.Typer()
+
+    @bench.command()
+    def run_it() -> None:
+        import torch_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
+
+    joined(bench=bench)
+    run = thinwire("bench")
+    assert run.code == 1
+    assert "'torch_that_nobody_has'" in run.err
+    assert "pip install" in run.err
+
+
+def test_another_packages_fault_does_not_take_our_commands_away(
+    thinwire: Callable[..., Run], joined: Callable[..., None]
+) -> None:
+    joined(lab="not a typer", jobs=typer.Typer(help="An impostor."))
+    help_text = thinwire("--help").out
+    assert "quickstart" in help_text
+    assert "An impostor." not in help_text
+    run = thinwire("lab")
+    assert run.code == 1
+    assert "not a typer.Typer" in run.err
+
+
+def test_our_own_commands_import_no_other_package(
+    thinwire: Callable[..., Run], joined: Callable[..., None], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(point: EntryPoint) -> None:
+        raise AssertionError(point)
+
+    joined(lab=typer.Typer())
+    monkeypatch.setattr(EntryPoint, "load", load)
+    assert thinwire("jobs").code == 1  # no server: and nothing else was tried
+
+
+def test_the_command_line_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, thinwire.cli.main, thinwire.cli.quickstart\n"
+        "print([m for m in ('torch', 'ray', 'numpy', 'matplotlib', 'sqlalchemy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,378 @@
+"""Laws of the exchange in buckets: those of the compressed all-reduce, and that steps and buckets change nothing."""
+
+import pytest
+import torch
+
+from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
+from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, WireMismatch, run_threads
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
+from thinwire.comm.layout import VectorLayout
+
+CUTS = (64, 200, 504, LAYOUT.numel)
+"""Elements of a bucket: many, some, a few, one."""
+
+
+def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOUT, **more):
+    like = torch.empty(0, dtype=dtype)
+    return BucketedAllReduce(group, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
+
+
+def exchanged(size, rounds, layout=LAYOUT, **how):
+    """By rank: the outputs, one after another, the residual before the first and after each, and the errors."""
+
+    def work(group):
+        reducer = make(group, rounds[0][0].dtype, layout=layout, **how)
+        slot = reducer.new_slot()
+        outs, residuals = [], [slot.residual()]
+        for ranks in rounds:
+            x = ranks[group.rank].clone()
+            reducer.compressed_(x, slot)
+            outs.append(x)
+            residuals.append(slot.residual())
+        return outs, residuals, slot.worker_N, slot.server_c
+
+    return run_threads(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("bucket_elements", "num_live"), [(64, None), (200, None), (1072, None), (8, 1), (8, 9), (504, 1001)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow)]
+)
+def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before(
+    size, bucket_elements, num_live, dtype, tolerance
+):
+    layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
+    rounds = inputs(size, 4, dtype, layout)
+    outs, residuals, _, _ = exchanged(size, rounds, layout, bucket_elements=bucket_elements)[0]
+    for ranks, out, before, after in zip(rounds, outs, residuals, residuals[1:], strict=False):
+        given = sum(ranks) / size + before
+        room = tolerance * max(1.0, float(given.abs().max()), *(float(x.abs().max()) for x in ranks))
+        assert (out + after - given).abs().max() <= room
+    assert any(bool(residual.any()) for residual in residuals) or layout.num_live == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bucket_elements", CUTS[:2])
+def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, bucket_elements):
+    dead = LAYOUT.dead(0, LAYOUT.numel)
+    rounds = inputs(size, 5, torch.float32)
+    for ranks in rounds:
+        for x in ranks:
+            x[dead] = 7.0  # whatever a caller leaves there is not sent
+    first, *others = exchanged(size, rounds, bucket_elements=bucket_elements)
+    for result in (first, *others):
+        for out, due in zip(result[0], first[0], strict=True):
+            assert torch.equal(out.view(torch.int32), due.view(torch.int32))
+            assert not out[dead].any()
+        assert not result[2][dead].any()
+        assert not result[1][-1][dead].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("bucket_elements", "block"), [(LAYOUT.numel, 64), (LAYOUT.numel, 4096), (200, 8)])
+def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the_same_signs(
+    size, bucket_elements, block
+):
+    rounds = inputs(size, 8, torch.float64)
+    ours = exchanged(size, rounds, bucket_elements=bucket_elements, block=block)
+    errors = SimulatedErrors.zeros(rounds[0])
+
+    def work(group):
+        reducer = CompressedAllReduce(group, LAYOUT, SignCodec(block), rounds[0][0])
+        slot, outs = reducer.new_slot(), []
+        for ranks in rounds:
+            outs.append(ranks[group.rank].clone())
+            reducer.compressed_(outs[-1], slot)
+        return outs, slot.residual(), slot.worker_N, slot.server_c
+
+    for rank, (outs, residual, worker_N, server_c) in enumerate(run_threads(size, work)):
+        for got, due in zip(ours[rank][0], outs, strict=True):
+            torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
+            assert torch.equal(got > 0, due > 0)
+            assert torch.equal(got < 0, due < 0)
+        torch.testing.assert_close(ours[rank][1][-1], residual, rtol=0, atol=1e-12)
+        torch.testing.assert_close(ours[rank][2], worker_N, rtol=0, atol=1e-12)
+        if bucket_elements == LAYOUT.numel:
+            torch.testing.assert_close(ours[rank][3], server_c, rtol=0, atol=1e-12)
+    for ranks, got in zip(rounds, ours[0][0], strict=True):
+        due = compressed_mean(ranks, errors, LAYOUT, block)
+        torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
+        assert torch.equal(got > 0, due > 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_where_blocks_are_the_same_the_cut_changes_no_bit_of_what_is_given_out(size, dtype):
+    rounds = inputs(size, 5, dtype)
+    first, *others = (exchanged(size, rounds, bucket_elements=cut, block=8) for cut in CUTS)
+    for other in others:
+        for got, due in zip(other, first, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got[0], due[0], strict=True))
+            assert torch.equal(got[2], due[2])
+            for ours, theirs in zip(got[1], due[1], strict=True):  # summed in another order: who serves what differs
+                assert (ours - theirs).abs().max() <= 4 * torch.finfo(dtype).eps * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes_are_exchanged_too(dtype):
+    first, second = exchanged(2, [[x.to(dtype) for x in ranks] for ranks in inputs(2, 3, torch.float32)])
+    assert torch.equal(first[0][-1], second[0][-1])
+    assert first[0][-1].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("bucket_elements", "dtype"), [(200, torch.float32), (504, torch.float64)])
+def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, bucket_elements, dtype):
+    gradients, beta1 = inputs(size, 5, dtype), 0.9
+
+    def work(group):
+        ours, theirs = (make(group, dtype, bucket_elements) for _ in range(2))
+        slot, other = ours.new_slot(), theirs.new_slot()
+        m = torch.zeros(LAYOUT.numel, dtype=dtype)
+        got = torch.empty_like(m)
+        for step, ranks in enumerate(gradients):
+            g = ranks[group.rank].clone()
+            z = m + (1 - beta1) * (g - m)
+            theirs.compressed_(z, other)
+            m = z
+            ours.begin(slot)
+            assert ours.has_momentum(slot) == (step > 0)
+            for k in range(len(ours.buckets)):
+                if step:
+                    ours.launch_momentum(k, g, beta1)
+                else:
+                    ours.launch_sum(k, (1 - beta1) * g)
+            ours.finish()
+            ours.decode_(got)
+            ours.commit()
+            assert torch.equal(g, ranks[group.rank])
+            assert torch.equal(got, m)
+            ours.momentum_(slot, got)
+            assert torch.equal(got, m)
+            assert torch.equal(slot.worker_N, other.worker_N)
+            assert torch.equal(slot.server_c, other.server_c)
+        return True
+
+    assert all(run_threads(size, work))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("bucket_elements", CUTS[1:])
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+def test_parameters_descend_by_the_result_in_spans_of_any_whole_bytes(size, bucket_elements, decay):
+    (ranks,) = inputs(size, 1, torch.float64)
+    p = torch.linspace(-1, 1, LAYOUT.numel, dtype=torch.float64)
+    divisor = torch.logspace(-1, 2, LAYOUT.numel, dtype=torch.float64)
+    divisor[LAYOUT.dead(0, LAYOUT.numel)] = 0
+    spans = [(0, 16), (16, 504), (504, 1000), (1000, 1024), (1024, 1072)]
+
+    def work(group):
+        reducer = make(group, bucket_elements=bucket_elements)
+        slot, m, whole, apart = reducer.new_slot(), torch.empty_like(p), p.clone(), p.clone()
+        reducer.begin(slot)
+        for k in range(len(reducer.buckets)):
+            reducer.launch_sum(k, ranks[group.rank])
+        reducer.finish()
+        reducer.decode_(m)
+        reducer.descend_(whole, divisor, 0.25, decay)
+        for start, stop in spans:
+            reducer.descend_(apart, divisor, 0.25, decay, start, stop)
+        reducer.commit()
+        return m, whole, apart
+
+    m, *_ = first = run_threads(size, work)[0]
+    assert m.any()
+    for got in first[1:]:
+        assert torch.equal(got, p * (1 - decay) - m * divisor * 0.25)
+
+
+@pytest.mark.parametrize("span", [(4, 16), (0, LAYOUT.numel + 8), (16, 8)])
+def test_spans_inside_a_byte_or_outside_of_the_vector_are_refused(span):
+    def work(group):
+        reducer = make(group)
+        x = torch.ones(LAYOUT.numel, dtype=torch.float64)
+        reducer.begin(reducer.new_slot())
+        for k in range(len(reducer.buckets)):
+            reducer.launch_sum(k, x)
+        reducer.finish()
+        with pytest.raises(ValueError, match="multiples of 8 inside a vector of 1072"):
+            reducer.descend_(x, x, 0.1, 0.0, *span)
+        reducer.commit()
+        return True
+
+    assert run_threads(1, work) == [True]
+
+
+def test_steps_in_the_wrong_order_are_refused_before_anything_is_written():
+    x = torch.ones(LAYOUT.numel, dtype=torch.float64)
+
+    def work(group):
+        reducer = make(group)
+        slot = reducer.new_slot()
+        for step in (
+            reducer.finish,
+            reducer.commit,
+            lambda: reducer.decode_(x),
+            lambda: reducer.launch_sum(0, x),
+            lambda: reducer.momentum_(slot, x),
+        ):
+            with pytest.raises(RuntimeError, match=r"no exchange is open|no result of this slot"):
+                step()
+        reducer.begin(slot)
+        with pytest.raises(RuntimeError, match="an exchange is open"):
+            reducer.begin(slot)
+        with pytest.raises(RuntimeError, match="bucket 1: the next to launch is 0 of 5"):
+            reducer.launch_sum(1, x)
+        with pytest.raises(RuntimeError, match="no result of this slot"):
+            reducer.launch_momentum(0, x, 0.9)
+        with pytest.raises(ValueError, match=r"torch\.float32\[8\]: must be contiguous torch\.float64\[1072\]"):
+            reducer.launch_sum(0, torch.ones(8))
+        with pytest.raises(RuntimeError, match="0 of 5 buckets launched"):
+            reducer.finish()
+        reducer.launch_sum(0, x)
+        with pytest.raises(RuntimeError, match="not finished"):
+            reducer.decode_(x)
+        reducer.abandon()
+        assert not reducer.is_open
+        assert not slot.worker_N.any()
+        reducer.abandon()
+        with pytest.raises(TypeError, match="ErrorFeedback"):
+            reducer.begin(CompressedAllReduce(group, LAYOUT, SignCodec(64), x).new_slot())
+        return True
+
+    assert run_threads(1, work) == [True]
+
+
+def test_what_is_refused_at_construction():
+    like = torch.zeros(1)
+
+    def work(group):
+        with pytest.raises(ValueError, match='scale "l2"'):
+            BucketedAllReduce(group, LAYOUT, SignCodec(64, "l1"), like)
+        bucket_elements = 64 if group.rank == 0 else 128
+        with pytest.raises(WireMismatch, match=r"rank \d has buckets .*rank \d has buckets "):
+            make(group, bucket_elements=bucket_elements)
+        with pytest.raises(WireMismatch, match="buckets"):
+            make(group) if group.rank else CompressedAllReduce(group, LAYOUT, SignCodec(64), like.double())
+        return True
+
+    assert all(run_threads(2, work))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bucket_elements", CUTS[1::2])
+def test_the_mean_in_full_is_that_of_the_group_bit_for_bit(size, bucket_elements):
+    (ranks,) = inputs(size, 1, torch.float32)
+
+    def work(group):
+        reducer = make(group, torch.float32, bucket_elements)
+        x, due = ranks[group.rank].clone(), ranks[group.rank].clone()
+        reducer.full_(x)
+        group.mean_(due)
+        return torch.equal(x, due)
+
+    assert all(run_threads(size, work))
+
+
+@pytest.mark.parametrize(("bad", "where"), [(float("nan"), 0), (float("inf"), 700), (float("nan"), 1070)])
+def test_a_non_finite_input_of_the_full_mean_is_named_by_every_rank(bad, where):
+    def work(group):
+        reducer = make(group)
+        x = torch.ones(LAYOUT.numel, dtype=torch.float64)
+        if group.rank == 2:
+            x[where] = bad
+        with pytest.raises(NonFiniteInput, match="rank 2") as raised:
+            reducer.full_(x)
+        assert raised.value.ranks == (2,)
+        reducer.full_(y := torch.full_like(x, float(group.rank)))
+        return bool((y == 1).all())
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_a_full_mean_that_one_rank_abandons_is_refused_on_all_and_the_next_one_works():
+    def work(group):
+        reducer = make(group)
+        x = torch.ones(LAYOUT.numel, dtype=torch.float64)
+        full = reducer.full
+        full.begin()
+        full.launch(0, x)
+        if group.rank == 0:
+            full.abandon()
+        else:
+            for k in range(1, len(reducer.buckets)):
+                full.launch(k, x)
+            with pytest.raises(NonFiniteInput) as raised:
+                full.finish()
+            assert raised.value.ranks == (0,)
+        assert not full.is_open
+        reducer.full_(y := torch.full_like(x, float(group.rank)))
+        return bool((y == 0.5).all())
+
+    assert run_threads(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_an_exchange_sends_one_bit_a_value_each_way_in_two_collectives_a_bucket(size):
+    layout = VectorLayout.single(512 * 4096)
+
+    def work(group):
+        reducer = make(group, torch.float32, 1 << 19, 4096, layout)
+        x = torch.randn(layout.numel)
+        before = group.stats.sent_bytes, group.stats.collectives
+        reducer.compressed_(x, reducer.new_slot())
+        return group.stats.sent_bytes - before[0], group.stats.collectives - before[1]
+
+    for sent, collectives in run_threads(size, work):
+        assert collectives == 2 * 4
+        assert 2 * (size - 1) * layout.numel * 4 // size / sent == pytest.approx(32, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bucket_elements", [200, LAYOUT.numel])
+def test_fidelity_is_that_of_the_compressed_all_reduce_and_asking_changes_nothing(size, bucket_elements):
+    rounds = inputs(size, 4, torch.float64)
+
+    def work(group):
+        found = []
+        for reducer in (
+            make(group, bucket_elements=bucket_elements, block=8),
+            CompressedAllReduce(group, LAYOUT, SignCodec(8), rounds[0][0]),
+        ):
+            slot = reducer.new_slot()
+            assert reducer.fidelity(slot) is None
+            for ranks in rounds:
+                reducer.compressed_(ranks[group.rank].clone(), slot)
+            found.append(reducer.fidelity(slot))
+            assert reducer.fidelity(slot) == found[-1]
+            assert reducer.fidelity(reducer.new_slot()) is None
+        slot.restore(slot.residual())
+        return found
+
+    results = run_threads(size, work)
+    for ours, theirs in results:
+        assert ours == results[0][0]
+        for name in ("worker_density", "server_density", "residual_ratio"):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9)
+
+
+def test_saving_moves_the_errors_and_takes_the_densities():
+    rounds = inputs(3, 2, torch.float64)
+
+    def work(group):
+        reducer = make(group)
+        slot = reducer.new_slot()
+        for ranks in rounds:
+            reducer.compressed_(ranks[group.rank].clone(), slot)
+        before = reducer.fidelity(slot)
+        slot.restore(slot.residual())
+        return before, reducer.fidelity(slot)
+
+    for before, after in run_threads(3, work):
+        assert after.worker_density is None
+        assert after.server_density is None
+        assert after.residual_ratio == pytest.approx(before.residual_ratio, rel=1e-9)

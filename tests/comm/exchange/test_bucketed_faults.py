@@ -1,0 +1,286 @@
+"""An exchange in buckets that fails leaves what is replicated bit for bit, and R to 4 ulp of the largest kept sum."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.comm.exchange.test_bucketed import make
+from tests.comm.exchange.test_plain import LAYOUT, inputs
+from thinwire.comm import NonFiniteInput, PeerLost, run_threads
+from thinwire.comm.groups.pending import Blocking
+
+EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+BETA1 = 0.9
+BUCKETS = 5
+"""Of LAYOUT, as make() cuts it: an exchange is 2 x 5 collectives, in one lane: first and second phase in turn."""
+
+
+class Watched(Blocking):
+    """A group that does `then` before or after one collective of those since `arm`."""
+
+    def __init__(self, group):
+        self._group, self._left, self._then, self._after = group, 0, None, False
+        self.rank, self.size, self.stats = group.rank, group.size, group.stats
+        self.mean_, self.broadcast_ = group.mean_, group.broadcast_
+
+    def arm(self, collective, then, *, after=False):
+        self._left, self._then, self._after = collective, then, after
+
+    def all_to_all(self, out_nB, in_nB):
+        self._count(lambda: self._group.all_to_all(out_nB, in_nB))
+
+    def all_gather(self, out_nB, in_B):
+        self._count(lambda: self._group.all_gather(out_nB, in_B))
+
+    def sum_(self, x):
+        self._count(lambda: self._group.sum_(x))
+
+    def _count(self, collective):
+        self._left -= 1
+        hit = self._left == 0
+        if hit and not self._after:
+            self._then()
+        collective()
+        if hit and self._after:
+            self._then()
+
+
+def errors_of(slot):
+    return torch.cat([slot.worker_N, slot.server_c])
+
+
+def step(reducer, slot, vector, momentum):
+    """Launch one exchange of `vector`, as a gradient where momentum says so, and finish it."""
+    reducer.begin(slot)
+    for k in range(len(reducer.buckets)):
+        if momentum:
+            reducer.launch_momentum(k, vector, BETA1)
+        else:
+            reducer.launch_sum(k, vector)
+    reducer.finish()
+
+
+def warmed_up(group, rounds):
+    """A reducer and its slot after exchanges of all rounds but the last."""
+    dtype = rounds[0][0].dtype
+    reducer = make(group, dtype)
+    slot, out = reducer.new_slot(), torch.empty(LAYOUT.numel, dtype=dtype)
+    for ranks in rounds[:-1]:
+        step(reducer, slot, ranks[group.rank], momentum=False)
+        reducer.decode_(out)
+        reducer.commit()
+    return reducer, slot, out
+
+
+def room(before, *given):
+    """4 ulp of the largest sum that was kept on the way: an error and what was added to it."""
+    largest = float(before.abs().max()) + max(float(x.abs().nan_to_num(0, 0, 0).max()) for x in given)
+    return 4 * EPS[before.dtype] * largest
+
+
+def lost():
+    raise PeerLost("injected")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("collective", [1, 2, 3, 6, 9, 10])
+@pytest.mark.parametrize("after", [False, True])
+def test_t6_a_lost_peer_in_any_phase_of_any_bucket_is_undone(dtype, momentum, collective, after):
+    """Every rank loses its peers at the same place."""
+    rounds = inputs(3, 4, dtype)
+
+    def work(group):
+        watched = Watched(group)
+        reducer, slot, m = warmed_up(watched, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank].clone()
+        watched.arm(collective, lost, after=after)
+        with pytest.raises(PeerLost, match="injected"):
+            step(reducer, slot, given, momentum)
+        assert not reducer.is_open
+        assert torch.equal(given, rounds[-1][group.rank])
+        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert torch.equal(out, m)
+        # the group is in step, as here all have lost each other alike: R itself, and a step from it
+        slot.restore(residual := slot.residual())
+        reducer.compressed_(given, slot)
+        due = sum(rounds[-1]) / 3 + residual
+        assert (given + slot.residual() - due).abs().max() <= room(before, *rounds[-1])
+        return True
+
+    assert run_threads(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("collective", [1, 2, 5, 10])
+def test_survivors_of_a_rank_that_dies_before_a_collective_are_as_before_the_step(collective):
+    rounds = inputs(3, 3, torch.float32)
+    arrived = threading.Barrier(3)  # who dies at once would be missed in the step before
+
+    def work(group):
+        watched = Watched(group)
+        reducer, slot, m = warmed_up(watched, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank]
+        arrived.wait(60)
+        if group.rank == 2:
+            watched.arm(collective, lambda: (group.leave(), lost()))
+        with pytest.raises(PeerLost, match="injected" if group.rank == 2 else "lost rank 2|lost a peer"):
+            step(reducer, slot, given, momentum=True)
+        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        return torch.equal(out, m)
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before():
+    rounds = inputs(3, 3, torch.float32)
+
+    def work(group):
+        watched = Watched(group)
+        reducer, slot, m = warmed_up(watched, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank]
+        if group.rank == 1:
+            watched.arm(2 * BUCKETS, lost, after=True)
+            with pytest.raises(PeerLost):
+                step(reducer, slot, given, momentum=True)
+            assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+            reducer.momentum_(slot, out := torch.empty_like(m))
+            assert torch.equal(out, m)
+            return None
+        step(reducer, slot, given, momentum=True)
+        reducer.commit()
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert not torch.equal(out, m)
+        return out
+
+    first, undone, last = run_threads(3, work)
+    assert undone is None
+    assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("where", [0, 600, 1070])
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where, momentum):
+    rounds = inputs(3, 4, torch.float32)
+
+    def work(group):
+        reducer, slot, m = warmed_up(group, rounds)
+        before, residual = errors_of(slot), slot.residual()
+        given = rounds[-1][group.rank].clone()
+        if group.rank == 1:
+            given[where] = bad
+        kept = given.clone()
+        with pytest.raises(NonFiniteInput, match="rank 1") as raised:
+            step(reducer, slot, given, momentum)
+        assert raised.value.ranks == (1,)
+        assert not reducer.is_open
+        assert torch.equal(given.nan_to_num(), kept.nan_to_num())
+        assert (errors_of(slot) - before).abs().max() <= room(before, m, *rounds[-1])
+        assert (slot.residual() - residual).abs().max() <= room(before, m, *rounds[-1])
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert torch.equal(out, m)
+        step(reducer, slot, rounds[-1][group.rank], momentum)  # the group is in step and goes on
+        reducer.decode_(out)
+        reducer.commit()
+        return out, slot.residual()
+
+    first, *others = run_threads(3, work)
+    assert torch.isfinite(first[0]).all()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_a_mean_that_overflows_though_every_input_was_finite_names_no_rank():
+    """The squares of a block fit just so, and no longer where the server adds what it has kept."""
+
+    def work(group):
+        reducer = make(group, torch.float32)
+        slot = reducer.new_slot()
+        slot.restore(torch.full((LAYOUT.numel,), 2e18))
+        x = torch.full((LAYOUT.numel,), 2e18)
+        with pytest.raises(NonFiniteInput, match="each rank's own was finite") as raised:
+            reducer.compressed_(x, slot)
+        assert raised.value.ranks == ()
+        assert torch.equal(x, torch.full((LAYOUT.numel,), 2e18))
+        return float(slot.worker_N.abs().max())
+
+    assert run_threads(2, work) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("launched", [(0, 0, 0), (1, 3, 2), (5, 0, 4)])
+def test_ranks_that_abandon_what_they_have_launched_go_on_from_where_they_were(launched):
+    rounds = inputs(3, 4, torch.float32)
+
+    def work(group):
+        reducer, slot, m = warmed_up(group, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank]
+        reducer.begin(slot)
+        for k in range(launched[group.rank]):
+            reducer.launch_momentum(k, given, BETA1)
+        reducer.abandon()
+        assert not reducer.is_open
+        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert torch.equal(out, m)
+        step(reducer, slot, given, momentum=True)
+        reducer.decode_(out)
+        reducer.commit()
+        return out
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_rank_that_abandons_lets_the_others_out_of_finish():
+    rounds = inputs(3, 3, torch.float32)
+
+    def work(group):
+        reducer, slot, m = warmed_up(group, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank]
+        if group.rank == 1:
+            reducer.begin(slot)
+            reducer.launch_sum(0, given)
+            reducer.abandon()
+        else:
+            with pytest.raises(NonFiniteInput) as raised:
+                step(reducer, slot, given, momentum=False)
+            assert raised.value.ranks == (1,)
+        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        return True
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_what_was_finished_can_be_abandoned():
+    rounds = inputs(2, 3, torch.float32)
+
+    def work(group):
+        reducer, slot, m = warmed_up(group, rounds)
+        before, given = errors_of(slot), rounds[-1][group.rank]
+        step(reducer, slot, given, momentum=True)
+        sent = group.stats.collectives
+        reducer.abandon()
+        assert group.stats.collectives == sent
+        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        reducer.momentum_(slot, out := torch.empty_like(m))
+        return torch.equal(out, m)
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_a_lost_peer_in_the_mean_in_full_is_raised_once_and_closes_it():
+    def work(group):
+        watched = Watched(group)
+        reducer = make(watched, torch.float32)
+        watched.arm(3, lost)
+        x = torch.ones(LAYOUT.numel)
+        with pytest.raises(PeerLost, match="injected"):
+            reducer.full_(x)
+        assert not reducer.full.is_open
+        x.fill_(group.rank)
+        reducer.full_(x)
+        return bool((x == 0.5).all())
+
+    assert run_threads(2, work) == [True, True]

@@ -1,0 +1,95 @@
+"""Error memory kept as sums and scales: R goes to any number of ranks and any cut into buckets, exactly."""
+
+import pytest
+import torch
+
+from tests.comm.exchange.test_bucketed import make
+from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
+from thinwire.comm import CompressedAllReduce, run_threads
+from thinwire.comm.codecs import SignCodec
+
+
+def after_rounds(size, bucket_elements=256, rounds=3, dtype=torch.float64, block=8):
+    """What `rounds` exchanges left, by rank: (R, worker errors, server errors, the slot's scales)."""
+    given = inputs(size, rounds, dtype)
+
+    def work(group):
+        reducer = make(group, dtype, bucket_elements, block)
+        slot = reducer.new_slot()
+        for ranks in given:
+            reducer.compressed_(ranks[group.rank].clone(), slot)
+        return slot.residual(), slot.worker_N, slot.server_c, reducer
+
+    return run_threads(size, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_residual_is_the_same_on_every_rank_and_for_every_cut(size, dtype):
+    (first, *_), *others = after_rounds(size, dtype=dtype)
+    assert first.abs().max() > 0
+    assert not first[LAYOUT.dead(0, LAYOUT.numel)].any()
+    assert all(torch.equal(first, other[0]) for other in others)
+    for bucket_elements in (104, LAYOUT.numel):  # blocks of a byte are the same in every cut
+        other = after_rounds(size, bucket_elements, dtype=dtype)[0][0]
+        # summed in another order: who serves what differs
+        assert (first - other).abs().max() <= 4 * torch.finfo(dtype).eps * first.abs().max()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_residual_is_the_mean_of_the_workers_and_each_servers_chunks(size):
+    by_rank = after_rounds(size)
+    due = sum(worker for _, worker, _, _ in by_rank) / size
+    for rank, (_, _, server_c, reducer) in enumerate(by_rank):
+        spans = sorted(bucket.chunk(rank, size) for bucket in reducer.buckets)
+        own = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        due[own] += server_c
+    torch.testing.assert_close(by_rank[0][0], due, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 3), (3, 1), (3, 2), (4, 8), (8, 3)])
+def test_t3_resize_keeps_the_residual_whatever_the_buckets(old, new):
+    residual = after_rounds(old, dtype=torch.float32)[0][0]
+
+    def work(group):
+        held = []
+        for bucket_elements in (200, LAYOUT.numel):
+            slot = make(group, torch.float32, bucket_elements).new_slot()
+            slot.restore(residual)
+            held.append((slot.residual(), bool(slot.worker_N.any())))
+        old_kind = CompressedAllReduce(group, LAYOUT, SignCodec(64), residual).new_slot()
+        old_kind.restore(residual)
+        return [*held, (old_kind.residual(), bool(old_kind.worker_N.any()))]
+
+    for by_cut in run_threads(new, work):
+        for restored, worker_has_any in by_cut:
+            assert torch.equal(restored, residual)
+            assert not worker_has_any
+
+
+def test_restoring_forgets_what_was_kept_before_and_leaves_the_residual_it_is_given():
+    given = inputs(2, 3, torch.float64)
+
+    def work(group):
+        reducer = make(group)
+        slot = reducer.new_slot()
+        for ranks in given:
+            reducer.compressed_(ranks[group.rank].clone(), slot)
+        assert reducer.has_momentum(slot)
+        wanted = torch.linspace(-1, 1, LAYOUT.numel, dtype=torch.float64)
+        kept = wanted.clone()
+        slot.restore(wanted)
+        assert not reducer.has_momentum(slot)
+        assert torch.equal(wanted, kept)
+        return torch.equal(slot.residual(), wanted)
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_a_residual_of_another_model_is_refused():
+    def work(group):
+        with pytest.raises(ValueError, match="other parameters"):
+            make(group).new_slot().restore(torch.zeros(8))
+        return True
+
+    assert run_threads(1, work) == [True]

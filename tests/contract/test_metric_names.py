@@ -1,0 +1,32 @@
+import re
+
+import pytest
+
+from thinwire.contract.metric_names import METRICS, PHASES, Metric, MetricKind
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_names_are_those_prometheus_takes_with_the_unit_in_them(metric: Metric) -> None:
+    assert re.fullmatch(r"thinwire_[a-z][a-z_]*", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert metric.help
+    assert metric.help.isascii()
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_own_labels_do_not_repeat_the_constant_ones(metric: Metric) -> None:
+    assert not {"job_id", "rank"} & set(metric.labels)
+    assert len(set(metric.labels)) == len(metric.labels)
+
+
+def test_key_is_the_name() -> None:
+    assert all(name == metric.name for name, metric in METRICS.items())
+
+
+def test_promised_metrics_are_declared() -> None:
+    promised = "phase compression_ratio samples_total samples_per_second step_seconds wire_bytes_total world_size loss"
+    assert {f"thinwire_{name}" for name in promised.split()} <= set(METRICS)
+
+
+def test_phases_are_distinct() -> None:
+    assert len(set(PHASES)) == len(PHASES) == 3

@@ -1,0 +1,188 @@
+"""torch.amp.GradScaler with a collective step: an inf on one rank of three is a step that all leave out."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.optim.seeded import seeded
+from thinwire.comm import NonFiniteInput, run_threads
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.workers.replicas import replicas_bit_equal
+
+STEPS = 16
+MAKE = {
+    "onebit_adam": lambda p, **k: OneBitAdam(p, lr=1e-2, warmup=4, **k),
+    "zero_one_adam": lambda p, **k: ZeroOneAdam(
+        p, lr=1e-2, var_freeze_step=4, local_step_scaler=2, local_step_clipper=4, **k
+    ),
+}
+
+
+def network():
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))  # noqa: E731
+    return seeded(1, make)
+
+
+def backward(net, step, rank, scaler=None, overflow=False):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    loss = net(x).square().mean()
+    if overflow:
+        loss = loss * torch.inf
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def synced(optimizer):
+    """The same point for all: the last round is ended."""
+    optimizer.prepare_to_save()
+    return optimizer
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step", "unscale_then_step"])
+@pytest.mark.parametrize("overflow_at", [2, 8], ids=["in_warmup", "compressed"])
+@pytest.mark.parametrize("name", MAKE)
+def test_an_inf_on_one_rank_of_three_is_skipped_by_all(name, overflow_at, by_hand):
+    def work(group):
+        net = network()
+        optimizer = MAKE[name](net.parameters(), group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10_000)
+        counts = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(net, step, group.rank, scaler, overflow=group.rank == 1 and step == overflow_at)
+            if by_hand:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            counts.append((optimizer.num_steps, optimizer.steps_skipped))
+        assert replicas_bit_equal(synced(optimizer), group)
+        assert torch.isfinite(optimizer.space.p_N).all()
+        return counts, scaler.get_scale()
+
+    results = run_threads(3, work)
+    counts = results[0][0]
+    assert all(theirs == counts for theirs, _ in results)
+    assert counts[-1] == (STEPS - 1, 1)  # of a step of 0/1 Adam without communication, the next sync is left out
+    assert [scale for _, scale in results] == [2.0**10, 2.0**9, 2.0**10]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_scaler_changes_no_number_when_scales_are_powers_of_two(name):
+    def run(group, scaled):
+        net = network().double()
+        optimizer = MAKE[name](net.parameters(), group=group, max_grad_norm=0.1)
+        # Ranks may scale differently: each divides its own gradient before anything is exchanged.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + group.rank), enabled=scaled)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + group.rank)).double()
+            scaler.scale(net(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return optimizer.space.p_N
+
+    plain = run_threads(3, lambda group: run(group, False))
+    scaled = run_threads(3, lambda group: run(group, True))
+    for a, b in zip(plain, scaled, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_under_a_scaler_saving_leaves_out_what_a_local_step_has_lost():
+    def work(group):
+        net = network()
+        optimizer = MAKE["zero_one_adam"](net.parameters(), group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        step = 0
+        while optimizer.at_sync or step < 10:
+            optimizer.zero_grad()
+            backward(net, step, group.rank, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            step += 1
+        optimizer.zero_grad()
+        backward(net, step, group.rank, scaler, overflow=group.rank == 2)
+        scaler.step(optimizer)
+        assert not optimizer.at_sync
+        state = optimizer.state_dict()
+        assert replicas_bit_equal(optimizer, group)
+        return all(torch.isfinite(vector).all() for vector in state["vectors"].values())
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_a_gradient_made_finite_by_hand_after_an_overflow_is_still_left_out_by_all():
+    def work(group):
+        net = network()
+        optimizer = Adam(net.parameters(), group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = optimizer.space.p_N.clone()
+        optimizer.zero_grad()
+        backward(net, 0, group.rank, scaler, overflow=group.rank == 0)
+        scaler.unscale_(optimizer)
+        for p in net.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return torch.equal(optimizer.space.p_N, before), optimizer.steps_skipped
+
+    assert run_threads(3, work) == [(True, 1)] * 3
+
+
+def test_float16_parameters_train_with_a_scaler_and_float16_autocast():
+    net = network()
+    low = copy.deepcopy(net).half()
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    for model, inputs in ((net, x), (low, x.half())):
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        losses = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16, enabled=model is net):
+                loss = model(inputs).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        assert losses[-1] < 0.2 * losses[0]
+        assert optimizer.num_steps + optimizer.steps_skipped == 60
+
+
+def test_after_an_error_in_a_scaled_step_nothing_of_the_scaler_is_left():
+    net = network()
+    optimizer = Adam(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    backward(net, 0, 0, scaler)
+    optimizer.update = lambda plan, groups: (_ for _ in ()).throw(RuntimeError("broken"))
+    with pytest.raises(RuntimeError, match="broken"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_without_a_scaler_a_gradient_that_is_not_finite_still_raises():
+    net = network()
+    optimizer = Adam(net.parameters())
+    backward(net, 0, 0, overflow=True)
+    with pytest.raises(NonFiniteInput):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_skipped_step_with_clipping_leaves_nothing_behind(name):
+    """A norm that is NaN must not reach the few elements between two tensors, which nothing ever clears."""
+
+    def work(group):
+        net = network()
+        optimizer = MAKE[name](net.parameters(), group=group, max_grad_norm=1.0, non_finite="skip")
+        for step in range(STEPS):
+            net.zero_grad(set_to_none=True)
+            backward(net, step, group.rank)
+            if step in (1, 8) and group.rank == 1:
+                net[0].weight.grad[0, 0] = torch.nan
+            optimizer.step()
+        assert torch.isfinite(optimizer.space.g_N).all()
+        return optimizer.num_steps, replicas_bit_equal(synced(optimizer), group)
+
+    assert run_threads(3, work) == [(STEPS - 2, True)] * 3

@@ -1,0 +1,122 @@
+"""In float32, one step from equal state is that of the reference in float64, in every setting and phase.
+
+The wire has a sign for each value, so a value of rounding size may get either; none of these inputs has one.
+"""
+
+import pytest
+import torch
+
+from tests.optim.reference.parity import (
+    BLOCK,
+    WARMUP,
+    as_parameters,
+    exchange_of,
+    feed,
+    flat_values,
+    in_groups,
+    ordered_hypers,
+    ordered_start,
+    silent_gradients,
+    snapshot,
+)
+from thinwire.comm import run_threads
+from thinwire.optim import OneBitAdam, OneBitLamb
+from thinwire.optim.engine.scales import Scales
+from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, DEEPSPEED_LAMB, LITERAL, OURS
+from thinwire.optim.reference.exchange import Errors, laid_end_to_end
+from thinwire.optim.reference.papers import ReferenceOneBitAdam, ReferenceOneBitLamb
+
+CASES = [
+    (OneBitAdam, OURS),
+    (OneBitAdam, LITERAL),
+    (OneBitAdam, DEEPSPEED_ADAM),
+    (OneBitLamb, OURS),
+    (OneBitLamb, LITERAL),
+    (OneBitLamb, DEEPSPEED_LAMB),
+]
+
+
+def one_step(size, kind, settings, before):
+    """x, m, v of this rank after step before + 1, and the state before it, in float32."""
+    of = silent_gradients(settings.floor)
+
+    def work(group):
+        parameters = as_parameters([tensor.float() for tensor in ordered_start()])
+        optimizer = kind(in_groups(parameters), warmup=WARMUP, group=group, settings=settings, block=BLOCK)
+        for step in range(1, before + 1):
+            feed(optimizer, parameters, [g.float() for g in of(step, size)[group.rank]])
+        saved = optimizer.state_dict()  # the worker errors are zero from here on: R is all there is
+        start = snapshot(optimizer, parameters)
+        parts = {
+            name: [t.double() for t in flat_values(optimizer, parameters, vector)]
+            for name, vector in (saved["vectors"] | saved["residuals"]).items()
+            if name.endswith("_N") or name == "momentum_error"
+        }
+        order = [next(at for at, p in enumerate(parameters) if p is t.param) for t in optimizer.space.tensors]
+        per_tensor = {
+            name: [float(vector[order.index(at)]) for at in range(len(order))]
+            for name, vector in saved["vectors"].items()
+            if name.endswith("_T")
+        }
+        feed(optimizer, parameters, [g.float() for g in of(before + 1, size)[group.rank]])
+        return start, parts, per_tensor, snapshot(optimizer, parameters), (optimizer.space, parameters)
+
+    return run_threads(size, work)
+
+
+def as_reference(kind, settings, size, before, begun):
+    """The reference in float64, in the state that a float32 run is in."""
+    (x, m, v), parts, per_tensor, _, (space, parameters) = begun
+    shared = {
+        "warmup": WARMUP,
+        "exchange": exchange_of(settings.scales, size, space, parameters),
+        "bias_correction": settings.bias_correction and before < WARMUP,
+    }
+    x64 = [tensor.double() for tensor in x]
+    if kind is OneBitAdam:
+        reference = ReferenceOneBitAdam(x64, ordered_hypers(), **shared)
+    else:
+        reference = ReferenceOneBitLamb(
+            x64,
+            ordered_hypers(),
+            **shared,
+            ratio_without_floored=settings.floor,
+            weigh_ratio=settings.weigh_ratio,
+            skip_unit_coefficients=settings.skip_unit_coefficients,
+            longest_step=settings.longest_step,
+        )
+        reference.c_avg, reference.r, reference.k = (per_tensor[name] for name in ("coeff_T", "factor_T", "scaling_T"))
+        reference.v_fresh = parts["fresh_v_N"]
+        reference.floored = [fresh.isinf() for fresh in reference.v_fresh]
+    reference.t, reference.m, reference.v = before, [t.double() for t in m], [t.double() for t in v]
+    residual = laid_end_to_end(parts["momentum_error"])
+    hold_residual(reference.exchange, settings.scales, size, residual)
+    return reference
+
+
+def hold_residual(exchange, scales, size, residual):
+    """R in the server errors. Ours in flat order is the same exchange behind a permutation of its input."""
+    if scales is Scales.BLOCK:
+        exchange.inner.errors["momentum"] = Errors(
+            [torch.zeros_like(residual) for _ in range(size)], residual[exchange.to_flat]
+        )
+        return
+    if scales is Scales.WHOLE:
+        exchange.errors["momentum"] = Errors([torch.zeros_like(residual) for _ in range(size)], residual)
+        return
+    padded = residual.new_zeros(exchange.padded_length).index_copy(0, exchange.live, residual)
+    exchange.errors["momentum"] = Errors([torch.zeros_like(padded) for _ in range(size)], padded)
+
+
+@pytest.mark.parametrize("before", [4, WARMUP - 1, WARMUP, WARMUP + 9])
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_one_step_in_float32_is_that_of_float64(kind, settings, before):
+    size = 3
+    results = one_step(size, kind, settings, before)
+    reference = as_reference(kind, settings, size, before, results[0])
+    rounded = [[g.float().double() for g in rank] for rank in silent_gradients(settings.floor)(before + 1, size)]
+    reference.step(rounded)
+    for _, _, _, (x, m, _), _ in results:
+        for got, due in ((x, reference.x), (m, reference.m)):
+            for ours, theirs in zip(got, due, strict=True):
+                torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,79 @@
+"""Ranks as threads that survive their group: what tests of a change of ranks share."""
+
+import time
+
+import torch
+
+from tests.optim.reference.written_out import bits
+from tests.optim.seeded import seeded
+from thinwire.comm import PeerLost, run_threads
+from thinwire.comm.groups.faults import FaultyGroup
+from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.regroup import regroup
+
+
+class Rank:
+    """One worker: a model, an optimizer, and the error that ended its last group."""
+
+    def __init__(self, name, make_optimizer, seed=0):
+        net = seeded(seed, lambda: torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)))
+        self.name = name
+        self.net = net
+        self.optimizer = make_optimizer(net)
+        self.has_state = False
+        self.lost = None
+        self.told = None
+
+    def train(self, group, until):
+        while self.optimizer.num_steps < until:
+            self.step(group.rank, group.size)
+
+    def step(self, rank, size):
+        step = self.optimizer.num_steps + 1
+        x = torch.randn(24, 7, generator=torch.Generator().manual_seed(step))
+        mine = slice(24 * rank // size, 24 * (rank + 1) // size)
+        x = x[mine]
+        self.optimizer.zero_grad()
+        loss = (self.net(x) - torch.sin(x[:, :3] * 2)).square().sum() * size / 24
+        loss.backward()
+        self.optimizer.step()
+
+    def regroup(self, group):
+        self.told = regroup(self.optimizer, group, has_state=self.has_state)
+        self.has_state = True
+
+    def held(self):
+        s = self.optimizer.vectors
+        return bits(self.optimizer.space.p_N, *replicated(s).values())
+
+    def residual(self, group):
+        return {name: slot.residual() for name, slot in slots(self.optimizer.vectors).items()}
+
+
+def crew(size, make_optimizer):
+    return [Rank(f"w{i}", make_optimizer, seed=i) for i in range(size)]
+
+
+def until(holds, limit_s=20.0):
+    """Wait for it, and fail where it does not come."""
+    end = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.001)
+
+
+def together(ranks, work, timeout_s=20.0):
+    """work(rank, group) on every rank of one new group; what each returns. PeerLost ends a rank's work, and is kept."""
+
+    def one(group):
+        rank = ranks[group.rank]
+        rank.lost = None
+        faulty = FaultyGroup(group)
+        try:
+            return work(rank, faulty)
+        except PeerLost as error:
+            group.leave("lost a peer")
+            rank.lost = error
+            return None
+
+    return run_threads(len(ranks), one, timeout_s)

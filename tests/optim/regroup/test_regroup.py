@@ -1,0 +1,351 @@
+"""A change of ranks loses nothing: planned, R is exact; unplanned, what is lost is what only the dead rank held."""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from tests.optim.reference.written_out import COMPRESSED, make
+from tests.optim.regroup.ranks import crew, together, until
+from thinwire.comm import PeerLost
+from thinwire.comm.groups.faults import Fault, What, When
+from thinwire.optim.engine.state import slots
+from thinwire.optim.regroup import hand_over, regroup
+
+SIZES = (1, 2, 3, 4, 8)
+PAIRS = list(itertools.permutations(SIZES, 2))
+FEW_PAIRS = [(1, 2), (2, 3), (3, 1), (4, 2)]
+FREEZE = 5
+STEP = 15
+"""Compressed for all; 0/1 Adam has made two steps since its last sync."""
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.05}
+EPS = torch.finfo(torch.float32).eps
+
+
+def maker(name, **more):
+    def build(net):
+        return make(name, [{"params": list(net.parameters()), **HYPER}], warmup=FREEZE, bucket_elements=64, **more)
+
+    return build
+
+
+def begun(name, size, steps, **more):
+    """A crew that has made so many steps together; the error memory of each, and R, as they are then."""
+    ranks = crew(size, maker(name, **more))
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, steps)
+
+    together(ranks, work)
+    return ranks
+
+
+def regrouped(ranks):
+    def work(rank, group):
+        rank.regroup(group)
+        return rank.residual(group)
+
+    return together(ranks, work)
+
+
+def goes_on(ranks, steps=4):
+    """All take more steps, and hold the same bits after them."""
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, rank.optimizer.num_steps + steps)
+        hand_over(rank.optimizer)
+        return rank.held()
+
+    held = together(ranks, work)
+    assert all(rank.lost is None for rank in ranks)
+    assert all(torch.equal(one, held[0]) for one in held)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [(name, *pair) for name in COMPRESSED for pair in (PAIRS if name == "onebit_adam" else FEW_PAIRS)],
+)
+def test_t3_a_planned_change_keeps_r_to_4_ulp(name, before, after):
+    ranks = begun(name, before, STEP)
+
+    def leave(rank, group):
+        hand_over(rank.optimizer)
+        return rank.optimizer.handed_over, rank.held()
+
+    handed, held = zip(*together(ranks, leave), strict=True)
+    assert all(torch.equal(one, held[0]) for one in held)
+    stay = [*ranks[:after], *crew(max(0, after - before), maker(name))]
+    for residuals in regrouped(stay):
+        for slot, r_N in residuals.items():
+            expected_N = handed[0][slot]
+            assert (r_N - expected_N).abs().max() <= 4 * EPS * expected_N.abs().max()
+            assert before == 1 or expected_N.any()
+    for rank in stay:
+        assert torch.equal(rank.held(), held[0])
+        assert rank.optimizer.num_steps == STEP
+        assert rank.told.received == tuple(range(before, after))
+        assert rank.told.lost_norm == 0
+    goes_on(stay)
+
+
+def test_t8_a_change_between_two_syncs_leaves_the_mean_of_the_parameters_where_it_was():
+    ranks = begun("zero_one_adam", 3, STEP)
+    apart = torch.stack([rank.optimizer.space.p_N for rank in ranks])
+    assert (apart - apart[0]).abs().max() > 1e-4  # each has stepped alone
+    mean_N = apart.double().mean(dim=0)
+    together(ranks, lambda rank, group: hand_over(rank.optimizer))
+    stay = [*ranks[:2], *crew(2, maker("zero_one_adam"))]
+    regrouped(stay)
+    for rank in stay:
+        found_N = rank.optimizer.space.p_N.double()
+        assert (found_N - mean_N).abs().max() <= 8 * EPS * mean_N.abs().max()
+
+
+def test_t3_four_hops_keep_r():
+    ranks = begun("onebit_adam", 4, STEP)
+    together(ranks, lambda rank, group: hand_over(rank.optimizer))
+    expected_N = ranks[0].optimizer.handed_over["momentum_error"]
+    for size in (3, 8, 2, 4):
+        ranks = [*ranks[:size], *crew(max(0, size - len(ranks)), maker("onebit_adam"))]
+        residuals = regrouped(ranks)
+        together(ranks, lambda rank, group: hand_over(rank.optimizer))
+    found_N = residuals[0]["momentum_error"]
+    assert (found_N - expected_N).abs().max() <= 16 * EPS * expected_N.abs().max()
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "sgd"])
+def test_a_dense_run_goes_on_with_other_ranks_as_if_it_had_always_had_them(name):
+    ranks = begun(name, 3, 6)
+    held = ranks[0].held()
+    stay = [ranks[2], *crew(1, maker(name))]
+    regrouped(stay)
+    assert all(torch.equal(rank.held(), held) for rank in stay)
+    goes_on(stay)
+
+
+def test_low_precision_parameters_come_with_their_masters():
+    build = maker("onebit_adam")
+    ranks = crew(2, lambda net: build(net.to(torch.bfloat16)))
+
+    def work(rank, group):
+        rank.regroup(group)
+        for step in range(7):
+            rank.optimizer.zero_grad()
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step + group.rank)).bfloat16()
+            rank.net(x).square().mean().backward()
+            rank.optimizer.step()
+
+    together(ranks, work)
+    stay = [ranks[1], *crew(1, lambda net: build(net.to(torch.bfloat16)))]
+    regrouped(stay)
+    assert torch.equal(stay[0].optimizer.space.p_N, stay[1].optimizer.space.p_N)
+    assert all(map(torch.equal, stay[0].net.parameters(), stay[1].net.parameters()))
+
+
+def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_else():
+    ranks = crew(2, maker("onebit_adam"))
+    for at, rank in enumerate(ranks):
+        rank.buffers = [torch.tensor(7 + at), torch.full((2, 3), at + 0.5).t(), torch.zeros(0)]
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, 3)
+        hand_over(rank.optimizer)
+
+    together(ranks, work)
+    new = crew(1, maker("onebit_adam"))[0]
+    new.buffers = [torch.tensor(0), torch.zeros(3, 2), torch.zeros(0)]
+    stay = [ranks[1], ranks[0], new]
+    together(stay, lambda rank, group: regroup(rank.optimizer, group, has_state=rank is not new, buffers=rank.buffers))
+    assert all(rank.lost is None for rank in stay)
+    assert [int(rank.buffers[0]) for rank in stay] == [8, 7, 8]
+    assert [float(rank.buffers[1].sum()) for rank in stay] == [9.0, 3.0, 9.0]
+
+
+# What a rank holds, from which the expected R is put together.
+
+
+def shares(ranks):
+    """Of each rank and slot: worker error, and server error in its place."""
+    found = []
+    for rank in ranks:
+        own = {}
+        for name, slot in slots(rank.optimizer.vectors).items():
+            worker_N = slot.worker_N
+            own[name] = worker_N, slot.share(1) - worker_N
+        found.append(own)
+    return found
+
+
+def expected(held, survivors):
+    """R of the survivors: the mean of their worker errors, and their server errors."""
+    names = held[0]
+    return {
+        name: sum(held[i][name][0] for i in survivors) / len(survivors) + sum(held[i][name][1] for i in survivors)
+        for name in names
+    }
+
+
+@cache
+def undisturbed(name, size, steps, scale):
+    ranks = begun(name, size, steps, scale=scale)
+    return ranks[0].held(), shares(ranks)
+
+
+FAULTS = {
+    "before phase 1": Fault((2,), "all_to_all", 0),
+    "after phase 1": Fault((2,), "all_to_all", 1, When.AFTER),
+    "between phases": Fault((2,), "all_gather", 0),
+    "after phase 2 on a subset": Fault((0, 2), "all_gather", -1, When.AFTER, What.ALONE),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "size", "scale"),
+    [("onebit_adam", 3, "l2"), ("onebit_adam", 4, "l2"), ("onebit_lamb", 3, "l2"), ("onebit_adam", 3, "l1")],
+)
+def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where, scale):
+    here, there = undisturbed(name, size, STEP, scale), undisturbed(name, size, STEP + 1, scale)
+    fault = FAULTS[where]
+    ranks = crew(size, maker(name, scale=scale))
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP)
+        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))  # else one may still be in its last wait
+        buckets = 1 if rank.optimizer.bucketed is None else len(rank.optimizer.bucketed.buckets)
+        call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
+        group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
+        try:
+            rank.train(group, STEP + 3)
+        except PeerLost:
+            if fault.what is What.ALONE and group.rank in fault.ranks:  # the others finish the step meanwhile
+                ahead = [one for i, one in enumerate(ranks) if i not in fault.ranks]
+                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
+            raise
+
+    together(ranks, work)
+    assert all(isinstance(rank.lost, PeerLost) for rank in ranks)
+    survivors = [i for i in range(size) if i != 2]
+    stay = [ranks[i] for i in survivors]
+    steps = [rank.optimizer.num_steps for rank in stay]
+    residuals = regrouped(stay)
+    forward = where == "after phase 2 on a subset"
+    held, kept = there if forward else here
+    step = STEP + 1 if forward else STEP
+    # A rank may still be in the last collective of a step when the dead one leaves before the next: then it is behind.
+    assert max(steps) == step
+    assert min(steps) >= step - 1
+    assert not forward or steps[0] == STEP
+    assert stay[0].told.step == step
+    assert stay[0].told.rolled_forward == tuple(at for at, one in enumerate(steps) if one < step)
+    assert stay[0].told.server_lost == (2,)
+    assert all(torch.equal(rank.held(), held) for rank in stay)
+    largest = max(float(w.abs().max()) + float(s.abs().max()) for own in kept for w, s in own.values())
+    for slot, r_N in expected(kept, survivors).items():
+        for found in residuals:
+            assert (found[slot] - r_N).abs().max() <= 64 * EPS * largest
+    goes_on([*stay, *crew(1, maker(name, scale=scale))])
+
+
+def test_t5_what_is_lost_is_the_dead_ranks_part_and_is_told():
+    size, dead = 4, 1
+    ranks = begun("onebit_adam", size, STEP)
+    kept = shares(ranks)
+    name = "momentum_error"
+    whole_N = sum(own[name][0] for own in kept) / size + sum(own[name][1] for own in kept)
+    survivors = [i for i in range(size) if i != dead]
+    stay = [ranks[i] for i in survivors]
+    found_N = regrouped(stay)[0][name]
+    mean_N = sum(kept[i][name][0] for i in survivors) / len(survivors)
+    lost_N = (kept[dead][name][0] - mean_N) / size + kept[dead][name][1]
+    torch.testing.assert_close(whole_N - found_N, lost_N, rtol=0, atol=64 * EPS * float(whole_N.abs().max()))
+    true = float(torch.linalg.vector_norm(lost_N))
+    assert 0.4 * true <= stay[0].told.lost_norm <= 2.5 * true
+    assert stay[0].told.lost_norm < stay[0].told.residual_norm
+
+
+def shadowed(net):
+    optimizer = maker("onebit_adam")(net)
+    optimizer.shadow = True
+    return optimizer
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
+    ranks = crew(size, shadowed)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP)
+
+    together(ranks, work)
+    kept = [rank.optimizer.vectors.momentum_error for rank in ranks]
+    assert any(own.sum_c.any() for slot in kept for own in slot.server)
+    for at, slot in enumerate(kept):
+        before = kept[at - 1]
+        for own, followed in zip(before.server, slot.shadow, strict=True):
+            assert torch.equal(own.sum_c, followed.sum_c)
+            assert torch.equal(own.scale_b, followed.scale_b)
+
+
+def test_a_shadow_changes_no_bit_of_training_and_costs_half_as_many_bytes_again():
+    plain, ours = crew(3, maker("onebit_adam")), crew(3, shadowed)
+    sent = []
+    for ranks in (plain, ours):
+
+        def work(rank, group):
+            rank.regroup(group)
+            rank.train(group, STEP)
+            before = group.stats.sent_bytes
+            rank.train(group, STEP + 1)
+            return group.stats.sent_bytes - before
+
+        sent.append(together(ranks, work)[0])
+    assert torch.equal(plain[0].held(), ours[0].held())
+    assert sent[1] == 1.5 * sent[0]
+
+
+@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_t5_with_a_shadow_one_death_loses_nothing_of_the_server_errors(where, size):
+    dead, fault = size - 1, FAULTS[where]
+    behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
+    forward = len(behind) > 1
+    name = "momentum_error"
+    ranks = crew(size, shadowed)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP)
+        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))
+        call = len(rank.optimizer.bucketed.buckets) - 1 if fault.call < 0 else fault.call
+        what = fault.what if forward else What.LOSE
+        when = fault.when if forward or fault.call >= 0 else When.BEFORE
+        calls = call * (2 if fault.collective == "all_to_all" else 1)  # a shadow's rows are one more in each bucket
+        group.arm(Fault(behind, fault.collective, calls, when, what))
+        try:
+            rank.train(group, STEP + 3)
+        except PeerLost:
+            if forward and group.rank in behind:
+                ahead = [one for i, one in enumerate(ranks) if i not in behind]
+                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
+            raise
+
+    together(ranks, work)
+    stay = ranks[:dead]
+    found_N = regrouped(stay)[0][name]
+    step = stay[0].told.step
+    assert step == (STEP + 1 if forward else STEP)
+    assert stay[0].told.lost == (dead,)
+    assert stay[0].told.server_lost == ()
+    held, kept = undisturbed("onebit_adam", size, step, "l2")
+    assert torch.equal(stay[0].held(), held)
+    mean_N = sum(kept[i][name][0] for i in range(dead)) / dead
+    whole_N = mean_N + sum(own[name][1] for own in kept)
+    largest = max(float(w.abs().max()) + float(s.abs().max()) for own in kept for w, s in own.values())
+    assert (found_N - whole_N).abs().max() <= 64 * EPS * largest

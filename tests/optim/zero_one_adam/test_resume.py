@@ -1,0 +1,189 @@
+"""0/1 Adam in the paper's, in DeepSpeed's and in mixed settings: resumed, resized, and met by faults."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.optim.zero_one_adam.problem import (
+    COUNTED,
+    FREEZE,
+    HYPER,
+    assert_errors_undone,
+    backward,
+    bits,
+    errors,
+    make,
+    snapshot,
+    synced,
+    train,
+)
+from thinwire.comm import NonFiniteInput, PeerLost, run_threads
+from thinwire.optim import ZeroOneAdam
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS, Decay, Fresh
+
+SETTINGS = {
+    "paper": LITERAL,
+    "deepspeed": DEEPSPEED,
+    "gradients first": replace(OURS, gradient_stage=True),
+    "fresh and decay in the sum": replace(OURS, fresh=Fresh.ALWAYS, decay=Decay.IN_SUM),
+}
+BY_NAME = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+@BY_NAME
+@pytest.mark.parametrize("saved_at", [3, 4, FREEZE, 9, 21])
+def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, settings):
+    given = {"settings": settings, "weight_decay": 0.1}
+
+    def work(group):
+        model, optimizer = make(group, torch.float32, **given)
+        train(model, optimizer, saved_at, group.rank)
+        saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        other, resumed = make(group, torch.float32, seed=9, **given)
+        train(other, resumed, 20, group.rank)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(saved)
+        for steps in (1, 1, 8):
+            train(model, optimizer, steps, group.rank)
+            train(other, resumed, steps, group.rank)
+            assert torch.equal(bits(optimizer.space.p_N), bits(resumed.space.p_N))
+        assert resumed.saved == optimizer.saved
+        while not synced(optimizer):
+            train(model, optimizer, 1, group.rank)
+        return bits(optimizer.space.p_N, optimizer.vectors.m_N, optimizer.vectors.v_N)
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@BY_NAME
+@pytest.mark.parametrize("saved_at", [4, 21])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 1), (1, 4)])
+def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at, settings):
+    def save(group):
+        model, optimizer = make(group, settings=settings)
+        train(model, optimizer, saved_at, group.rank)
+        return optimizer.state_dict(), copy.deepcopy(model.state_dict())
+
+    saved, weights = run_threads(old, save)[0]
+
+    def load(group):
+        model, optimizer = make(group, seed=3, settings=settings)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        residual = optimizer.vectors.update_error.residual()
+        train(model, optimizer, 10, group.rank)
+        while not synced(optimizer):
+            train(model, optimizer, 1, group.rank)
+        return residual, optimizer.space.p_N
+
+    results = run_threads(new, load)
+    for residual, p in results:
+        assert torch.equal(residual, saved["residuals"]["update_error"])
+        assert torch.equal(p, results[0][1])
+        assert torch.isfinite(p).all()
+
+
+@BY_NAME
+@pytest.mark.parametrize("at", [1, 2, 4, FREEZE, FREEZE + 1, 9])
+def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothing(at, settings):
+    """Steps 1 to 9 exchange something in all of these."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32, settings=settings)
+        train(model, optimizer, at - 1, group.rank)
+        before, left_out = snapshot(optimizer, with_errors=False), errors(optimizer)
+        backward(model, optimizer, at, group.rank, factor=float("nan") if group.rank == 1 else 1.0)
+        with pytest.raises(NonFiniteInput, match="rank 1"):
+            optimizer.step()
+        after = snapshot(optimizer, with_errors=False)
+        assert torch.equal(after[0], before[0])
+        assert after[1:] == before[1:]
+        assert_errors_undone(optimizer, left_out)
+        train(model, optimizer, 1, group.rank)
+        assert synced(optimizer)
+        return bits(optimizer.space.p_N)
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@BY_NAME
+@pytest.mark.parametrize("at", [1, 3, 4, FREEZE, FREEZE + 1])
+def test_a_peer_lost_in_any_collective_of_a_step_leaves_everything_as_it_was(at, settings):
+    """The first, the second, ... until the step has no more."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32, settings=settings, weight_decay=0.1)
+        train(model, optimizer, at - 1, group.rank)
+        before, collectives = snapshot(optimizer, with_errors=False), group.stats.collectives
+        whole = {name: getattr(group, name) for name in ("mean_", "sum_", "all_to_all", "all_gather")}
+        for lost_in in range(1, 10):
+            calls = [0]
+            for name, call in whole.items():
+                setattr(group, name, failing(call, calls, lost_in))
+            left_out = errors(optimizer)
+            backward(model, optimizer, at, group.rank)
+            try:
+                optimizer.step()
+            except PeerLost:
+                after = snapshot(optimizer, with_errors=False)
+                assert torch.equal(after[0], before[0])
+                assert after[1:] == before[1:]
+                assert_errors_undone(optimizer, left_out)
+                collectives = group.stats.collectives
+            else:
+                return lost_in == group.stats.collectives - collectives + 1 > 1
+        return False
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def failing(call, calls, lost_in):
+    def wrapped(*args):
+        calls[0] += 1
+        if calls[0] == lost_in:
+            raise PeerLost("gone")
+        return call(*args)
+
+    return wrapped
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_nothing_changed():
+    model, optimizer = make(settings=DEEPSPEED)
+    train(model, optimizer, 3, 0)
+    _, other = make()
+    before = snapshot(other)
+    with pytest.raises(ValueError, match=r"settings .*construct it with the same"):
+        other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(snapshot(other)[0], before[0])
+    with pytest.raises(ValueError, match="state_dict"):
+        other.load_state_dict([])
+
+
+@pytest.mark.parametrize("before", [3, 4, FREEZE, 8, 13, 21])
+@pytest.mark.parametrize("settings", [OURS, LITERAL, DEEPSPEED], ids=["ours", "paper", "deepspeed"])
+def test_one_step_in_float32_is_that_of_float64_from_an_equal_state(settings, before):
+    """And the float64 one is the reference's: test_zero_one_parity.py."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32, settings=settings, weight_decay=0.1)
+        train(model, optimizer, before, group.rank)
+        state = optimizer.state_dict()
+        double = copy.deepcopy(model).double()
+        other = ZeroOneAdam(
+            double.parameters(), group=group, **{**HYPER, **COUNTED, "settings": settings, "weight_decay": 0.1}
+        )
+        other.load_state_dict(state)
+        for _ in range(2):  # a sync ends a round of one, or a local step begins a longer one
+            backward(model, optimizer, optimizer.num_steps + 1, group.rank)
+            for p, q in zip(model.parameters(), double.parameters(), strict=True):
+                q.grad = p.grad.double()
+            optimizer.step()
+            other.step()
+        pairs = ((optimizer.space.p_N, other.space.p_N), (optimizer.vectors.m_N, other.vectors.m_N))
+        return max(float(((a.double() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
+
+    assert max(run_threads(3, work)) < 1e-5

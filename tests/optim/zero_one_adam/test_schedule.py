@@ -1,0 +1,119 @@
+"""The schedules of 0/1 Adam, by table, and the volume that they lead to."""
+
+import itertools
+
+import pytest
+
+from thinwire.optim.engine.schedule import (
+    Phase,
+    Wire,
+    counted_interval,
+    is_aligned_variance_step,
+    is_variance_step,
+    rate_interval,
+    zero_one_adam_plan,
+)
+from thinwire.optim.reference.deepspeed import zero_one_schedule
+
+
+@pytest.mark.parametrize(
+    ("scaler", "expected"),
+    [
+        (1, [1, 2, 4, 8, 16, 32]),
+        (2, [1, 2, 3, 5, 7, 11, 15, 23, 31]),
+        (4, [1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 21, 25, 29, 37]),
+    ],
+)
+def test_variance_steps_lie_2_to_the_floor_of_j_over_kappa_apart(scaler, expected):
+    assert [step for step in range(1, expected[-1] + 1) if is_variance_step(step, scaler)] == expected
+
+
+def test_variance_steps_of_the_paper_are_153_in_12500():
+    steps = [step for step in range(1, 12501) if is_variance_step(step, 16)]
+    assert [b - a for a, b in itertools.pairwise(steps)] == [2 ** (j // 16) for j in range(152)]
+    assert len(steps) == 153
+
+
+@pytest.mark.parametrize("scaler", [1, 2, 3, 4, 5, 16, 17])
+def test_aligned_variance_steps_are_those_that_deepspeed_counts(scaler):
+    counted = zero_one_schedule(2000, var_freeze_step=2000, var_update_scaler=scaler).variance
+    assert {step for step in range(1, 2001) if is_aligned_variance_step(step, scaler)} == counted
+
+
+def test_aligned_variance_steps_and_syncs_of_the_example_are_those_of_deepspeed():
+    """var_freeze_step=20, var_update_scaler=4, local steps doubled every 8 up to 4."""
+    variance, syncs = [], []
+    for step in range(1, 41):
+        plan = zero_one_adam_plan(
+            step,
+            freeze=step >= 20,
+            var_update_scaler=4,
+            variance_updates=step - 1,
+            frozen_at=20 if step > 20 else None,
+            last_sync=0,
+            interval=counted_interval(step, 20, 8, 4) if step > 20 else 1,
+            gradient_stage=True,
+            aligned=True,
+        )
+        variance += [step] if plan.update_variance else []
+        syncs += [step] if plan.momentum is Wire.COMPRESSED else []
+        assert (plan.gradient is Wire.COMPRESSED) == (step <= 20 and step not in variance)
+    assert variance == [1, 2, 3, 4, 5, 7, 9, 11, 15, 19]
+    assert syncs == [21, 22, 23, 24, 25, 26, 27, 28, 29, 31, 33, 35, 39]
+
+
+def test_the_counted_interval_doubles_every_scaler_steps_up_to_the_clipper():
+    table = [counted_interval(step, 100, 10, 16) for step in (101, 110, 111, 120, 121, 131, 141, 151, 10**9)]
+    assert table == [1, 1, 2, 2, 4, 8, 16, 16, 16]
+    assert counted_interval(10**9, 100, 10, 6) == 6
+
+
+@pytest.mark.parametrize(
+    ("rate", "interval"),
+    [(1.0, 1), (0.51, 1), (0.5, 2), (0.26, 2), (0.25, 4), (0.125, 8), (0.0625, 16), (1e-9, 16), (0.0, 16), (2.0, 1)],
+)
+def test_the_interval_doubles_where_the_learning_rate_has_halved(rate, interval):
+    for peak in (1.0, 3e-4, 0.7):
+        assert rate_interval(rate * peak, peak, 16) == interval
+    assert rate_interval(0.0, 0.0, 16) == 1
+
+
+def planned(steps, var_freeze_step, interval_at):
+    """(syncs, full exchanges) of a run, from the plan functions alone."""
+    last_sync = syncs = fulls = 0
+    for step in range(1, steps + 1):
+        plan = zero_one_adam_plan(
+            step,
+            freeze=step >= var_freeze_step,
+            var_update_scaler=16,
+            variance_updates=step - 1,
+            frozen_at=var_freeze_step if step > var_freeze_step else None,
+            last_sync=last_sync,
+            interval=interval_at(step),
+        )
+        assert plan.freeze_variance == (step == var_freeze_step)
+        assert (plan.phase is Phase.COMPRESSED) == (step > var_freeze_step)
+        fulls += plan.gradient is Wire.FULL
+        if plan.momentum is Wire.COMPRESSED:
+            syncs, last_sync = syncs + 1, step
+    return syncs, fulls
+
+
+def test_bert_large_with_the_shipped_configuration_sends_half_a_bit_and_skips_half_the_rounds():
+    """152,000 steps, var_freeze_step 12500, local_step_scaler 32678, clipper 16; full exchanges in 16 bits."""
+    steps, freeze = 152_000, 12_500
+    syncs, fulls = planned(
+        steps, freeze, lambda step: counted_interval(step, freeze, 32_678, 16) if step > freeze else 1
+    )
+    assert fulls == 153
+    assert (syncs + 16 * fulls) / steps <= 0.51
+    assert 1 - syncs / steps >= 0.51
+
+
+def test_bert_large_with_the_learning_rates_own_schedule_skips_nearly_half_the_rounds():
+    """Linear warm-up of 12,500 steps, then x 0.99 every 520."""
+    steps, freeze = 152_000, 12_500
+    rate = lambda step: step / freeze if step <= freeze else 0.99 ** ((step - freeze) // 520)  # noqa: E731
+    syncs, fulls = planned(steps, freeze, lambda step: rate_interval(rate(step), 1.0, 16) if step > freeze else 1)
+    assert 1 - syncs / steps == pytest.approx(0.475, abs=0.01)
+    assert (syncs + 16 * fulls) / steps < 0.55

@@ -1,0 +1,145 @@
+"""0/1 Adam: what ranks send and when, and that they, and resumed runs, agree after every sync."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.optim.zero_one_adam.problem import HYPER, SIZES, bits, make, synced, train
+from thinwire.comm import run_threads
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_replicas_are_bit_equal_after_every_sync_even_from_different_initial_models(size):
+    def work(group):
+        model, optimizer = make(group, torch.float32, seed=group.rank, weight_decay=0.1)
+        seen = []
+        train(
+            model,
+            optimizer,
+            40,
+            group.rank,
+            lambda: seen.append(
+                (synced(optimizer), bits(optimizer.space.p_N, optimizer.vectors.v_N), bits(optimizer.vectors.m_N))
+            ),
+        )
+        return seen
+
+    results = run_threads(size, work)
+    drifted = 0
+    for states in zip(*results, strict=True):
+        is_sync, p, m = states[0]
+        for other_sync, other_p, other_m in states[1:]:
+            assert other_sync == is_sync
+            if is_sync:
+                assert torch.equal(other_p, p)
+                assert torch.equal(other_m, m)
+            else:
+                drifted += not torch.equal(other_p, p)
+    assert drifted > 0 or size == 1
+
+
+def test_a_local_step_sends_no_byte_and_a_sync_two_collectives():
+    def work(group):
+        model, optimizer = make(group, torch.float32)
+        train(model, optimizer, 12, group.rank)
+        local = syncs = 0
+        for _ in range(20):
+            bytes_before, collectives_before = group.stats.sent_bytes, group.stats.collectives
+            train(model, optimizer, 1, group.rank)
+            if synced(optimizer):
+                syncs += 1
+                assert group.stats.collectives == collectives_before + 2
+            else:
+                local += 1
+                assert (group.stats.sent_bytes, group.stats.collectives) == (bytes_before, collectives_before)
+        return local, syncs
+
+    assert run_threads(3, work) == [(14, 6)] * 3
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 1), (1, 4), (3, 8)])
+def test_t7_a_checkpoint_from_the_middle_of_a_round_loads_on_any_number_of_ranks(old, new):
+    def save(group):
+        model, optimizer = make(group)
+        train(model, optimizer, 21, group.rank)
+        before = optimizer.space.p_N.clone()
+        group.mean_(before)
+        return optimizer.state_dict(), copy.deepcopy(model.state_dict()), before, optimizer.space.p_N.clone()
+
+    saved, weights, mean_x, x = run_threads(old, save)[0]
+    torch.testing.assert_close(x, mean_x, rtol=0, atol=1e-13)  # the forced sync takes the mean of the replicas
+
+    def load(group):
+        model, optimizer = make(group, seed=3)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        residual = optimizer.vectors.update_error.residual()
+        train(model, optimizer, 12, group.rank)
+        assert synced(optimizer)
+        return residual, optimizer.space.p_N
+
+    results = run_threads(new, load)
+    for residual, p in results:
+        assert torch.equal(residual, saved["residuals"]["update_error"])
+        assert torch.equal(p, results[0][1])
+
+
+def test_the_learning_rate_drives_the_syncs_of_a_run():
+    model, optimizer = make(local_step_scaler=None, local_step_clipper=4)
+    at = []
+    for step in range(1, 31):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (
+            step / 6 if step <= 6 else 1.0 if step <= 9 else 0.5 if step <= 17 else 0.1
+        )
+        train(model, optimizer, 1, rank=0)
+        at += [step] if synced(optimizer) else []
+    assert at == [*range(1, 10), 11, 13, 15, 17, 21, 25, 29]
+
+
+def test_at_sync_tells_where_ranks_hold_the_same_and_saving_there_sends_nothing():
+    """Elsewhere saving costs two exchanges in full, of x and of m, and then the ranks agree too."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32)
+        assert optimizer.at_sync
+        seen = []
+        for _ in range(24):
+            train(model, optimizer, 1, group.rank)
+            seen.append((optimizer.at_sync, bits(optimizer.space.p_N)))
+            if optimizer.at_sync:
+                sent = group.stats.collectives
+                optimizer.prepare_to_save()
+                assert group.stats.collectives == sent
+        sent, by_kind = group.stats.collectives, copy.copy(group.stats.bytes_by_kind)
+        assert not optimizer.at_sync
+        optimizer.prepare_to_save()
+        assert optimizer.at_sync
+        assert group.stats.collectives == sent + 2
+        assert [kind for kind, num in group.stats.bytes_by_kind.items() if num > by_kind[kind]] == ["sum"]
+        return seen, bits(optimizer.space.p_N, optimizer.vectors.m_N)
+
+    results = run_threads(2, work)
+    for (at_sync, p), (other_at_sync, other_p) in zip(results[0][0], results[1][0], strict=True):
+        assert at_sync == other_at_sync == torch.equal(p, other_p)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("settings", [OURS, LITERAL, DEEPSPEED], ids=["ours", "paper", "deepspeed"])
+def test_rounds_skipped_are_the_steps_that_sent_nothing_idle_syncs_among_them(settings):
+    def work(group):
+        model, optimizer = make(group, torch.float32, settings=settings)
+        silent = 0
+        for step in range(1, 41):
+            optimizer.param_groups[0]["lr"] = 0.0 if 9 <= step <= 12 else HYPER["lr"]
+            sent = group.stats.sent_bytes
+            train(model, optimizer, 1, group.rank)
+            silent += group.stats.sent_bytes == sent
+        stats = optimizer.stats()
+        resumed = make(group, torch.float32, settings=settings)[1]
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.stats()["rounds_skipped"] == stats["rounds_skipped"]
+        return stats["rounds_skipped"] - silent, silent > 20
+
+    assert run_threads(2, work) == [(0, True)] * 2

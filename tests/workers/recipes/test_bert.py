@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from thinwire.contract.spec import BertRecipe
+from thinwire.workers.data.batches import generator
+from thinwire.workers.data.masked import IGNORED, mask
+from thinwire.workers.recipes import bert
+
+SMALL = BertRecipe(name="bert", layers=2, width=32, heads=4, context=16)
+
+
+def windows(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(0, 256, (num, SMALL.context), generator=torch.Generator().manual_seed(7))
+    masked = [mask(window, generator(number)) for number, window in enumerate(text)]
+    return torch.stack([inputs for inputs, _ in masked]), torch.stack([targets for _, targets in masked])
+
+
+def test_query_key_and_value_have_weights_and_biases_of_their_own() -> None:
+    names = {name for name, _ in bert.build(SMALL, 0).named_parameters()}
+    for layer in ("query", "key", "value"):
+        assert {f"blocks.0.attention.{layer}.weight", f"blocks.0.attention.{layer}.bias"} <= names
+
+
+def test_the_key_bias_has_no_gradient_but_for_rounding() -> None:
+    model = bert.build(SMALL, 0).double()
+    model(*windows(4)).backward()
+    attention = model.get_submodule("blocks.0.attention")
+    largest = {name: parameter.grad.abs().max().item() for name, parameter in attention.named_parameters()}
+    assert largest["key.bias"] < 1e-15 < 1e-6 < largest["query.weight"]
+    assert largest["key.weight"] > 1e-6
+
+
+def test_the_head_is_tied_to_the_embedding() -> None:
+    model = bert.build(SMALL, 0)
+    inputs, _ = windows(1)
+    unread = next(byte for byte in range(256) if byte not in inputs)
+    before = model(inputs).detach()
+    with torch.no_grad():
+        model.bytes.weight[unread] += 1.0
+    after = model(inputs).detach()
+    assert not torch.equal(after[..., unread], before[..., unread])
+    others = torch.arange(257) != unread
+    assert torch.equal(after[..., others], before[..., others])
+
+
+@pytest.mark.parametrize("width", [64, 768])
+def test_values_are_those_of_bert_at_its_width_and_layers_do_as_much_at_any_other(width: int) -> None:
+    recipe = BertRecipe(name="bert", layers=1, width=width, heads=4, context=64)
+    for name, parameter in bert.build(recipe, 0).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert bool((parameter == 1).all()), name
+        else:
+            table = name in ("bytes.weight", "positions.weight")
+            wanted = 0.02 if table else 0.02 * math.sqrt(768 / width)
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
+
+
+def test_every_position_sees_every_other() -> None:
+    model = bert.build(SMALL, 0)
+    inputs, _ = windows(1)
+    changed = inputs.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(inputs), model(changed)
+    assert before.shape == (1, SMALL.context, 257)
+    assert bool((before != after).any(dim=-1).all())
+
+
+def test_the_loss_is_the_mean_cross_entropy_over_the_masked_bytes() -> None:
+    model = bert.build(SMALL, 0)
+    inputs, targets = windows(3)
+    logs = model(inputs).double().log_softmax(-1)
+    by_hand = [
+        -logs[row, at, targets[row, at]].item()
+        for row in range(3)
+        for at in range(SMALL.context)
+        if targets[row, at] != IGNORED
+    ]
+    assert model(inputs, targets).item() == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-5)
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_windows() -> None:
+    model = bert.build(SMALL, 0).double()
+    inputs, targets = windows(5)
+    alone = [model(inputs[row : row + 1], targets[row : row + 1]) for row in range(5)]
+    assert model(inputs, targets).item() == pytest.approx(torch.stack(alone).mean().item(), rel=1e-12)
+
+
+def test_window_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"17 bytes does not fit recipe.context = 16"):
+        bert.build(SMALL, 0)(torch.zeros(1, 17, dtype=torch.int64))

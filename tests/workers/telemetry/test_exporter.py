@@ -1,0 +1,173 @@
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from thinwire.contract.metric_names import METRICS, PHASES
+from thinwire.contract.reports import Health
+from thinwire.workers.telemetry.delivery import WorkerMetrics
+from thinwire.workers.telemetry.wire_meter import WireAccount
+
+
+@pytest.fixture
+def metrics() -> Iterator[WorkerMetrics]:
+    metrics = WorkerMetrics("j-1", 3)
+    metrics.start_http_server()
+    yield metrics
+    metrics.close()
+
+
+HEALTH = Health(
+    error_to_momentum=1.5,
+    sign_density_worker=0.7,
+    sign_density_server=0.4,
+    max_step=3.0,
+    variance_ratio=0.97,
+    floored_elements=12,
+    lamb_coeff_min=0.1,
+    lamb_coeff_median=0.5,
+    lamb_coeff_max=9.0,
+)
+
+
+def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **changes: Any) -> None:
+    known: dict[str, Any] = {
+        "step": step,
+        "phase": phase,
+        "world_size": 4,
+        "loss": 2.5,
+        "step_seconds": 0.25,
+        "samples_per_second": 128.0,
+        "compression_ratio": 31.7,
+        "samples_total": 8 * step,
+        "wire_bytes_total": {"gradient": 1000 * step, "control": 10},
+        "rounds_skipped_total": 2,
+        "validation_loss": 2.75,
+        "health": HEALTH,
+        "wire": WireAccount(1000 * step, 990.0 * step),
+    }
+    metrics.update(**{**known, **changes})
+
+
+def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Values by name and own labels, after checking that every series has the constant ones."""
+    answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
+    answer.raise_for_status()
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for one in family.samples:
+            assert one.labels["job_id"] == "j-1"
+            assert one.labels["rank"] == "3"
+            own = tuple(sorted((k, v) for k, v in one.labels.items() if k not in ("job_id", "rank")))
+            found.setdefault(one.name, {})[own] = one.value
+    return found
+
+
+def test_every_declared_metric_is_exported_under_exactly_its_name(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
+    assert set(scrape(metrics)) == set(METRICS)
+
+
+def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
+    answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
+    families = {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(answer.text)
+    }
+    for name, metric in METRICS.items():
+        assert families[name].type == metric.kind.value
+        assert families[name].documentation == metric.help
+        assert set(families[name].samples[0].labels) == {"job_id", "rank", *metric.labels}
+
+
+def test_values_are_those_of_the_last_update(metrics: WorkerMetrics) -> None:
+    update(metrics, step=6)
+    update(metrics, step=7)
+    values = scrape(metrics)
+    assert values["thinwire_samples_total"] == {(): 56.0}
+    assert values["thinwire_wire_bytes_total"] == {(("purpose", "gradient"),): 7000.0, (("purpose", "control"),): 10.0}
+    assert values["thinwire_compression_ratio"] == {(): 31.7}
+    assert values["thinwire_step"] == {(): 7.0}
+    assert values["thinwire_validation_loss"] == {(): 2.75}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_exactly_one_phase_is_one(metrics: WorkerMetrics, phase: str) -> None:
+    update(metrics, phase="warmup")
+    update(metrics, phase=phase)
+    assert scrape(metrics)["thinwire_phase"] == {(("phase", name),): float(name == phase) for name in PHASES}
+
+
+def test_what_is_not_known_yet_is_absent_not_zero(metrics: WorkerMetrics) -> None:
+    assert scrape(metrics) == {}
+
+
+def test_global_registry_is_left_alone(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    assert b"thinwire" not in prometheus_client.generate_latest()
+
+
+def test_two_workers_of_one_process_do_not_mix(metrics: WorkerMetrics) -> None:
+    other = WorkerMetrics("j-1", 4)
+    update(other)
+    other.start_http_server()
+    assert other.address != metrics.address
+    assert scrape(metrics) == {}
+    other.close()
+
+
+def test_server_listens_on_loopback_and_is_gone_after_close(metrics: WorkerMetrics) -> None:
+    assert metrics.address.startswith("127.0.0.1:")
+    metrics.close()
+    metrics.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
+
+
+def test_address_before_the_server_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="call start_http_server first"):
+        _ = WorkerMetrics("j-1", 0).address
+
+
+def test_scrapes_during_updates_are_whole(metrics: WorkerMetrics) -> None:
+    stop = threading.Event()
+
+    def train() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            update(metrics, step)
+
+    update(metrics, 1)
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(5):
+            values = scrape(metrics)
+            assert values["thinwire_samples_total"][()] == 8 * values["thinwire_step"][()]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_numbers_of_health_that_are_not_known_keep_their_last_value(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    update(metrics, health=Health(max_step=5.0))
+    values = scrape(metrics)
+    assert values["thinwire_max_step_ratio"] == {(): 5.0}
+    assert values["thinwire_error_to_momentum_ratio"] == {(): 1.5}
+
+
+def test_a_step_that_sent_nothing_leaves_the_ratio_of_the_last_exchange(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    update(metrics, compression_ratio=None, rounds_skipped_total=4)
+    values = scrape(metrics)
+    assert values["thinwire_compression_ratio"] == {(): 31.7}
+    assert values["thinwire_rounds_skipped_total"] == {(): 4.0}

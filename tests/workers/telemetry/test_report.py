@@ -1,0 +1,199 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.contract.reports import Sample
+from thinwire.workers.telemetry import report
+from thinwire.workers.telemetry.history import History, HistoryError
+from thinwire.workers.telemetry.report import ring_bytes, summarise, write_report
+
+PARAMETERS = 1_000_000
+
+
+def run(
+    num_steps: int = 20, frozen_at: int | None = 5, world_sizes: tuple[int, ...] = (2,), factor: float = 32.0
+) -> list[Sample]:
+    """A history with an exact fp32 warm-up and a compression by `factor`; the world sizes take turns."""
+    samples = [Sample(step=0, phase="warmup", validation_loss=5.55, time=0.0, world_size=world_sizes[0])]
+    for step in range(1, num_steps + 1):
+        compressed = frozen_at is not None and step > frozen_at
+        n = world_sizes[(step - 1) * len(world_sizes) // num_steps]
+        samples.append(
+            Sample(
+                step=step,
+                phase="compressed" if compressed else "warmup" if frozen_at else "dense",
+                loss=5.5 / step,
+                validation_loss=5.0 / step if step % 5 == 0 else None,
+                payload_bytes=round(ring_bytes(PARAMETERS, n, 4) / (factor if compressed else 1)),
+                world_size=n,
+                time=float(step),
+            )
+        )
+    return samples
+
+
+def summary_of(samples: list[Sample], frozen_at: int | None = 5) -> dict[str, Any]:
+    return summarise(
+        samples,
+        parameters=PARAMETERS,
+        frozen_at=frozen_at,
+        replicas_bit_equal=True,
+        checkpoint_bytes=123,
+        control_bytes=45,
+        seconds={"total": 100.0, "startup": 10.0, "forward_backward": 50.0, "optimizer": 20.0, "evaluation": 5.0},
+        attempts=2,
+    )
+
+
+def write(folder: Path, samples: list[Sample], frozen_at: int | None = 5) -> dict[str, Any]:
+    with History(folder / "history.jsonl") as history:
+        for sample in samples:
+            history.append(sample)
+    summary = summary_of(samples, frozen_at)
+    write_report(folder, summary)
+    return summary
+
+
+@pytest.mark.parametrize(("n", "values"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
+def test_ring_all_reduce_sends_two_n_minus_one_over_n_values(n: int, values: float) -> None:
+    assert ring_bytes(100, n, 4) == 400 * values
+    assert ring_bytes(100, n, 2) == 200 * values
+
+
+def test_summary_has_the_promised_fields_and_no_other() -> None:
+    summary = summary_of(run())
+    assert set(summary) == {
+        *("state", "steps", "frozen_at", "world_size", "parameters", "replicas_bit_equal", "loss"),
+        *("payload_bytes", "rounds", "compression_ratio", "seconds", "health", "attempts"),
+    }
+    assert set(summary["loss"]) == {"train_first", "train_last", "validation_first", "validation_last"}
+    assert set(summary["payload_bytes"]) == {
+        *("sent", "warmup_phase", "compressed_phase", "compressed_phase_fp32", "fp32", "bf16"),
+        *("checkpoints", "control"),
+    }
+    assert set(summary["compression_ratio"]) == {"compressed_phase", "overall"}
+    assert set(summary["seconds"]) == {
+        *("total", "startup", "forward_backward", "optimizer", "evaluation", "checkpoint", "other")
+    }
+
+
+def test_summary_adds_up() -> None:
+    summary = summary_of(run())
+    num_bytes = summary["payload_bytes"]
+    assert num_bytes["sent"] == num_bytes["warmup_phase"] + num_bytes["compressed_phase"]
+    assert num_bytes["warmup_phase"] == 5 * 4_000_000
+    assert num_bytes["compressed_phase"] == 15 * 125_000
+    assert num_bytes["compressed_phase_fp32"] == 15 * 4_000_000
+    assert num_bytes["fp32"] == 20 * 4_000_000 == 2 * num_bytes["bf16"]
+    assert (num_bytes["checkpoints"], num_bytes["control"]) == (123, 45)
+    assert summary["compression_ratio"] == {"compressed_phase": 32.0, "overall": 80 / 21.875}
+    assert summary["seconds"]["other"] == 15.0
+    assert summary["seconds"]["total"] == sum(summary["seconds"].values()) - 100.0
+    assert summary["loss"] == {
+        "train_first": 5.5,
+        "train_last": 5.5 / 20,
+        "validation_first": 5.55,
+        "validation_last": 0.25,
+    }
+    assert (summary["steps"], summary["frozen_at"], summary["world_size"], summary["attempts"]) == (20, 5, 2, 2)
+
+
+def test_a_resized_run_is_compared_step_by_step() -> None:
+    summary = summary_of(run(world_sizes=(4, 2, 8)))
+    assert summary["compression_ratio"]["compressed_phase"] == pytest.approx(32.0)
+    assert summary["world_size"] == 8
+
+
+def test_one_worker_sends_nothing_and_has_no_ratio() -> None:
+    summary = summary_of(run(world_sizes=(1,)))
+    assert summary["compression_ratio"] == {"compressed_phase": None, "overall": None}
+    assert summary["payload_bytes"]["fp32"] == 0
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_an_optimizer_that_never_compresses_has_no_phase_ratio() -> None:
+    summary = summary_of(run(frozen_at=None), frozen_at=None)
+    assert summary["compression_ratio"] == {"compressed_phase": None, "overall": 1.0}
+    assert summary["payload_bytes"]["compressed_phase"] == 0
+    assert summary["frozen_at"] is None
+
+
+def test_empty_history_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no samples to summarise"):
+        summary_of([])
+    summary = summary_of(run())
+    (tmp_path / "history.jsonl").touch()
+    with pytest.raises(ValueError, match="no samples to draw"):
+        write_report(tmp_path, summary)
+
+
+@pytest.mark.parametrize(
+    ("world_sizes", "frozen_at", "num_steps"),
+    [((2,), 5, 20), ((1,), 5, 20), ((4,), None, 20), ((2,), 19, 20), ((4, 2), 5, 20), ((2,), None, 1)],
+)
+def test_report_writes_the_summary_and_a_picture(
+    tmp_path: Path, world_sizes: tuple[int, ...], frozen_at: int | None, num_steps: int
+) -> None:
+    summary = write(tmp_path, run(num_steps, frozen_at, world_sizes), frozen_at)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(picture[i : i + 4], "big") for i in (16, 20))
+    assert (width, height) == (1350, 1050)
+    assert {file.name for file in tmp_path.iterdir()} == {"history.jsonl", "summary.json", "loss.png"}
+
+
+def test_picture_shows_losses_bytes_and_the_warmup() -> None:
+    samples = run()
+    upper, lower = report._draw(samples, summary_of(samples)).axes
+    train, validation, *_ = upper.lines
+    assert list(train.get_xdata()) == list(range(1, 21))
+    assert list(validation.get_xdata()) == [0, 5, 10, 15, 20]
+    assert "nats" in upper.get_ylabel()
+    assert lower.get_yscale() == "log"
+    ends = {line.get_label(): line.get_ydata()[-1] for line in lower.lines if not line.get_label().startswith("_")}
+    assert ends == {
+        "fp32 all-reduce would send 80 MB": 80.0,
+        "bf16 all-reduce would send 40 MB": 40.0,
+        "sent 21.9 MB": 21.875,
+    }
+    for axes in (upper, lower):
+        (shade,) = axes.patches
+        assert (shade.get_x(), shade.get_width()) == (0, 5)
+    assert validation.get_label() == "validation, last 0.25"
+    assert [text.get_text() for text in upper.texts] == ["warm-up ends, freeze at step 5"]
+    assert "32.0x" in upper.figure.get_suptitle()
+
+
+def test_a_value_that_is_not_a_number_never_reaches_the_summary_file(tmp_path: Path) -> None:
+    summary = summary_of(run())
+    summary["loss"]["train_last"] = math.nan
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_report(tmp_path, summary)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_history_is_an_error_and_the_summary_stands(tmp_path: Path) -> None:
+    summary = write(tmp_path, run())
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "history.jsonl").write_text("{}\n" + run()[0].model_dump_json() + "\n")
+    with pytest.raises(HistoryError):
+        write_report(tmp_path, summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_drawing_uses_no_pyplot(tmp_path: Path) -> None:
+    """pyplot keeps every figure of the process and picks a window system; and matplotlib is loaded to draw only."""
+    write(tmp_path, run())
+    program = (
+        "import json, sys, pathlib; from thinwire.workers.telemetry.report import write_report; "
+        "assert 'matplotlib' not in sys.modules; folder = pathlib.Path(sys.argv[1]); "
+        "write_report(folder, json.loads((folder / 'summary.json').read_text())); "
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)

@@ -1,0 +1,50 @@
+"""What a worker's reporter exports and posts of the samples that the loop gives it."""
+
+import httpx
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.workers.telemetry.stub_service import Service
+from thinwire.comm import SoloGroup
+from thinwire.contract.reports import Health, Sample
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.reporter import ServiceReporter
+
+
+def sample(step: int, payload_bytes: int, **changes: object) -> Sample:
+    ratio = 32.0 if payload_bytes else None
+    known = {"step": step, "phase": "compressed", "loss": 2.0, "world_size": 2, "time": 1000.0 + step}
+    return Sample.model_validate({**known, "payload_bytes": payload_bytes, "compression_ratio": ratio, **changes})
+
+
+def exported(reporter: ServiceReporter) -> dict[str, float]:
+    text = httpx.get(f"http://{reporter._metrics.address}/metrics", trust_env=False).text
+    return {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
+
+
+def test_skipped_rounds_are_counted_and_leave_the_last_ratio_standing(service: Service) -> None:
+    reporter = ServiceReporter(service.run_dir, "j-1", 0, attempt=2, address="127.0.0.1")
+    reporter.seated(SoloGroup(), torch.device("cpu"))
+    start = sample(0, 0, health=None)
+    health = Health(error_to_momentum=1.5)
+    reporter.steps([start], 0, {"optimizer": 0})
+    assert "thinwire_compression_ratio" not in exported(reporter)
+    reporter.steps([sample(1, 500), sample(2, 0), sample(3, 500, health=health), sample(4, 0)], 8, {"optimizer": 1000})
+    reporter.steps([sample(5, 0)], 10, {"optimizer": 1000})
+    found = exported(reporter)
+    assert found["thinwire_rounds_skipped_total"] == 3
+    assert found["thinwire_compression_ratio"] == 32
+    reporter.close(summary={"state": "SUCCEEDED"})
+    kept = history.read(service.run_dir / history.FILE_NAME)
+    posted = [one for batch in service.accepted() for one in batch.samples]
+    assert kept == posted
+    assert [one.compression_ratio for one in posted] == [None, 32, None, 32, None, None]
+    assert posted[3].health == health
+
+
+def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
+    reporter = ServiceReporter(service.run_dir, "j-1", 0, attempt=2, address="127.0.0.1")
+    reporter.seated(SoloGroup(), torch.device("cpu"))
+    reporter.steps([sample(step, 0, world_size=1) for step in range(3)], 8, {"optimizer": 0})
+    assert exported(reporter)["thinwire_rounds_skipped_total"] == 0
+    reporter.close()

@@ -1,0 +1,86 @@
+"""A job that waits for workers: who says so, when, and how often."""
+
+import json
+import logging
+import threading
+
+import pytest
+
+from tests.workers.telemetry.stub_service import Service, until
+from thinwire.contract.reports import Telemetry
+from thinwire.workers.telemetry.event_log import EVENTS_NAME
+from thinwire.workers.telemetry.waiting import START_S, Waiting, WaitingTeller, waiting
+
+
+def snapshot(status="waiting for workers", joined=1, least=2, generation=3):
+    return {"status": status, "joined": joined, "limits": {"min": least}, "generation": generation, "last_step": 60}
+
+
+def test_it_waits_for_as_many_as_the_membership_says():
+    assert waiting(snapshot(), 0.0) == Waiting(1, 2, 60)
+
+
+@pytest.mark.parametrize("status", ["training", "regrouping", "forming", "finished"])
+def test_in_all_other_states_it_does_not(status):
+    assert waiting(snapshot(status), 0.0) is None
+
+
+def test_a_job_that_starts_waits_only_where_that_takes_long():
+    assert waiting(snapshot(generation=0), START_S - 1) is None
+    assert waiting(snapshot(generation=0), START_S + 1) == Waiting(1, 2, 60)
+
+
+def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_nothing(tmp_path):
+    answers = [RuntimeError("it is being started again"), None, snapshot(), snapshot(), snapshot(joined=0)]
+    answers += [snapshot("training"), snapshot(joined=0)]
+    all_seen = threading.Event()
+
+    def look():
+        if len(answers) == 1:
+            all_seen.set()
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    teller = WaitingTeller(tmp_path, 1, look)
+    assert all_seen.wait(30)
+    teller.close()
+    told = [json.loads(line) for line in (tmp_path / EVENTS_NAME).read_text().splitlines()]
+    assert [one["kind"] for one in told] == ["waiting_for_workers"] * len(told)
+    assert [one["fields"]["have"] for one in told] in ([1, 0], [1, 0, 0])  # the last look may come after the close
+    assert all(one["step"] == 60 and one["fields"]["min"] == 2 for one in told)
+
+
+def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
+    url = (service.run_dir / "service_url").read_text()
+    service.stop()
+    teller = WaitingTeller(service.run_dir, 1, snapshot)
+    until((service.run_dir / EVENTS_NAME).exists)
+    assert not service.requests
+    service.start()
+    assert (service.run_dir / "service_url").read_text() != url
+    teller.close()
+    posted = [Telemetry.model_validate_json(request.body) for request in service.requests]
+    assert [(one.attempt, [event.kind for event in one.events]) for one in posted] == [(1, ["waiting_for_workers"])]
+
+
+def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, caplog):
+    gone = RuntimeError("the actor is away")
+    answers = [gone, gone, snapshot("training"), gone, gone]
+    all_seen = threading.Event()
+
+    def look():
+        if not answers:
+            all_seen.set()
+            return None
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with caplog.at_level(logging.INFO, "thinwire"):
+        teller = WaitingTeller(tmp_path, 1, look)
+        assert all_seen.wait(30)
+        teller.close()
+    assert caplog.text.count("membership_unseen") == 2

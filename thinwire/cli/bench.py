@@ -1,0 +1,133 @@
+"""`thinwire bench`: the benchmarks of a checkout, one command each. They are not in the wheel.
+
+Nothing heavy is imported at the top: `thinwire --help` imports this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Measure: kernels, the exchange, whole steps over emulated links. Needs a checkout of the repository.",
+)
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Run all cases again, and replace their files.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results. [default: in the checkout]")]
+TableOnly = Annotated[bool, typer.Option("--table-only", help="Run nothing: tables and pictures from the files.")]
+OnLoopback = Annotated[
+    bool,
+    typer.Option("--loopback", help="A tiny case on this machine's loopback, without root: does it run? No figures."),
+]
+Only = Annotated[
+    str | None, typer.Option("--only", help="Run only cases with this in their name, such as gpt-25m/2x100Mbit.")
+]
+Methods = Annotated[str | None, typer.Option(help="Some methods only, by comma; `--methods help` lists them.")]
+
+
+@app.command()
+def kernels(quick: Quick = False, out: Out = None) -> None:
+    """Time the fused kernels, on one core and on all, against the rate at which they copy memory.
+
+    Example: `thinwire bench kernels --quick`
+    """
+    _benchmark("kernels.__main__").main(quick, out)
+
+
+@app.command()
+def exchange(
+    quick: Quick = False,
+    fresh: Fresh = False,
+    out: Out = None,
+    table_only: TableOnly = False,
+    loopback: OnLoopback = False,
+    methods: Methods = None,
+    only: Only = None,
+) -> None:
+    """Time the exchange alone, over emulated links: gradients are made outside the clock.
+
+    Each finished case is one file; the same command goes on from the files that are there. The lab needs root.
+
+    Example: `thinwire bench exchange --quick`
+    """
+    _wire(["exchange-25m"], "tiny-exchange", quick, fresh, out, table_only, loopback, methods, only)
+
+
+@app.command()
+def lab(
+    quick: Quick = False,
+    fresh: Fresh = False,
+    out: Out = None,
+    table_only: TableOnly = False,
+    loopback: OnLoopback = False,
+    methods: Methods = None,
+    only: Only = None,
+) -> None:
+    """Time whole training steps and the exchange alone, over emulated links, all methods side by side.
+
+    The full set takes about 45 minutes on two cores, --quick under 10. Each finished case is one file; the same command
+    goes on from the files that are there. The lab needs root. Nothing else should run on the machine meanwhile.
+
+    Example: `thinwire bench lab --quick`
+    """
+    _wire(None, "tiny", quick, fresh, out, table_only, loopback, methods, only)
+
+
+def _wire(
+    loads: list[str] | None,
+    tiny: str,
+    quick: bool,
+    fresh: bool,
+    out: Path | None,
+    table_only: bool,
+    loopback: bool,
+    methods: str | None,
+    only: str | None,
+) -> None:
+    """Choose the cases, run what is missing, leave with the exit code."""
+    bench, cases, known = _benchmark("wire.bench"), _benchmark("wire.cases"), _benchmark("wire.methods")
+    if methods == "help":
+        for method in known.METHODS.values():
+            typer.echo(f"{method.name:18} {method.title}{' (only where named)' if method.by_name else ''}")
+        return
+    names = list(known.STANDARD) if methods is None else [name.strip() for name in methods.split(",")]
+    unknown = [name for name in names if name not in known.METHODS]
+    if unknown:
+        typer.echo(f"thinwire: --methods: no method {', '.join(unknown)}; see --methods help", err=True)
+        raise typer.Exit(2)
+    names = list(dict.fromkeys([known.BASELINE, *names]))  # every ratio is to it
+    chosen = loads or list(cases.FULL_LOADS)
+    if loopback:
+        todo, folder = cases.loopback_set(names, tiny), bench.TRY_RESULTS
+    elif quick:
+        todo, folder = cases.quick_set(names, chosen), bench.QUICK_RESULTS
+    else:
+        todo, folder = cases.full_set(names, chosen), bench.RESULTS
+    if only is not None and not any(only in case.name for case in todo):
+        typer.echo(f"thinwire: --only {only}: no such case; there are {', '.join(c.name for c in todo)}", err=True)
+        raise typer.Exit(2)
+    code = bench.run(todo, out or folder, fresh=fresh, run_missing=not table_only, only=only)
+    raise typer.Exit(code)
+
+
+def _benchmark(name: str) -> Any:
+    """A module of the checkout's `benchmarks`. Leaves with exit code 1 and what to do where there is no checkout."""
+    if not (ROOT / "benchmarks").is_dir():
+        typer.echo(
+            f"thinwire: the benchmarks are not in the installed package ({ROOT} has no folder benchmarks). Clone the "
+            "repository, and in it: make test, then .venv/bin/thinwire bench lab --quick",
+            err=True,
+        )
+        raise typer.Exit(1)
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))  # `benchmarks` lies beside the package, not in it
+    return importlib.import_module(f"benchmarks.{name}")

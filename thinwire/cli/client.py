@@ -1,0 +1,320 @@
+"""A client of the REST API for the command line and for Python programs.
+
+It finds the server by itself: THINWIRE_URL and THINWIRE_TOKEN, else server.json and token in THINWIRE_HOME. It looks
+again before every request, so a control plane that was started again, on another port, is found without more ado.
+
+    ClientError
+      +- Unreachable     nobody answers, or only "not now"; trying again may help
+      +- ApiError        the service answered with an error: status, code, problems
+           +- Unauthorized    401, 403
+           +- NotFound        404
+           +- Rejected        422, field by field
+      +- WrongEnvironment  a variable THINWIRE_... is wrong
+      +- AmbiguousId     several jobs' IDs begin so
+      +- BadAnswer       not what this API answers: another server, or another version
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from thinwire.contract.files import unusable_home
+from thinwire.contract.jobs import ErrorBody, History, Job, JobList, Logs, Problem
+from thinwire.contract.reports import Event
+from thinwire.service.config import Settings
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+_BEYOND_ALL_STEPS = 10**9
+_TRY_AGAIN = frozenset({502, 503, 504})
+
+
+class ClientError(Exception):
+    """The root. The message is for a person: what, the value received, what to do."""
+
+
+class Unreachable(ClientError):
+    """No answer, or only that the service cannot answer now. Trying again may help."""
+
+
+class WrongEnvironment(ClientError):
+    """A variable THINWIRE_... cannot be used as it is."""
+
+
+class AmbiguousId(ClientError):
+    """Several jobs have an ID that begins so."""
+
+
+class BadAnswer(ClientError):
+    """The answer is not one of this API."""
+
+
+class ApiError(ClientError):
+    """The service refused. `code` is stable and for programs; `problems` is filled for a wrong body."""
+
+    def __init__(self, status: int, code: str, message: str, problems: list[Problem]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.problems = problems
+
+
+class Unauthorized(ApiError):
+    """The token is missing, wrong, or does not allow this."""
+
+
+class NotFound(ApiError):
+    """There is no such job."""
+
+
+class Rejected(ApiError):
+    """The body is wrong: see `problems`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a control plane listens, and the operator's token. `pid` is None for one named by THINWIRE_URL."""
+
+    url: str
+    token: str
+    pid: int | None = None
+
+
+def find_server() -> Server:
+    """The server that THINWIRE_URL names, else the one of THINWIRE_HOME. Raises Unreachable."""
+    url = os.environ.get("THINWIRE_URL", "").strip()
+    if not url:
+        return server_of(home())
+    if not url.startswith(("http://", "https://")):
+        raise WrongEnvironment(f"THINWIRE_URL is {url!r}; it must begin with http:// or https://")
+    token = os.environ.get("THINWIRE_TOKEN", "").strip()
+    # The token of the home is a secret of this machine's server: it is not sent to another one.
+    if not token and httpx.URL(url).host in _LOOPBACK_HOSTS:
+        token = _read(home() / "token")
+    if not token:
+        raise WrongEnvironment(f"THINWIRE_URL is {url}, and no token is known for it: set THINWIRE_TOKEN")
+    return Server(url.rstrip("/"), token)
+
+
+def home() -> Path:
+    """The folder of the service's state: THINWIRE_HOME, else the user's data folder. Raises WrongEnvironment."""
+    try:
+        return Settings().home
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "THINWIRE_" + "_".join(map(str, first["loc"])).upper()
+        raise WrongEnvironment(f"the environment variable {name} is {first['input']!r}: {first['msg']}") from error
+
+
+def server_of(home: Path) -> Server:
+    """The server that serves this home, as its server.json says. Raises Unreachable where there is none."""
+    server_file, token_file = home / "server.json", home / "token"
+    try:
+        text = _text(server_file)
+    except OSError as error:
+        raise Unreachable(unusable_home(home, error)) from error
+    except ValueError as error:
+        raise Unreachable(f"{server_file} is not readable ({error}): start the server again") from error
+    if not text:
+        raise Unreachable(
+            f"no control plane serves {home} (it has no server.json): start one with `thinwire serve`, "
+            "or set THINWIRE_HOME or THINWIRE_URL"
+        )
+    try:
+        found = json.loads(text)
+        url, pid = str(found["url"]), int(found["pid"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise Unreachable(f"{server_file} is not readable ({error}): start the server again") from error
+    token = _read(token_file)
+    if not token:
+        raise Unreachable(f"{token_file} is missing or empty: start the server again with `thinwire serve`")
+    return Server(url.rstrip("/"), token, pid)
+
+
+class Client:
+    """Calls of the REST API. Every call raises ClientError. Use it as a context manager, or close it."""
+
+    def __init__(
+        self,
+        find: Callable[[], Server] = find_server,
+        transport: httpx.BaseTransport | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._find = find
+        # A proxy set for the machine must not stand between us and a server on this very machine.
+        mounts = None if transport else dict.fromkeys(_LOOPBACK)
+        self._http = httpx.Client(transport=transport, timeout=timeout_s, mounts=mounts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def submit(self, spec: Mapping[str, JsonValue], idempotency_key: str) -> Job:
+        """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
+        return self._call("POST", "/v1/jobs", Job, body=spec, headers={"Idempotency-Key": idempotency_key})
+
+    def jobs(self, limit: int = 100) -> list[Job]:
+        """The newest jobs, newest first. limit: at most 1000."""
+        return self._call("GET", "/v1/jobs", JobList, params={"limit": str(limit)}).jobs
+
+    def job(self, job_id: str) -> Job:
+        """One job, by its full ID. Raises NotFound."""
+        return self._call("GET", _path(job_id), Job)
+
+    def resize(self, job_id: str, *, least: int | None = None, most: int | None = None) -> Job:
+        """Ask for other limits on the number of workers; what is None stays. The same again changes nothing.
+
+        Raises: NotFound, Rejected, and ApiError (409) where the job is over or being cancelled.
+        """
+        limits = {"min": least, "max": most}
+        given: dict[str, JsonValue] = {name: value for name, value in limits.items() if value is not None}
+        return self._call("PATCH", _path(job_id), Job, body={"workers": given})
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the job's end; answers at once. Raises NotFound, and ApiError (409) where it is over."""
+        return self._call("POST", _path(job_id, "cancel"), Job)
+
+    def logs(self, job_id: str, offset: int = 0) -> Logs:
+        """The job's log from character `offset` on."""
+        return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
+
+    def history(self, job_id: str) -> History:
+        """Every sample and event of the job."""
+        return self._call("GET", _path(job_id, "metrics"), History)
+
+    def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
+        """The job's events of these kinds, in order of time."""
+        params: dict[str, str | list[str]] = {"after_step": str(_BEYOND_ALL_STEPS), "event_kind": list(kinds)}
+        return self._call("GET", _path(job_id, "metrics"), History, params=params).events
+
+    def resolve(self, prefix: str) -> Job:
+        """The job whose ID is, or alone begins with, `prefix`. Raises NotFound, AmbiguousId."""
+        if not prefix:
+            raise NotFound(404, "not_found", "the ID is empty: `thinwire jobs` lists the IDs", [])
+        try:
+            return self.job(prefix)
+        except NotFound:
+            pass  # it may be the beginning of an ID
+        found = [job for job in self.jobs(limit=1000) if job.id.startswith(prefix)]
+        if not found:
+            raise NotFound(404, "not_found", f"no job has an ID that begins with {prefix!r}: see `thinwire jobs`", [])
+        if len(found) > 1:
+            ids = ", ".join(job.id for job in found[:5])
+            raise AmbiguousId(f"{len(found)} jobs have an ID that begins with {prefix!r}: {ids}; give more of it")
+        return self.job(found[0].id)  # a list says less of a job
+
+    def not_ready(self) -> str | None:
+        """None when the service takes jobs, else its reason. Raises Unreachable where nobody answers at all."""
+        response = self._send("GET", self._find(), "/readyz")
+        return None if response.is_success else _error_body(response).message
+
+    def alive(self) -> bool:
+        """True where the service that is found answers /healthz; nothing is raised."""
+        try:
+            return self._send("GET", self._find(), "/healthz").is_success
+        except ClientError:
+            return False
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        answer: type[Answer],
+        body: Mapping[str, JsonValue] | None = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
+    ) -> Answer:
+        server = self._find()
+        auth = {"Authorization": f"Bearer {server.token}"}
+        response = self._send(method, server, path, body=body, headers={**auth, **(headers or {})}, params=params)
+        if not response.is_success:
+            raise _error(response)
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise BadAnswer(
+                f"{method} {response.url} answered what this version cannot read ({where}: {first['msg']}): "
+                "is it a Thinwire server of the same version?"
+            ) from error
+
+    def _send(
+        self,
+        method: str,
+        server: Server,
+        path: str,
+        body: Mapping[str, JsonValue] | None = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
+    ) -> httpx.Response:
+        try:
+            return self._http.request(
+                method, server.url + path, json=None if body is None else dict(body), headers=headers, params=params
+            )
+        except httpx.TimeoutException as error:
+            raise Unreachable(f"{server.url} did not answer {method} {path} in time") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(
+                f"the control plane at {server.url} cannot be reached ({error}): start it with `thinwire serve`"
+            ) from error
+
+
+def _path(job_id: str, *rest: str) -> str:
+    return "/".join(["/v1/jobs", quote(job_id, safe=""), *rest])
+
+
+def _read(path: Path) -> str:
+    """The file's text without white space around it; empty where there is no such file. Raises Unreachable."""
+    try:
+        return _text(path)
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{path} cannot be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    """The same. Raises OSError, ValueError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _error_body(response: httpx.Response) -> ErrorBody:
+    try:
+        return ErrorBody.model_validate_json(response.content)
+    except ValidationError:
+        # Not our error body, such as a proxy's page: its first line is the best there is.
+        first = (response.text.strip().splitlines() or [response.reason_phrase])[0][:200]
+        return ErrorBody(code=f"http_{response.status_code}", message=first)
+
+
+def _error(response: httpx.Response) -> ClientError:
+    status, body = response.status_code, _error_body(response)
+    if status in _TRY_AGAIN:
+        return Unreachable(f"{response.url.copy_with(query=None)} cannot answer now: {body.message}")
+    kind = {401: Unauthorized, 403: Unauthorized, 404: NotFound, 422: Rejected}.get(status, ApiError)
+    message = body.message
+    if status == 401:
+        message += ": check THINWIRE_TOKEN, or the file token in THINWIRE_HOME"
+    return kind(status, body.code, message, body.problems)

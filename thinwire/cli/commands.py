@@ -1,0 +1,110 @@
+"""Commands of other packages, joined to `thinwire` by the entry-point group `thinwire.commands`.
+
+An entry point names a `typer.Typer`; its name becomes the command's name:
+
+    [project.entry-points."thinwire.commands"]
+    lab = "thinwire.lab.cli:app"
+
+A Typer with one command and no callback becomes a plain command (`thinwire drill --kill 3`), any other a group
+(`thinwire lab up`). `thinwire --help` imports every module named here except our own, whose help is OWN_HELP: they
+need torch. Import what is heavy inside the commands, not at the top of the module. A module that another one is missing
+for shows as a command that says what to install.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+import typer
+
+GROUP = "thinwire.commands"
+OWN_HELP = {
+    "thinwire.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
+    "thinwire.cli.drill:app": "Kill workers of a real job, and see what it costs.",
+    "thinwire.cli.bench:app": "Measure kernels, the exchange and whole training steps in a lab.",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class CommandMissing(Exception):
+    """A command of another package cannot run here; the message says what to install or whom to tell."""
+
+
+def installed_commands() -> list[EntryPoint]:
+    """The entry points of the group, in order of name."""
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def join_commands(
+    app: typer.Typer, own: Collection[str], found: Iterable[EntryPoint], arguments: Sequence[str]
+) -> None:
+    """Add the commands that `arguments` may need to `app`.
+
+    own: names of the app's own commands. They cannot be replaced, and calling one of them imports no other package.
+    """
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    if called in own:
+        return
+    for point in found:
+        if point.name in own:
+            logger.warning("command_ignored name=%s entry_point=%s reason=own_command", point.name, point.value)
+        elif called is None and point.value in OWN_HELP:
+            app.command(point.name, help=OWN_HELP[point.value])(lambda: None)  # for the list only: nothing is called
+        elif called is None or called == point.name:
+            _join(app, point)
+
+
+def missing_module(error: ModuleNotFoundError, point: EntryPoint | None = None) -> CommandMissing:
+    """The error as a person should read it: which module, and what to install."""
+    return CommandMissing(f"it needs the Python module {error.name!r}, which is not installed: {_remedy(point)}")
+
+
+def _join(app: typer.Typer, point: EntryPoint) -> None:
+    try:
+        found = point.load()
+    except ModuleNotFoundError as error:
+        _join_missing(app, point, missing_module(error, point))
+        return
+    except Exception as error:
+        logger.debug("command_broken name=%s entry_point=%s", point.name, point.value, exc_info=error)
+        reason = f"{point.value} cannot be imported ({type(error).__name__}: {error}): tell its authors"
+        _join_missing(app, point, CommandMissing(reason))
+        return
+    if not isinstance(found, typer.Typer):
+        reason = f"{point.value} is a {type(found).__name__}, not a typer.Typer: tell its authors"
+        _join_missing(app, point, CommandMissing(reason))
+        return
+    commands = found.registered_commands
+    if len(commands) == 1 and not found.registered_groups and found.registered_callback is None:
+        only = commands[0]
+        if only.callback is not None:
+            callback = only.callback
+            app.command(point.name, help=only.help, epilog=only.epilog, context_settings=only.context_settings)(
+                callback
+            )
+            return
+    app.add_typer(found, name=point.name)
+
+
+def _join_missing(app: typer.Typer, point: EntryPoint, error: CommandMissing) -> None:
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(point.name, help=f"Not available: {error}", context_settings=settings, add_help_option=False)(
+        _raiser(point.name, error)
+    )
+
+
+def _raiser(name: str, error: CommandMissing) -> Callable[[], None]:
+    def not_available() -> None:
+        raise CommandMissing(f"`thinwire {name}` is not available: {error}")
+
+    return not_available
+
+
+def _remedy(point: EntryPoint | None) -> str:
+    distribution = point.dist.name if point is not None and point.dist is not None else "thinwire"
+    if distribution == "thinwire":
+        return "pip install 'thinwire[worker]'"
+    return f"pip install '{distribution}{'[' + ','.join(point.extras) + ']' if point and point.extras else ''}'"

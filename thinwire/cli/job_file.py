@@ -1,0 +1,131 @@
+"""A job file, YAML or JSON, read as the body of a request.
+
+Only reading happens here; what the fields mean is checked by the service, which answers with every problem at once.
+YAML is read as its JSON subset: a date stays text, 1e-3 is a number, a key given twice is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import JsonValue
+
+from thinwire.contract.jobs import Problem
+
+LARGEST_FILE_BYTES = 1 << 20
+"""What the service takes as the body of a request."""
+
+
+class JobFileError(Exception):
+    """The file is not a job that can run; the message names the file and the place in it."""
+
+
+def read_job_file(path: Path) -> dict[str, JsonValue]:
+    """The object in the file. Raises JobFileError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            size = max(path.stat().st_size, len(content))
+            raise JobFileError(f"{path} has {size} bytes; a job file may have at most {LARGEST_FILE_BYTES}")
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise JobFileError(f"{path} cannot be read: {reason}") from error
+    try:
+        found = yaml.load(text, Loader=_JsonLikeLoader)
+        # What JSON cannot carry must fail here with the file's name, not in the middle of a request.
+        problems = list(_not_json(found, ""))
+        if problems:
+            raise JobFileError(f"{path} holds what JSON cannot carry: {'; '.join(problems)}")
+        document: JsonValue = json.loads(json.dumps(found, allow_nan=False))
+    except yaml.YAMLError as error:
+        raise JobFileError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise JobFileError(f"{path} holds a value that JSON cannot carry: {error}") from error
+    if not isinstance(document, dict):
+        kind = _KINDS[type(document)]
+        raise JobFileError(f"{path} holds {kind}, not a mapping of fields: see examples/quickstart.yaml")
+    return document
+
+
+def explain_rejection(path: Path, message: str, problems: Sequence[Problem]) -> JobFileError:
+    """The service's refusal of this file: each problem as path, value and what is allowed, a line each."""
+    if not problems:
+        return JobFileError(f"{path} was refused, nothing was started: {message}")
+    lines = [f"{path} was refused, nothing was started:"]
+    for problem in problems:
+        value = "" if problem.value is None else f" = {json.dumps(problem.value)}"
+        lines.append(f"  {problem.path or '(the whole file)'}{value}: {problem.message}")
+    return JobFileError("\n".join(lines))
+
+
+def _not_json(value: object, path: str) -> Iterator[str]:
+    """What JSON has no word for, as 'optimizer.lr = nan: must be a finite number'."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _not_json(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _not_json(inner, f"{path}.{index}".lstrip("."))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{path or 'the file'} = {value}: must be a finite number"
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        yield f"{path or 'the file'} is of YAML type {type(value).__name__}: must be text, a number, true or false"
+
+
+_KINDS: dict[type, str] = {
+    type(None): "nothing",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+}
+
+
+class _JsonLikeLoader(yaml.SafeLoader):
+    """SafeLoader without dates and yes/no, with floats such as 1e-3, refusing a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                problem = f"{key.value} is given twice, first in line {seen[key.value]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen[key.value] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_DROPPED = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"}
+_JsonLikeLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _DROPPED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_JsonLikeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_JsonLikeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
+    list("-+.0123456789"),
+)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())

@@ -1,0 +1,376 @@
+"""The command `thinwire`: a thin layer over the client of the REST API.
+
+Every expected error ends as one message on stderr: exit code 2 for input that must be changed, a file or an ID; 1 for
+the rest, 130 for Ctrl-C. Tables go to stdout, and so does --json, for programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from thinwire.cli import commands
+from thinwire.cli.client import (
+    AmbiguousId,
+    Client,
+    ClientError,
+    NotFound,
+    Rejected,
+    Unreachable,
+    WrongEnvironment,
+    home,
+)
+from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
+from thinwire.cli.quantities import loss_text, seconds_text
+from thinwire.cli.quickstart import QuickstartError, run_quickstart
+from thinwire.cli.regroups import workers_rows
+from thinwire.cli.resize import resize
+from thinwire.cli.restarts import RESUMED
+from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.watch import outcome, watch
+from thinwire.contract.jobs import Job, JobList
+from thinwire.contract.states import JobState
+from thinwire.service.config import Settings
+from thinwire.service.launch.protocol import LauncherError
+
+FOLLOW_POLL_S = 1.0
+
+app = typer.Typer(
+    name="thinwire",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+    help="Train models over thin wires: submit jobs, watch them, end them.\n\n"
+    "A server is found through THINWIRE_HOME (its folder; default: the user's data folder), or THINWIRE_URL and "
+    "THINWIRE_TOKEN. Start with `thinwire quickstart`, or with `thinwire serve` in one terminal and "
+    "`thinwire submit examples/quickstart.yaml --watch` in another.",
+)
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or its beginning where that is unique.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
+
+
+class LauncherName(StrEnum):
+    """What runs the jobs."""
+
+    LOCAL = "local"
+    FAKE = "fake"
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 0, a free one.")] = None,
+    launcher: Annotated[
+        LauncherName | None,
+        typer.Option(help="local: a Ray of its own on this machine (default). fake: runs nothing, for development."),
+    ] = None,
+) -> None:
+    """Run the control plane in the foreground, until Ctrl-C or SIGTERM.
+
+    It keeps everything in THINWIRE_HOME: the token, the database, the runs. The other commands find it there.
+    Jobs go on when it is killed, and are followed again when it is back.
+
+    Example: `thinwire serve --port 8400`
+    """
+    # Not at the top: the other commands need no web server.
+    from thinwire.service.server import ServeRefused
+    from thinwire.service.server import serve as run_server
+
+    given = {"host": host, "port": port, "launcher": launcher and launcher.value}
+    try:
+        settings = Settings.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        for problem in error.errors():
+            _complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
+        raise typer.Exit(2) from None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
+    try:
+        run_server(settings, on_started=lambda url: _note(_welcome(settings, url)))
+    except (ServeRefused, LauncherError) as error:
+        _complain(str(error))
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="A job, as YAML or JSON: see examples/quickstart.yaml.")],
+    follow: Annotated[
+        bool, typer.Option("--watch", help="Watch it until its end; the exit code is the job's.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="The same key and file again find the first job. Default: a new key each time.")
+    ] = None,
+) -> None:
+    """Submit a job and print its ID.
+
+    The file is checked by the service before anything starts; each problem is printed with its path, its value and
+    what is allowed (exit code 2).
+
+    Example: `thinwire submit examples/quickstart.yaml --watch`
+    """
+    spec = read_job_file(file)
+    key = idempotency_key or uuid.uuid4().hex
+    with Client() as client:
+        try:
+            job = client.submit(spec, key)
+        except Rejected as error:
+            raise explain_rejection(file, str(error), error.problems) from error
+        except Unreachable as error:
+            raise Unreachable(f"{error}\nTo try again without a second job, add: --idempotency-key {key}") from error
+        typer.echo(job.id)
+        if follow:
+            _watch(client, job)
+            return
+    _note(f"{job.name} is {job.state}. Next: `thinwire watch {job.id}`, `thinwire logs {job.id} -f`.")
+
+
+@app.command()
+def jobs(
+    as_json: AsJson = False,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 100,
+) -> None:
+    """List the newest jobs, newest first.
+
+    Example: `thinwire jobs --json | jq -r '.jobs[] | select(.state == "RUNNING") | .id'`
+    """
+    with Client() as client:
+        found = client.jobs(limit)
+    if as_json:
+        typer.echo(JobList(jobs=found).model_dump_json(indent=2))
+        return
+    if not found:
+        _note("No jobs yet. Next: `thinwire submit examples/quickstart.yaml --watch`.")
+        return
+    rows = [("ID", "NAME", "STATE", "STEP", "VALIDATION", "CREATED")]
+    rows += [
+        (
+            job.id,
+            job.name,
+            str(job.state),
+            f"{job.progress.step if job.progress else 0}/{job.spec.steps}",
+            loss_text(job.validation_loss),
+            _when(job.created_at.timestamp()),
+        )
+        for job in found
+    ]
+    _print_columns(rows)
+
+
+@app.command()
+def show(job_id: JobId, as_json: AsJson = False) -> None:
+    """Show one job: its state and the reason, its progress, its summary, its folder, its page in the Ray dashboard.
+
+    Example: `thinwire show quickstart-3f`
+    """
+    with Client() as client:
+        job = client.resolve(job_id)
+        resumed = [] if as_json else client.events(job.id, [RESUMED])
+    if as_json:
+        typer.echo(job.model_dump_json(indent=2))
+        return
+    rows = [("id", job.id), ("name", job.name), ("state", str(job.state))]
+    if job.reason:
+        rows.append(("reason", job.reason))
+    rows.append(("created", _when(job.created_at.timestamp())))
+    if job.started_at:
+        rows.append(("started", _when(job.started_at.timestamp())))
+    if job.finished_at:
+        since = job.started_at or job.created_at
+        took = seconds_text((job.finished_at - since).total_seconds())
+        rows.append(("finished", f"{_when(job.finished_at.timestamp())}, after {took}"))
+    rows.append(("attempt", str(job.attempt)))
+    if resumed:
+        steps = ", ".join(str(event.step) for event in resumed)
+        rows.append(("restarts", f"{len(resumed)}, from the checkpoint of step {steps}"))
+    rows += workers_rows(job)
+    if job.progress:
+        rows.append(("step", f"{job.progress.step} of {job.spec.steps}, {job.progress.phase}"))
+        rows.append(("loss", f"{loss_text(job.progress.loss)}, validation {loss_text(job.validation_loss)}"))
+    rows.append(("folder", job.run_dir))
+    if job.dashboard_url:
+        rows.append(("dashboard", job.dashboard_url))
+    _print_columns(rows)
+    if job.dashboard_url:
+        typer.echo(
+            "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME."
+        )
+    if job.summary is not None:
+        _console().print(summary_table(read_summary(job.summary)))
+
+
+@app.command("watch")
+def watch_command(job_id: JobId) -> None:
+    """Watch a job until its end: phase, step, loss, throughput, bytes on the wire, time to go.
+
+    Exit code 0 where it SUCCEEDED, else 1. Ctrl-C ends the watching, not the job. A control plane that is started
+    again in the meantime is found again.
+
+    Example: `thinwire watch quickstart-3f`
+    """
+    with Client() as client:
+        _watch(client, client.resolve(job_id))
+
+
+@app.command()
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+) -> None:
+    """Print what the job's processes wrote.
+
+    Example: `thinwire logs quickstart-3f -f`
+    """
+    with Client() as client:
+        full_id = client.resolve(job_id).id
+        offset, waiting = 0, False
+        while True:
+            try:
+                chunk = client.logs(full_id, offset)
+            except Unreachable as error:
+                if not follow or _over(client, full_id):
+                    raise  # a log that went with its cluster does not come back
+                if not waiting:
+                    _complain(f"control plane not reachable, waiting ({error})")
+                waiting = True
+                time.sleep(FOLLOW_POLL_S)
+                continue
+            waiting = False
+            typer.echo(chunk.text, nl=False)
+            moved, offset = chunk.next_offset > offset, chunk.next_offset
+            if not moved and (chunk.complete or not follow):
+                return
+            if not moved:
+                time.sleep(FOLLOW_POLL_S)
+
+
+app.command()(resize)
+
+
+@app.command()
+def cancel(job_id: JobId) -> None:
+    """Ask for a job's end. Its checkpoints stay.
+
+    Example: `thinwire cancel quickstart-3f`
+    """
+    with Client() as client:
+        job = client.resolve(job_id)
+        if not job.state.terminal:
+            job = client.cancel(job.id)
+            _note(f"{job.name} {job.id} is {job.state}.")
+        else:
+            _note(f"{job.name} {job.id} is over: {outcome(job)}. Nothing was done.")
+
+
+@app.command()
+def quickstart(
+    file: Annotated[Path, typer.Option(help="The job to run.")] = Path("examples/quickstart.yaml"),
+    results: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/quickstart"),
+    launcher: Annotated[LauncherName, typer.Option(help="As for `thinwire serve`.")] = LauncherName.LOCAL,
+) -> None:
+    """Run a first job from start to end: server, job, live display, summary, results; then stop what was started.
+
+    Ctrl-C at any moment cancels the job, stops the server and leaves no process behind (exit code 130).
+
+    Example: `thinwire quickstart --results runs/quickstart`
+    """
+    raise typer.Exit(run_quickstart(file, results, launcher.value, home(), _console()))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; leaves by SystemExit with the exit code. arguments: default is sys.argv[1:]."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
+        _complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
+    commands.join_commands(app, own, commands.installed_commands(), given)
+    try:
+        app(args=given, prog_name="thinwire")
+    except (JobFileError, AmbiguousId, NotFound, WrongEnvironment) as error:
+        _complain(str(error))
+        sys.exit(2)
+    except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:
+        _complain(str(error))
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "thinwire":
+            raise  # a fault of ours: nothing that the user could install
+        _complain(str(commands.missing_module(error)))
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _welcome(settings: Settings, url: str) -> str:
+    return (
+        f"Thinwire serves {settings.home} at {url}; documents at {url}/docs. Ctrl-C ends it.\n"
+        "In another terminal, with the same THINWIRE_HOME: `thinwire submit examples/quickstart.yaml --watch`"
+    )
+
+
+def _watch(client: Client, job: Job) -> None:
+    """Watch the job and leave with its exit code."""
+    try:
+        ended = watch(client, job.id, _console())
+    except KeyboardInterrupt:
+        _note(f"\nNo longer watching; the job goes on. See `thinwire watch {job.id}`, `thinwire cancel {job.id}`.")
+        raise typer.Exit(130) from None
+    if ended.state is JobState.SUCCEEDED:
+        _note(f"{ended.name} SUCCEEDED. Next: `thinwire show {ended.id}`; its files are in {ended.run_dir}.")
+        return
+    _complain(f"{ended.name} {outcome(ended)}\nIts log: `thinwire logs {ended.id}`")
+    raise typer.Exit(1)
+
+
+def _over(client: Client, job_id: str) -> bool:
+    """True where the service answers and says that the job is over."""
+    try:
+        return client.job(job_id).state.terminal
+    except Unreachable:
+        return False
+
+
+def _console() -> Console:
+    """A console for stdout that takes text as it is."""
+    # Without a terminal rich assumes 80 columns and would break tables in the middle of a log.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns, never cut: an ID in a pipe must be whole."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _when(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _note(message: str) -> None:
+    """Say it to the person, away from what a program would read."""
+    typer.echo(message, err=True)
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"thinwire: {message}", err=True)
+
+
+if __name__ == "__main__":
+    main()

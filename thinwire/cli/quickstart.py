@@ -1,0 +1,313 @@
+"""A first job from start to end, as `make run` shows it: server, job, live display, summary, results, and all ended.
+
+It uses a control plane that already serves the home, and leaves that one running; else it starts one and ends it.
+Whatever happens, a failure or a signal at any moment, the job is cancelled and what was started is ended.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from pydantic import JsonValue
+from rich.console import Console
+from rich.status import Status
+
+from thinwire.cli.child_server import ChildServer
+from thinwire.cli.client import Client, ClientError, Rejected, Unreachable, server_of
+from thinwire.cli.interrupts import Interrupts
+from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
+from thinwire.cli.quantities import seconds_text
+from thinwire.cli.summary import read_summary, summary_table
+from thinwire.cli.watch import outcome, watch
+from thinwire.contract.files import unusable_home
+from thinwire.contract.jobs import Job
+from thinwire.contract.states import JobState
+from thinwire.service.config import default_home
+from thinwire.service.launch.protocol import LauncherError
+
+RESULTS = ("summary.json", "loss.png", "history.jsonl")
+READY_S = 240.0
+"""Longest wait for the server and its Ray. A loaded two-core machine needs about a minute."""
+CANCEL_S = 15.0
+SUMMARY_S = 10.0
+DYING_S = 1.0
+TAIL_LINES = 25
+INTERRUPTED = 130
+_POLL_S = 0.2
+
+
+class QuickstartError(Exception):
+    """The quickstart did not reach its end; the message says why, and what the logs say."""
+
+
+def run_quickstart(file: Path, results: Path, launcher: str, home: Path, console: Console) -> int:
+    """Run the job of `file`, copy its results to `results`, and end all that was started.
+
+    home: the absolute THINWIRE_HOME. Returns the exit code: 0, or 130 after SIGINT, SIGTERM or SIGHUP.
+    Must be called in the main thread: it handles signals.
+    Raises: QuickstartError, JobFileError, SummaryError, ClientError; in any case after the clean-up.
+    """
+    with Interrupts() as interrupts:
+        quickstart = _Quickstart(file, results, launcher, home, console, interrupts)
+        try:
+            with interrupts.armed():
+                quickstart.run()
+        except KeyboardInterrupt:
+            quickstart.say("Interrupted.")
+        finally:
+            quickstart.end()
+        if interrupts.count:
+            return INTERRUPTED
+        quickstart.say_what_next()
+        return 0
+
+
+class _Quickstart:
+    """What one run knows: the server it started, if any, and the job it submitted."""
+
+    def __init__(
+        self, file: Path, results: Path, launcher: str, home: Path, console: Console, interrupts: Interrupts
+    ) -> None:
+        self._file, self._results, self._launcher, self._home = file, results, launcher, home
+        self._console, self._interrupts = console, interrupts
+        self._child: ChildServer | None = None
+        self._job: Job | None = None
+        self._client = Client(lambda: self._child.find() if self._child else server_of(home), timeout_s=10.0)
+
+    def run(self) -> None:
+        """All of it but the clean-up."""
+        try:
+            self._run()
+        except Unreachable:
+            # That it ended, and its log, says more than that it does not answer. A process that is killed closes its
+            # connections a moment before it can be waited for.
+            deadline = time.monotonic() + DYING_S
+            while self._child is not None and time.monotonic() < deadline:
+                self._check_child()
+                time.sleep(_POLL_S)
+            raise
+
+    def _run(self) -> None:
+        if not self._file.exists():
+            raise JobFileError(f"{self._file} is not in {Path.cwd()}: run it in the clone, or name a file with --file")
+        spec = read_job_file(self._file)
+        _check_installed(self._launcher)
+        if self._client.alive():
+            self.say(f"Using the control plane that already serves {self._home}.")
+        else:
+            self._start_server()
+        self._wait_until_ready()
+        job = self._submit(spec)
+        self.say(f"Submitted {self._file} as {job.id}.")
+        self._job = job = watch(self._client, job.id, self._console, on_poll=self._check_child)
+        if job.state is not JobState.SUCCEEDED:
+            raise QuickstartError(f"{job.id} {outcome(job)}\n{self._job_log()}\n{self._server_log()}")
+        self._finish(job)
+
+    def end(self) -> None:
+        """Cancel a job that is not over, and end the server that was started. Not to be interrupted."""
+        try:
+            self._cancel()
+        finally:
+            self._client.close()
+            if self._child is not None:
+                self.say("Stopping the control plane and its Ray ...")
+                signals = self._interrupts.count
+                try:
+                    self._child.stop(hurry=lambda: self._interrupts.count > signals)
+                except LauncherError as error:
+                    raise QuickstartError(str(error)) from error
+                self.say("Stopped; nothing is left running.")
+
+    def say(self, message: str) -> None:
+        """A line for the person."""
+        try:
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit):
+            # rich leaves by SystemExit when the reader of a pipe is gone. Nobody reads any more; the clean-up goes on.
+            self._console.quiet = True
+
+    def say_what_next(self) -> None:
+        """Three lines: look at it, do it yourself, read on."""
+        serve = "make serve" if Path("Makefile").exists() else "thinwire serve"
+        self.say("")
+        self.say(f"1. Open {_short(self._results)}/loss.png: loss and bytes over the steps, with the phases shaded.")
+        where = "" if self._home == default_home() else f"THINWIRE_HOME={_short(self._home)} "
+        submit = f"{where}{_command()} submit {_short(self._file)} --watch"
+        self.say(f"2. Keep a service up with `{serve}`; then, in another terminal, `{submit}`.")
+        self.say("3. Read README.md and docs/: what the figures mean, and how to train a model of your own.")
+
+    def _start_server(self) -> None:
+        with self._interrupts.deferred():
+            try:
+                self._child = ChildServer(self._home, self._launcher)
+            except OSError as error:
+                raise QuickstartError(unusable_home(self._home, error)) from error
+        self.say(f"Starting a control plane for {self._home}; its log is {self._child.log}.")
+
+    def _wait_until_ready(self) -> None:
+        started, cancelled_earlier = time.monotonic(), self._child is None
+        with _Waiting(self._console) as waiting:
+            while time.monotonic() - started < READY_S:
+                self._check_child()
+                try:
+                    if not cancelled_earlier:
+                        self._cancel_earlier()
+                        cancelled_earlier = True
+                    reason = self._client.not_ready()
+                except Unreachable:
+                    reason = "the control plane is starting"
+                if reason is None:
+                    return
+                waiting.say(f"{reason} (Ray takes 10 to 30 s)" if cancelled_earlier else reason)
+                time.sleep(_POLL_S)
+        raise QuickstartError(
+            f"the control plane was not ready after {seconds_text(READY_S)}: {reason}\n{self._server_log()}"
+        )
+
+    def _cancel_earlier(self) -> None:
+        """End what an earlier quickstart that was killed has left: our server would go on with it beside our job."""
+        name = read_job_file(self._file).get("name", "job")
+        for job in self._client.jobs(limit=1000):
+            if job.name == name and not job.state.terminal:
+                self._client.cancel(job.id)
+                self.say(f"Cancelled {job.id}, which an earlier run has left unfinished.")
+
+    def _submit(self, spec: dict[str, JsonValue]) -> Job:
+        # Deferred: between the request and its answer there would be a job whose ID nobody knows.
+        with self._interrupts.deferred():
+            try:
+                self._job = self._client.submit(spec, uuid.uuid4().hex)
+            except Rejected as error:
+                raise explain_rejection(self._file, str(error), error.problems) from error
+        return self._job
+
+    def _check_child(self) -> None:
+        if self._child is None or self._child.exit_code() is None:
+            return
+        raise QuickstartError(
+            f"the control plane ended by itself (exit code {self._child.exit_code()})\n{self._server_log(TAIL_LINES)}"
+        )
+
+    def _finish(self, job: Job) -> None:
+        """Print the summary and copy the results. Raises QuickstartError, SummaryError."""
+        deadline = time.monotonic() + SUMMARY_S
+        while job.summary is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            job = self._client.job(job.id)
+        if job.summary is None:
+            raise QuickstartError(f"{job.id} SUCCEEDED without a summary\n{self._job_log()}\n{self._server_log()}")
+        summary = read_summary(job.summary)
+        self._console.print(summary_table(summary))
+        _copy(Path(job.run_dir), self._results)
+        self.say(f"Wrote {', '.join(str(self._results / name) for name in RESULTS)}.")
+        if not summary.replicas_bit_equal:
+            raise QuickstartError(f"the workers' replicas differ at the end, which must never be; see {job.run_dir}")
+
+    def _cancel(self) -> None:
+        """Cancel the job if it is not over, and wait a little for its end. What fails here ends with the server."""
+        if self._job is None or self._job.state.terminal:
+            return
+        self.say(f"Cancelling {self._job.id} ...")
+        signals, deadline = self._interrupts.count, time.monotonic() + CANCEL_S
+        try:
+            job = self._client.job(self._job.id)
+            if not job.state.terminal:
+                job = self._client.cancel(self._job.id)
+            while not job.state.terminal and time.monotonic() < deadline and self._interrupts.count == signals:
+                time.sleep(_POLL_S)
+                job = self._client.job(self._job.id)
+            self.say(f"{job.id} is {job.state}.")
+        except ClientError as error:
+            self.say(f"{self._job.id} could not be cancelled: {error}")
+
+    def _job_log(self) -> str:
+        """The last lines of the job's log, under a heading; where there is none, why."""
+        if self._job is None:
+            return "the job was not submitted"
+        text, offset = "", 0
+        try:
+            while chunk := self._client.logs(self._job.id, offset):
+                text += chunk.text
+                if chunk.complete or chunk.next_offset <= offset:
+                    break
+                offset = chunk.next_offset
+        except ClientError as error:
+            return f"The job's log cannot be read: {error}"
+        lines = text.splitlines()[-TAIL_LINES:]
+        return "\n".join(["The end of the job's log:", *(f"  {line}" for line in lines)])
+
+    def _server_log(self, num_lines: int = 0) -> str:
+        if self._child is None:
+            return f"The control plane of {self._home} was running before; its log is where that was started."
+        if not num_lines:
+            return f"The server's log: {self._child.log}"
+        return f"The end of the server's log, {self._child.log}:\n{self._child.log_tail(num_lines)}"
+
+
+class _Waiting:
+    """A spinner that says what is waited for; without a terminal, a line each time that this changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._said = console, ""
+        self._status = Status("starting", console=console) if console.is_terminal else None
+        self._context: AbstractContextManager[object] = self._status or nullcontext()
+        self._clock: Callable[[], float] = time.monotonic
+        self._started_s = self._clock()
+
+    def __enter__(self) -> _Waiting:
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self._context.__exit__(None, None, None)
+
+    def say(self, message: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{message}, {self._clock() - self._started_s:.0f} s")
+        elif message != self._said:
+            self._said = message
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _command() -> str:
+    """How this person can call `thinwire` from this folder."""
+    ours, found = Path(sys.executable).with_name("thinwire"), shutil.which("thinwire")
+    if not ours.exists() or (found is not None and ours.samefile(found)):
+        return "thinwire"
+    return _short(ours)
+
+
+def _short(path: Path) -> str:
+    """The path from this folder, where it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _check_installed(launcher: str) -> None:
+    """Refuse at once what would fail after Ray's start. Raises QuickstartError."""
+    if launcher != "local":
+        return
+    missing = [name for name in ("ray", "torch", "numpy", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise QuickstartError(f"training on this machine needs {', '.join(missing)}: pip install 'thinwire[worker]'")
+
+
+def _copy(run_dir: Path, results: Path) -> None:
+    """Copy the results, all or an error; an earlier run's are replaced. Raises QuickstartError."""
+    missing = [name for name in RESULTS if not (run_dir / name).is_file()]
+    if missing:
+        raise QuickstartError(f"the run folder {run_dir} lacks {', '.join(missing)}")
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        for name in RESULTS:
+            shutil.copyfile(run_dir / name, results / name)
+    except OSError as error:
+        raise QuickstartError(f"the results cannot be written to {results}: {error}") from error

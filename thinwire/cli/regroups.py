@@ -1,0 +1,86 @@
+"""What a person is told of the number of a job's workers: how many train, how many are wanted, each change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from thinwire.cli.quantities import seconds_text
+from thinwire.contract.jobs import Job
+from thinwire.contract.reports import Event
+
+REGROUPED, REQUESTED, MEMORY_LOST = "regrouped", "resize_requested", "error_memory_lost"
+KINDS = (REGROUPED, REQUESTED, MEMORY_LOST)
+"""The events that tell of changes. What comes before a regrouping, a worker lost or joined, is told with it."""
+EFFECTS = {
+    "at_start": "the job starts with that",
+    "in_place": "the job follows while it runs",
+    "at_restart": "the job follows when it restarts next (workers.elastic = restart)",
+}
+
+
+@dataclass(slots=True)
+class Regroups:
+    """Tells each change once, as it comes. What was there at the first answer is not news."""
+
+    _known: set[tuple[str, int, float]] | None = None
+    """Changes that have been told; None before the first answer. Not a count: what the workers say comes later than
+    what the service says of the same moment."""
+
+    def saw(self, events: Sequence[Event]) -> list[str]:
+        """The news, a line each. events: the job's of KINDS, in order of time."""
+        changes = {(event.kind, event.step, event.time): event for event in events if event.kind in KINDS}
+        news = [] if self._known is None else [_line(changes[key]) for key in changes if key not in self._known]
+        self._known = (self._known or set()) | changes.keys()
+        return news
+
+
+def limits_text(least: object, most: object) -> str:
+    """The numbers of workers that a job may have: 2..8, or 4 where it is one number."""
+    return f"{least}" if least == most else f"{least}..{most}"
+
+
+def workers_text(job: Job, count: int) -> str:
+    """How many workers train, and how many are wanted where that is another number or several: 3 (wanted 2..8)."""
+    wanted = limits_text(job.wanted_workers.min, job.wanted_workers.max)
+    return str(count) if wanted == str(count) else f"{count} (wanted {wanted})"
+
+
+def waiting_text(job: Job) -> str | None:
+    """What the job waits for, where it has fewer workers than its minimum."""
+    waiting = job.waiting_for_workers
+    return None if waiting is None else f"waiting for workers ({waiting.have} of {waiting.min})"
+
+
+def workers_rows(job: Job) -> list[tuple[str, str]]:
+    """The lines of `thinwire show` about the job's workers."""
+    rows = [("workers", str(job.workers))]
+    if job.world_size is not None and not job.state.terminal:
+        text = workers_text(job, job.world_size)
+        rows.append(("training", ", ".join(part for part in (text, waiting_text(job)) if part)))
+    wanted = job.wanted_workers
+    if wanted.revision:
+        submitted = limits_text(job.spec.workers.min, job.spec.workers.max)
+        words = f"{limits_text(wanted.min, wanted.max)}, submitted with {submitted}"
+        rows.append(("wanted", words if job.state.terminal else f"{words}; {EFFECTS[wanted.takes_effect]}"))
+    return rows
+
+
+def _line(event: Event) -> str:
+    fields = event.fields
+    if event.kind == REQUESTED:
+        words = f"resize requested: {_limits(fields.get('new'))} workers, before {_limits(fields.get('old'))}"
+        effect = fields.get("takes_effect")
+        return f"{words}; {EFFECTS[effect]}" if isinstance(effect, str) and effect in EFFECTS else words
+    if event.kind == MEMORY_LOST:
+        return f"error memory lost with a worker: norm {fields.get('norm', 'unknown')}"
+    seconds, reason = fields.get("seconds"), fields.get("reason")
+    took = f" in {seconds_text(seconds)}" if isinstance(seconds, int | float) else ""
+    why = f" ({reason})" if reason else ""
+    return f"regrouped: {fields.get('world_size', 'unknown')} workers from step {event.step}{took}{why}"
+
+
+def _limits(value: JsonValue) -> str:
+    return limits_text(value.get("min"), value.get("max")) if isinstance(value, dict) else "unknown"

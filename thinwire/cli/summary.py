@@ -1,0 +1,169 @@
+"""The summary of a run that succeeded, as the command line shows it: which parts of summary.json it needs, as a table.
+
+The workers may add keys; a key that is missing is an error that names it, since a table with holes would look like a
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+
+
+class SummaryError(Exception):
+    """The summary lacks a key or holds a wrong value; the message names it."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Losses(_Part):
+    """Nats a byte; None where none was taken."""
+
+    train_first: float | None
+    train_last: float | None
+    validation_first: float | None
+    validation_last: float | None
+
+
+class PayloadBytes(_Part):
+    """Bytes one rank sent, counted by the transport; fp32, bf16: what a ring all-reduce would have sent instead."""
+
+    sent: float
+    warmup_phase: float
+    compressed_phase: float
+    compressed_phase_fp32: float
+    fp32: float
+    bf16: float
+    checkpoints: float
+    control: float
+
+
+class CompressionRatios(_Part):
+    """fp32 ring all-reduce over sent; None where nothing was sent: no such phase, or one worker."""
+
+    compressed_phase: float | None
+    overall: float | None
+
+
+class Rounds(_Part):
+    """Steps in which workers could exchange something, and how many of them sent nothing."""
+
+    total: int = 0
+    skipped: int = 0
+
+
+class Seconds(_Part):
+    """Wall time by part; a part that is new to this version is shown too."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, float]
+
+    total: float
+
+
+class Summary(_Part):
+    """What is needed of summary.json. frozen_at: the last uncompressed step; None where nothing was compressed."""
+
+    steps: int
+    frozen_at: int | None
+    world_size: int
+    parameters: int
+    replicas_bit_equal: bool
+    loss: Losses
+    payload_bytes: PayloadBytes
+    compression_ratio: CompressionRatios
+    rounds: Rounds = Rounds()
+    """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
+    seconds: Seconds
+
+
+def read_summary(found: Mapping[str, JsonValue]) -> Summary:
+    """The summary as a model. Raises SummaryError, naming every key that is missing or wrong."""
+    try:
+        return Summary.model_validate(found)
+    except ValidationError as error:
+        problems = [
+            ".".join(map(str, problem["loc"]))
+            + (" is missing" if problem["type"] == "missing" else f" = {problem['input']!r}: {problem['msg']}")
+            for problem in error.errors()
+        ]
+        raise SummaryError("summary.json of the run is not complete: " + "; ".join(problems)) from error
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    """The tables that a person reads at the end of a run."""
+    return Group(_what(summary), _losses(summary.loss), _bytes(summary), _seconds(summary.seconds))
+
+
+def _what(summary: Summary) -> Text:
+    text = Text(f"{summary.parameters:,} parameters, {_workers(summary.world_size)}, {summary.steps} steps, ")
+    if summary.frozen_at is None:
+        text.append("nothing was compressed, ")
+    elif not summary.payload_bytes.sent:
+        text.append(f"variance frozen after step {summary.frozen_at}, nothing was sent, ")
+    elif summary.rounds.skipped:
+        skipped = f"{summary.rounds.skipped} of {summary.rounds.total} rounds skipped"
+        text.append(f"variance frozen after step {summary.frozen_at}, {skipped}, ")
+    else:
+        text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
+    if summary.replicas_bit_equal:
+        return text.append("replicas bit-equal at the end")
+    return text.append("REPLICAS DIFFER AT THE END", "bold red")
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _losses(loss: Losses) -> Table:
+    table = Table("loss, nats a byte", _right("first"), _right("last"), title="What was learned", title_justify="left")
+    table.add_row("training", loss_text(loss.train_first), loss_text(loss.train_last))
+    table.add_row("validation", loss_text(loss.validation_first), loss_text(loss.validation_last))
+    return table
+
+
+def _bytes(summary: Summary) -> Table:
+    sent, ratio = summary.payload_bytes, summary.compression_ratio
+    table = Table(
+        "payload a worker sent",
+        *(_right(name) for name in ("sent", "fp32 all-reduce", "ratio", "bf16 all-reduce", "ratio")),
+        title="What went over the wire",
+        title_justify="left",
+    )
+    table.add_row("all steps", *_against(sent.sent, sent.fp32, ratio.overall, sent.bf16))
+    if summary.frozen_at is not None and ratio.compressed_phase is not None:
+        fp32 = sent.compressed_phase_fp32
+        # bf16 has half the bytes of fp32 in every step, so in these steps too.
+        table.add_row("compressed phase", *_against(sent.compressed_phase, fp32, ratio.compressed_phase, fp32 / 2))
+    table.add_row("checkpoints, not in the above", bytes_text(sent.checkpoints), "", "", "", "")
+    table.add_row("control, not in the above", bytes_text(sent.control), "", "", "", "")
+    return table
+
+
+def _against(sent: float, fp32: float, fp32_ratio: float | None, bf16: float) -> tuple[str, ...]:
+    bf16_ratio = bf16 / sent if sent else None
+    return bytes_text(sent), bytes_text(fp32), ratio_text(fp32_ratio), bytes_text(bf16), ratio_text(bf16_ratio)
+
+
+def _seconds(seconds: Seconds) -> Table:
+    table = Table(
+        "time", _right("duration"), _right("share"), title="Where the time went, rank 0", title_justify="left"
+    )
+    for name, value in seconds.__pydantic_extra__.items():
+        share = f"{value / seconds.total:.0%}" if seconds.total else ""
+        table.add_row(name.replace("_", " "), seconds_text(value), share)
+    table.add_section()
+    table.add_row("total", seconds_text(seconds.total), "")
+    return table
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right")

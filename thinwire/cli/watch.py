@@ -1,0 +1,268 @@
+"""Watching one job until its end: a live display in a terminal, a line now and then anywhere else.
+
+The display shows only what the API says. A control plane that goes away is waited for: the client finds the new one
+by its server.json, and the job does not depend on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.cli.client import Client, Unreachable
+from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+from thinwire.cli.regroups import KINDS as REGROUP_KINDS
+from thinwire.cli.regroups import Regroups, waiting_text, workers_text
+from thinwire.cli.restarts import KINDS as RESTART_KINDS
+from thinwire.cli.restarts import Restarts
+from thinwire.contract.jobs import Job
+from thinwire.contract.reports import Event, Sample
+from thinwire.contract.states import JobState
+
+POLL_S = 1.0
+LINE_EVERY_S = 10.0
+ETA_WINDOW = 30
+"""Samples from which the speed is taken for the ETA."""
+
+
+@dataclass(slots=True)
+class View:
+    """What the display knows. Updated by `saw_*`, read by the renderers; holds no clock of its own."""
+
+    started_s: float
+    job: Job | None = None
+    unreachable: str | None = None
+    samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
+    restarts: Restarts = field(default_factory=Restarts)
+    regroups: Regroups = field(default_factory=Regroups)
+    stalled: bool = False
+    """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
+
+    def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
+        """Take a new answer of the service. Returns what has happened since the last one, a line each."""
+        earlier = self.job.progress if self.job is not None else None
+        to_go = job.progress is None or job.progress.step < job.spec.steps
+        no_worker = job.state is JobState.RUNNING and job.workers == 0
+        self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
+        self.unreachable = None
+        self.job = job
+        self._measure(job)
+        return self.restarts.saw(job, events) + self.regroups.saw(events)
+
+    def _measure(self, job: Job) -> None:
+        sample = job.progress
+        if sample is None:
+            return
+        if self.samples and sample.step < self.samples[-1][0]:
+            self.samples.clear()  # a resumed attempt goes back to its checkpoint: its speed is measured anew
+        if not self.samples or sample.step > self.samples[-1][0]:
+            self.samples.append((sample.step, sample.time))
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the speed of the last samples; None until a speed is known."""
+        if self.job is None or self.job.progress is None:
+            return None
+        sample = self.job.progress
+        first_step, first_time = self.samples[0] if self.samples else (sample.step, sample.time)
+        step_s = sample.step_seconds
+        if sample.step > first_step and sample.time > first_time:
+            step_s = (sample.time - first_time) / (sample.step - first_step)
+        return (self.job.spec.steps - sample.step) * step_s if step_s > 0.0 else None
+
+
+def watch(
+    client: Client,
+    job_id: str,
+    console: Console,
+    on_poll: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Job:
+    """Show the job until it is over, and return it as it ended.
+
+    job_id: the full ID. on_poll is called before each poll; what it raises ends the watch.
+    Raises: ClientError, but waits where it is Unreachable.
+    """
+    view = View(started_s=clock())
+    live = _Live(console, view, clock) if console.is_terminal else None
+    lines = None if live else _Lines(console, view, clock)
+    context: AbstractContextManager[object] = live or nullcontext()
+    with context:
+        while True:
+            on_poll()
+            news: list[str] = []
+            try:
+                # The events first: what they tell is then part of the job that is shown.
+                events = client.events(job_id, RESTART_KINDS + REGROUP_KINDS)
+                news = view.saw(client.job(job_id), events)
+            except Unreachable as error:
+                view.unreachable = str(error)
+            for line in news:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if live:
+                live.update()
+            if lines:
+                lines.update()
+            if view.job is not None and view.unreachable is None and view.job.state.terminal:
+                return view.job
+            sleep(POLL_S)
+
+
+def outcome(job: Job) -> str:
+    """How a job ended, in one line: the state and, where there is one, the reason."""
+    return f"{job.state}: {job.reason}" if job.reason else str(job.state)
+
+
+def progress_line(view: View) -> str:
+    """The whole display in one line, for a log or a pipe."""
+    job = view.job
+    if view.unreachable is not None:
+        return f"control plane not reachable, waiting ({view.unreachable})"
+    if job is None:
+        return "waiting for the first answer"
+    if job.progress is None:
+        return _standing(view, job)
+    figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
+    line = "  ".join([f"step {job.progress.step}/{job.spec.steps}", *figures])
+    if job.state.terminal or view.stalled:
+        return f"{line}  {_standing(view, job)}"
+    return f"{line}  ETA {_eta(view.eta_s())}"
+
+
+class _Lines:
+    """Plain output: a line at each change of state, phase, workers or reachability, and one every LINE_EVERY_S."""
+
+    def __init__(self, console: Console, view: View, clock: Callable[[], float]) -> None:
+        self._console, self._view, self._clock = console, view, clock
+        self._shown: object = None
+        self._due_s = 0.0
+
+    def update(self) -> None:
+        job = self._view.job
+        phase = job.progress.phase if job and job.progress else None
+        what = (job.state, job.attempt, job.world_size, job.waiting_for_workers) if job else None
+        now = (what, phase, self._view.unreachable is None, self._view.stalled)
+        if now != self._shown or self._clock() >= self._due_s:
+            self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
+            self._console.print(progress_line(self._view), markup=False, highlight=False, soft_wrap=True)
+
+
+class _Live:
+    """The terminal display, redrawn a few times a second by rich, so that a spinner shows that it lives."""
+
+    def __init__(self, console: Console, view: View, clock: Callable[[], float]) -> None:
+        self._view, self._clock = view, clock
+        self._spinner = Spinner("dots")
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> _Live:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self._live.stop()
+
+    def update(self) -> None:
+        self._live.refresh()
+
+    def _draw(self) -> RenderableType:
+        return panel(self._view, self._clock() - self._view.started_s, self._spinner)
+
+
+def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
+    """The display as rich draws it. elapsed_s: seconds of watching."""
+    job = view.job
+    if job is None:
+        text = progress_line(view) if view.unreachable else "asking the control plane"
+        spinner.update(text=Text(text))
+        return spinner
+    head = Text.assemble((f"{job.name} ", "bold"), (f"{job.id}  ", "dim"), (str(job.state), _STYLES[job.state]))
+    if job.attempt > 1:
+        head.append(f"  attempt {job.attempt}", "yellow")
+    rows: list[RenderableType] = [head]
+    sample = job.progress
+    if sample is not None:
+        rows.append(_bar(view, job, sample))
+        rows.append(_table(job, sample))
+    if view.unreachable is not None:
+        rows.append(Text(f"control plane not reachable, waiting ({view.unreachable})", "yellow"))
+    elif sample is None or job.reason or view.stalled:
+        words = _standing(view, job)
+        if job.state.terminal:
+            rows.append(Text(words, _STYLES[job.state]))
+        else:
+            spinner.update(text=Text(f"{words} ({seconds_text(elapsed_s)})"))
+            rows.append(spinner)
+    return Group(*rows)
+
+
+def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(
+        Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
+        ProgressBar(total=job.spec.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
+        Text(f"step {sample.step}/{job.spec.steps}"),
+        Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
+    )
+    return grid
+
+
+def _table(job: Job, sample: Sample) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    figures = [pair for pair in _figures(job, sample) if pair[0] != "phase"]
+    for start in range(0, len(figures), 3):
+        cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 3]]
+        grid.add_row(*cells)
+    return grid
+
+
+def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
+    """The figures of both displays, as (name, value), in their order."""
+    return [
+        ("phase", sample.phase),
+        ("loss", loss_text(sample.loss)),
+        ("validation", loss_text(job.validation_loss)),
+        ("samples/s", f"{sample.samples_per_second:.1f}"),
+        ("payload/step", bytes_text(sample.payload_bytes)),
+        ("compression", "nothing sent" if sample.skipped_round else ratio_text(sample.compression_ratio)),
+        ("workers", workers_text(job, sample.world_size if job.world_size is None else job.world_size)),
+    ]
+
+
+def _standing(view: View, job: Job) -> str:
+    """Where a job stands that has no figures to show, or only old ones."""
+    words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
+    return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
+
+
+def _eta(eta_s: float | None) -> str:
+    return "-" if eta_s is None else seconds_text(eta_s)
+
+
+NO_WORKERS = "waiting for Ray to start the workers (20 to 60 s; longer while other jobs hold its CPUs)"
+_WAITING = {
+    JobState.SUBMITTING: "being handed to Ray",
+    JobState.PENDING: "Ray starts the job's driver and its workers, which takes 20 to 60 s",
+    JobState.RUNNING: "the workers import torch, form their group and load the data",
+    JobState.CANCELLING: "being stopped",
+}
+_STYLES = {
+    JobState.SUBMITTING: "cyan",
+    JobState.PENDING: "cyan",
+    JobState.RUNNING: "blue",
+    JobState.CANCELLING: "yellow",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "yellow",
+}
+_PHASE_STYLES = {"warmup": "yellow", "compressed": "green", "dense": "blue"}

@@ -1,0 +1,8 @@
+"""What all rooms agree on, without torch: what a user asks for, what a worker reports, and where a run leaves it.
+
+spec           the job file: everything a user may ask for
+jobs, states   a job as the REST API shows it
+reports        what a running job says back to the service
+metric_names   what a worker exports to Prometheus
+files          how a file is written whole or not at all
+"""

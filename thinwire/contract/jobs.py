@@ -1,0 +1,130 @@
+"""What the jobs API answers and what a change of a job asks, as pydantic models.
+
+A submission is a `thinwire.contract.spec.TrainSpec`.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from thinwire.contract.reports import Event, Sample
+from thinwire.contract.spec import TrainSpec, WorkerCount
+from thinwire.contract.states import JobState
+
+TakesEffect = Literal["at_start", "in_place", "at_restart"]
+
+
+class WorkersChange(BaseModel):
+    """Other limits on the number of workers; what is left out stays as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min: WorkerCount | None = Field(None, description="with fewer the job waits")
+    max: WorkerCount | None = Field(None, description="it takes no more, however many would fit; at most global_batch")
+
+
+class JobChange(BaseModel):
+    """PATCH /v1/jobs/{id}: what can be changed of a job that is not over. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workers: WorkersChange
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> JobChange:
+        if self.workers.min is None and self.workers.max is None:
+            given = self.workers.model_dump(exclude_unset=True)
+            problem = {"path": "workers", "value": given, "allowed": "a mapping with min, max or both"}
+            raise PydanticCustomError("impossible", "workers: neither min nor max is given", {"problems": [problem]})
+        return self
+
+
+class Wanted(BaseModel):
+    """The limits on a job's workers that hold now; its spec has those of the submission."""
+
+    min: int
+    max: int
+    revision: int = Field(description="changes so far; 0: as submitted")
+    takes_effect: TakesEffect = Field(
+        description="when the job follows a change: at_start, it has not started; in_place, while it runs; at_restart, "
+        "when it restarts next (workers.elastic = restart)"
+    )
+
+
+class WaitingForWorkers(BaseModel):
+    """A job stands still, for it has fewer workers than its minimum."""
+
+    have: int
+    min: int
+
+
+class Job(BaseModel):
+    """One job, as GET /v1/jobs/{id} shows it."""
+
+    id: str
+    name: str
+    state: JobState
+    reason: str | None = Field(None, description="why the job is where it is, for a person; set when FAILED")
+    attempt: int = Field(description="submissions so far; above 1 after its cluster was lost")
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    spec: TrainSpec
+    progress: Sample | None = Field(None, description="the newest sample that rank 0 has posted")
+    validation_loss: float | None = Field(None, description="the newest validation loss")
+    workers: int = Field(0, description="workers whose registration has not run out")
+    wanted_workers: Wanted
+    world_size: int | None = Field(None, description="workers that train together, as this attempt has last said")
+    waiting_for_workers: WaitingForWorkers | None = None
+    summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
+    run_dir: str = Field(description="the job's folder: checkpoints, history, summary, picture")
+    dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard, while there is one")
+
+
+class JobList(BaseModel):
+    """GET /v1/jobs, newest first."""
+
+    jobs: list[Job]
+
+
+class History(BaseModel):
+    """GET /v1/jobs/{id}/metrics: every sample of the job in order of step, and its events in order of time."""
+
+    job_id: str
+    samples: list[Sample]
+    events: list[Event]
+
+
+class Logs(BaseModel):
+    """GET /v1/jobs/{id}/logs?offset=N: text from character N on. Ask again from next_offset; `complete` ends it."""
+
+    text: str
+    next_offset: int
+    complete: bool
+
+
+class TargetGroup(BaseModel):
+    """One entry of GET /v1/metrics/targets, in the form of Prometheus HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Problem(BaseModel):
+    """One thing wrong with a request: where, what came, what is allowed."""
+
+    path: str
+    value: JsonValue = None
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """Every error of the API. `code` is stable and for programs, `message` is for people."""
+
+    code: str
+    message: str
+    problems: list[Problem] = Field(default_factory=list)

@@ -1,0 +1,134 @@
+"""The metrics that every worker exports: name, kind, unit, labels and help, declared once. Torch-free.
+
+The service documents them, the dashboards query them, `workers.telemetry.delivery` fills them. Adding one is a row here
+and one line where its value is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PHASES = ("warmup", "compressed", "dense")
+"""`dense` is the one phase of an optimizer that never compresses."""
+
+
+class MetricKind(StrEnum):
+    """The Prometheus type of a metric."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of METRICS. `labels` come after job_id and rank, which every worker metric has."""
+
+    name: str
+    kind: MetricKind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            "thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",)
+        ),
+        Metric(
+            "thinwire_compression_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Payload bytes of an fp32 ring all-reduce over those sent, in the last step that sent something",
+        ),
+        Metric(
+            "thinwire_rounds_skipped_total",
+            MetricKind.COUNTER,
+            "steps",
+            "Steps in which this worker had peers and sent them nothing",
+        ),
+        Metric("thinwire_samples_total", MetricKind.COUNTER, "samples", "Training windows this worker has consumed"),
+        Metric("thinwire_samples_per_second", MetricKind.GAUGE, "samples/s", "Global training throughput, all workers"),
+        Metric("thinwire_step_seconds", MetricKind.GAUGE, "seconds", "Wall time of the last step"),
+        Metric(
+            "thinwire_wire_bytes_total",
+            MetricKind.COUNTER,
+            "bytes",
+            "Payload bytes this worker has sent, counted by the transport",
+            ("purpose",),
+        ),
+        Metric(
+            "thinwire_wire_counted_bytes_total",
+            MetricKind.COUNTER,
+            "bytes",
+            "Bytes of frames that the interface THINWIRE_WIRE_INTERFACE of this worker's box has sent, by its counters",
+        ),
+        Metric(
+            "thinwire_wire_predicted_bytes_total",
+            MetricKind.COUNTER,
+            "bytes",
+            "Bytes of frames that the workers of this box have sent to other boxes, by the ledger, headers included",
+        ),
+        Metric(
+            "thinwire_wire_unexplained_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Difference of the counted and the predicted bytes of frames, without its sign, over the counted ones",
+        ),
+        Metric("thinwire_world_size", MetricKind.GAUGE, "workers", "Workers in the communication group"),
+        Metric(
+            "thinwire_generation", MetricKind.GAUGE, "", "How often the workers have changed, the first start included"
+        ),
+        Metric("thinwire_regroups_total", MetricKind.COUNTER, "", "Changes of workers that this one has gone through"),
+        Metric("thinwire_regroup_seconds", MetricKind.GAUGE, "seconds", "From the last change's begin to going on"),
+        Metric(
+            "thinwire_error_lost_norm",
+            MetricKind.GAUGE,
+            "",
+            "Estimated 2-norm of the error memory that was lost with dead workers in the last change; 0 if planned",
+        ),
+        Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
+        Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
+        Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),
+        Metric(
+            "thinwire_error_to_momentum_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "2-norm of what compression has left out so far over that of what one exchange gives",
+        ),
+        Metric(
+            "thinwire_sign_density_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Cosine between what was last compressed and its signs: 1 if all sizes are equal, 0.8 for Gaussian values",
+            ("side",),
+        ),
+        Metric(
+            "thinwire_max_step_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Largest step of an element over the learning rate, before trust coefficients",
+        ),
+        Metric(
+            "thinwire_variance_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Change of the variance over the window of the automatic warm-up, which ends after 5 values above 0.96",
+        ),
+        Metric(
+            "thinwire_floored_elements",
+            MetricKind.GAUGE,
+            "elements",
+            "Elements whose variance the floor raised when it was frozen",
+        ),
+        Metric(
+            "thinwire_lamb_coefficient_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Average trust coefficient of LAMB, over the tensors of the model",
+            ("statistic",),
+        ),
+    )
+}

@@ -1,0 +1,156 @@
+"""What a running job says back to the service: registrations and telemetry, as pydantic models. Torch-free.
+
+Both sides use these models, so that neither can drift. A job authenticates with a token of its own, which allows
+the three calls below and nothing else:
+
+    PUT  /v1/jobs/{id}/workers/{rank}   WorkerRegistration   (repeated as a heartbeat; a lease of LEASE_S)
+    POST /v1/jobs/{id}/telemetry        Telemetry            (rank 0, in batches; idempotent by attempt and step)
+    DELETE /v1/jobs/{id}/workers/{rank}?attempt=N            (at a clean end; an older attempt's changes nothing)
+
+The run folder is the other border. The service writes it before it submits, the workers read and write it:
+
+    job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
+    workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
+    attempt        the number of the attempt whose driver runs, where it adopts workers of the one before it
+    token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
+    service_url    where the service listens now; rewritten when the service starts again
+    checkpoints/   written by the workers
+    history.jsonl  one Sample a line, written by rank 0
+    events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
+    summary.json   written by rank 0 at the end of a run that succeeded
+    loss.png       loss and cumulative bytes over steps
+    failure.json   a Failure, written where a run ends for a reason that no restart can mend
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+
+from thinwire.contract.spec import WorkerCount
+
+LEASE_S = 30.0
+"""A worker that has not renewed its registration for so long is no longer a scrape target."""
+HEARTBEAT_S = 10.0
+WANTED_NAME = "workers.json"
+ATTEMPT_NAME = "attempt"
+
+
+class _Report(BaseModel):
+    # Not finite would become null in JSON, which the other side then refuses to read.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class WantedWorkers(_Report):
+    """How many workers the job is wanted to have now: workers.json in the run folder.
+
+    The service replaces the file in one move, after its database has the new numbers. An attempt begins with what it
+    finds here, and follows a file whose revision is another than that of the last one it read.
+    """
+
+    min: WorkerCount = Field(description="with fewer the job waits")
+    max: WorkerCount = Field(description="it takes no more, however many would fit")
+    revision: int = Field(ge=0, description="changes so far; 0: as the spec was submitted")
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class WorkerRegistration(_Report):
+    """Where one worker's metrics can be scraped."""
+
+    address: str = Field(max_length=255, description="host:port of the worker's /metrics")
+    attempt: int = Field(ge=1, description="which submission of the job this worker belongs to")
+    pid: int = Field(ge=1)
+    node: str = Field(max_length=255)
+
+
+class Health(_Report):
+    """How the optimizer is doing, as optim.engine.health finds it at an evaluation; None where it has nothing to say.
+
+    docs/operations.md says what is normal. A number that is not finite is kept as None: JSON has no such number.
+    """
+
+    error_to_momentum: float | None = Field(None, description="||R|| / ||what an exchange gives||; watch its trend")
+    sign_density_worker: float | None = Field(None, description="||a||_1 / (sqrt(count) ||a||_2) of what was sent")
+    sign_density_server: float | None = Field(None, description="the same of what was sent back")
+    max_step: float | None = Field(None, description="max |m / (sqrt(v) + eps)|: the largest step, in units of lr")
+    variance_ratio: float | None = Field(None, description="of the automatic end of warm-up, which asks for 0.96")
+    floored_elements: int | None = Field(None, description="elements whose variance the floor raised")
+    rounds_skipped: int | None = Field(None, description="steps so far that exchanged nothing")
+    lamb_coeff_min: float | None = Field(None, description="trust coefficients of LAMB, over tensors")
+    lamb_coeff_median: float | None = None
+    lamb_coeff_max: float | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _finite_or_none(cls, value: object) -> object:
+        return _finite_or_none(value)
+
+
+class Sample(_Report):
+    """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport.
+
+    A loss that is not finite is kept as None: JSON has no such number, and the run's Failure tells of it.
+    """
+
+    step: int = Field(ge=0, description="steps committed; 0 is the state before training")
+    phase: Literal["warmup", "compressed", "dense"]
+    loss: float | None = Field(None, description="training loss; None at step 0")
+    validation_loss: float | None = None
+    lr: float = 0.0
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    payload_bytes: int = Field(0, ge=0, description="sent in this step")
+    payload_bytes_total: int = Field(0, ge=0, description="sent in all training steps so far")
+    compression_ratio: float | None = Field(
+        None, description="fp32 ring all-reduce bytes over payload_bytes, this step; None: nothing was sent"
+    )
+    world_size: int = Field(1, ge=1)
+    time: float = Field(description="unix seconds")
+    health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
+
+    @property
+    def skipped_round(self) -> bool:
+        """Had this worker peers, and sent them nothing in this step?"""
+        return self.step > 0 and self.world_size > 1 and self.payload_bytes == 0
+
+    @field_validator("loss", "validation_loss", mode="before")
+    @classmethod
+    def _finite_or_none(cls, loss: object) -> object:
+        return _finite_or_none(loss)
+
+
+class Event(_Report):
+    """Something that happened once: phase_change, warmup_rearmed, checkpoint_saved, resumed...
+
+    Of the number of workers: regrouped {generation, world_size, reason, lost, seconds}, resized {world_size},
+    waiting_for_workers {have, min}, worker_lost, worker_joined, error_memory_lost {norm}. The service itself writes
+    job_submitting and so on, and resize_requested {old, new, revision, takes_effect}.
+    """
+
+    kind: str = Field(max_length=64)
+    step: int = Field(ge=0)
+    time: float
+    fields: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class Failure(_Report):
+    """Why a job cannot go on, for a person: what, the value received, what to do."""
+
+    kind: str = Field(max_length=64, description="the error's class name")
+    message: str = Field(max_length=4000)
+    step: int | None = None
+
+
+class Telemetry(_Report):
+    """A batch from rank 0. Samples of a step already known are replaced: a resumed run repeats steps."""
+
+    attempt: int = Field(ge=1)
+    samples: list[Sample] = Field(default_factory=list, max_length=2000)
+    events: list[Event] = Field(default_factory=list, max_length=2000)
+    summary: dict[str, JsonValue] | None = Field(None, description="summary.json, with the last batch of a success")
+    failure: Failure | None = None

@@ -1,0 +1,216 @@
+"""How are the links made? Interfaces, addresses, shaping, delay and TCP settings of a lab's namespaces.
+
+    host i: eth0 (tbf) ---- veth ---- port<i> (tbf) of the switch, ports joined by the bridge br0
+
+Every namespace is new, so every lab has the same names and addresses and none meets another's or the machine's. Nothing
+is learned on the wire: neighbours and the bridge's table are written in advance and IPv6 is off, so that the counters
+see the ranks' own frames and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+
+from thinwire.lab.errors import LabError
+from thinwire.lab.processes import Holder
+from thinwire.lab.shaping import Shaping, shaping_of
+from thinwire.lab.spec import LabSpec
+
+SWITCH = 0
+INTERFACE = "eth0"
+CONGESTION_CONTROL = "reno"
+TOOL_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
+
+ETHTOOL_SET_GRO, ETHTOOL_SET_TSO = 0x2C, 0x1F
+# ethtool is often not installed; what it would do is one ioctl (SIOCETHTOOL with a struct ethtool_value).
+_SET_FEATURE = """
+import array, fcntl, socket, struct, sys
+value = array.array("B", struct.pack("II", int(sys.argv[2]), int(sys.argv[3])))
+request = struct.pack("16sP16x", sys.argv[1].encode(), value.buffer_info()[0])
+fcntl.ioctl(socket.socket(), 0x8946, request)
+"""
+
+
+def address_of(host: int) -> str:
+    """IPv4 address of a host in its lab."""
+    return f"10.84.0.{host + 1}"
+
+
+def namespace_of(host: int) -> int:
+    """Number of the namespace that is this host; 0 is the switch."""
+    return host + 1
+
+
+def tool(name: str) -> str:
+    """Path of a program of iproute2. Raises: LabError that says how to get it."""
+    for folder in [*os.environ.get("PATH", "").split(os.pathsep), *TOOL_FOLDERS]:
+        path = os.path.join(folder, name)
+        if folder and os.access(path, os.X_OK):
+            return path
+    raise LabError(
+        f"the program `{name}` is missing: install iproute2 (Debian, Ubuntu: apt install iproute2; Fedora: dnf install "
+        "iproute iproute-tc)"
+    )
+
+
+def has_netem(holder: Holder) -> bool:
+    """Whether this kernel can lose and delay packets exactly (sch_netem). Asks in the switch's namespace."""
+    lo = "dev lo root handle 1:"
+    try:
+        holder.output(SWITCH, [tool("tc"), *f"qdisc add {lo} netem delay 1ms".split()])
+    except LabError as error:
+        if _unknown_qdisc(error):
+            return False
+        raise
+    holder.output(SWITCH, [tool("tc"), *f"qdisc del {lo}".split()])
+    return True
+
+
+def build(holder: Holder, spec: LabSpec) -> str:
+    """Join the holder's namespaces as the spec says. Returns what makes the delay: "none", "netem" or "NAPI timer".
+
+    Raises: LabError where the kernel cannot do it.
+    """
+    netem = (spec.loss > 0 or spec.delay_ms > 0) and has_netem(holder)
+    if spec.loss > 0 and not netem:
+        raise LabError(
+            f"loss = {spec.loss:g} cannot be had: this kernel has no netem (sch_netem), and nothing else loses packets "
+            f"at random. {kernel_module_hint('sch_netem')} A lab without loss works."
+        )
+    shaping = shaping_of(spec)
+    hosts = range(spec.hosts)
+    everywhere = [SWITCH, *map(namespace_of, hosts)]
+    holder.outputs(everywhere, ["sh", "-e"], [_sysctls()] * len(everywhere))
+    holder.output(SWITCH, [tool("ip"), "-batch", "-"], _switch_links(holder, spec, shaping))
+    holder.output(SWITCH, [tool("bridge"), "-batch", "-"], _switch_table(spec))
+    in_hosts = [namespace_of(host) for host in hosts]
+    holder.outputs(in_hosts, [tool("ip"), "-batch", "-"], [_host_links(spec, shaping, host) for host in hosts])
+    try:
+        holder.output(SWITCH, [tool("tc"), "-batch", "-"], "".join(_bucket(f"port{host}", shaping) for host in hosts))
+        holder.outputs(in_hosts, [tool("tc"), "-batch", "-"], [_bucket(INTERFACE, shaping)] * spec.hosts)
+    except LabError as error:
+        if _unknown_qdisc(error):
+            raise LabError(
+                f"this kernel has no token bucket (sch_tbf), which shapes the links. {kernel_module_hint('sch_tbf')}"
+            ) from error
+        raise
+    if netem:
+        holder.output(SWITCH, [tool("tc"), "-batch", "-"], "".join(_netem(host, spec, shaping) for host in hosts))
+        return "netem" if spec.delay_ms > 0 else "none"
+    if spec.delay_ms > 0:
+        _delay_by_timer(holder, spec)
+        return "NAPI timer"
+    return "none"
+
+
+def kernel_module_hint(module: str) -> str:
+    """How to get a part of the kernel that is missing."""
+    return (
+        f"Try `modprobe {module}`; Debian and Ubuntu keep it in linux-modules-extra-$(uname -r), and a kernel that was "
+        "built without it cannot load it."
+    )
+
+
+def _sysctls() -> str:
+    settings: Mapping[str, str] = {
+        "ipv4/tcp_congestion_control": CONGESTION_CONTROL,  # bbr, a frequent default, measures and so never repeats
+        "ipv4/tcp_no_metrics_save": "1",  # else a connection starts with what the one before it found out
+    }
+    script = "".join(f"echo {value} > /proc/sys/net/{name}\n" for name, value in settings.items())
+    for name in ("all", "default"):
+        path = f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6"
+        script += f"if [ -e {path} ]; then echo 1 > {path}; fi\n"
+    return script
+
+
+def _switch_links(holder: Holder, spec: LabSpec, shaping: Shaping) -> str:
+    lines = [
+        "link set dev lo up",
+        "link add name br0 type bridge stp_state 0 mcast_snooping 0",
+        "link set dev br0 up",
+    ]
+    for host in range(spec.hosts):
+        inner_pid = holder.namespaces[namespace_of(host)].inner_pid
+        lines += [
+            f"link add name port{host} type veth peer name {INTERFACE} address {_mac(host)} netns {inner_pid}",
+            f"link set dev port{host} {_gso(spec, shaping)}",
+            f"link set dev port{host} master br0 up",
+        ]
+    return _lines(lines)
+
+
+def _switch_table(spec: LabSpec) -> str:
+    return _lines(f"fdb add {_mac(host)} dev port{host} master static" for host in range(spec.hosts))
+
+
+def _host_links(spec: LabSpec, shaping: Shaping, host: int) -> str:
+    return _lines(
+        [
+            "link set dev lo up",
+            f"addr add {address_of(host)}/24 dev {INTERFACE}",
+            f"link set dev {INTERFACE} {_gso(spec, shaping)} up",
+            *(
+                f"neigh add {address_of(peer)} lladdr {_mac(peer)} dev {INTERFACE} nud permanent"
+                for peer in range(spec.hosts)
+                if peer != host
+            ),
+        ]
+    )
+
+
+def _bucket(interface: str, shaping: Shaping) -> str:
+    return (
+        f"qdisc add dev {interface} root handle 1: tbf rate {shaping.rate_bit}bit burst {shaping.bucket_bytes} "
+        f"limit {shaping.queue_bytes}\n"
+    )
+
+
+def _netem(host: int, spec: LabSpec, shaping: Shaping) -> str:
+    """On the switch's port alone: a frame crosses one such port, and the sender has counted what is lost there."""
+    frames = 2 * shaping.queue_bytes // 1500 + int(spec.rate_mbit * 1e6 / 8 * spec.delay_ms * 1e-3 / 1500)
+    loss = f" loss {spec.loss * 100:g}%" if spec.loss > 0 else ""
+    return f"qdisc add dev port{host} parent 1: handle 10: netem limit {frames} delay {spec.delay_ms:g}ms{loss}\n"
+
+
+def _delay_by_timer(holder: Holder, spec: LabSpec) -> None:
+    """Hold received packets as a NIC's interrupt coalescing does.
+
+    A veth has the timer only where it receives through NAPI: GRO on at the receiver, and packets that it may merge,
+    which are those of a sender without TSO.
+    """
+    python = [sys.executable, "-I", "-S", "-c", _SET_FEATURE]
+    for host in range(spec.hosts):
+        holder.output(SWITCH, [*python, f"port{host}", str(ETHTOOL_SET_TSO), "0"])
+    in_hosts = [namespace_of(host) for host in range(spec.hosts)]
+    holder.outputs(in_hosts, [*python, INTERFACE, str(ETHTOOL_SET_GRO), "1"], [""] * spec.hosts)
+    folder = f"/sys/class/net/{INTERFACE}"
+    script = (
+        f"echo {round(spec.delay_ms * 1e6)} > {folder}/gro_flush_timeout\necho 100 > {folder}/napi_defer_hard_irqs\n"
+    )
+    try:
+        holder.outputs(in_hosts, ["sh", "-e"], [script] * spec.hosts)
+    except LabError as error:
+        raise LabError(
+            f"delay = {spec.delay_ms:g} ms cannot be had: this kernel has no netem (sch_netem), and the timer "
+            f"that would make the delay was refused ({error}). It is for the machine's root only, not for the root "
+            "of a user namespace. A lab with a delay of 0 works."
+        ) from error
+
+
+def _gso(spec: LabSpec, shaping: Shaping) -> str:
+    # netem loses whole segments: one frame each, where it is to lose frames.
+    return f"gso_max_size {shaping.gso_bytes}" + (" gso_max_segs 1" if spec.loss > 0 else "")
+
+
+def _mac(host: int) -> str:
+    return f"02:54:57:00:00:{host + 1:02x}"
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _unknown_qdisc(error: LabError) -> bool:
+    return "qdisc kind is unknown" in str(error) or "Specified qdisc not found" in str(error)

@@ -1,0 +1,159 @@
+"""This worker's metrics on a port of its own, as metric_names.METRICS declares them.
+
+The values are kept here and turned into Prometheus families when somebody scrapes, so that a counter is exported
+under exactly the name of its row and a metric without a value yet is absent, not 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from thinwire.contract.metric_names import METRICS, PHASES, MetricKind
+from thinwire.contract.reports import Health
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as MetricFamily
+
+    from thinwire.workers.telemetry.wire_meter import WireAccount
+
+
+class WorkerMetrics:
+    """This worker's metrics, and the port on which they are scraped. Its methods may be called from any thread."""
+
+    def __init__(self, job_id: str, rank: int) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self._constant = {"job_id": job_id, "rank": str(rank)}
+        self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
+        self._lock = threading.Lock()
+        self._num_regroups = 0
+        self._stop: Callable[[], None] | None = None
+        self._address: str | None = None
+        # Its own registry: other libraries in the process use the global one.
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def update(
+        self,
+        *,
+        step: int,
+        phase: str,
+        world_size: int,
+        loss: float | None,
+        step_seconds: float,
+        samples_per_second: float,
+        compression_ratio: float | None,
+        samples_total: int,
+        wire_bytes_total: Mapping[str, int],
+        rounds_skipped_total: int,
+        validation_loss: float | None = None,
+        health: Health | None = None,
+        wire: WireAccount | None = None,
+    ) -> None:
+        """Take the values after a step. None leaves the last value standing.
+
+        *_total (wire bytes by purpose): this worker's, since its process began; they never fall.
+        """
+        with self._lock:
+            for name in PHASES:
+                self._set("thinwire_phase", float(name == phase), name)
+            self._set("thinwire_rounds_skipped_total", rounds_skipped_total)
+            self._set("thinwire_samples_total", samples_total)
+            self._set("thinwire_samples_per_second", samples_per_second)
+            self._set("thinwire_step_seconds", step_seconds)
+            for purpose, num_bytes in wire_bytes_total.items():
+                self._set("thinwire_wire_bytes_total", num_bytes, purpose)
+            self._set("thinwire_world_size", world_size)
+            self._set("thinwire_step", step)
+            if compression_ratio is not None:
+                self._set("thinwire_compression_ratio", compression_ratio)
+            if loss is not None:
+                self._set("thinwire_loss", loss)
+            if validation_loss is not None:
+                self._set("thinwire_validation_loss", validation_loss)
+            if health is not None:
+                self._set_health(health)
+            if wire is not None:
+                self._set_wire(wire)
+
+    def regrouped(self, generation: int, seconds: float, lost_norm: float) -> None:
+        """Take what a change of ranks was like."""
+        with self._lock:
+            self._num_regroups += 1
+            self._set("thinwire_generation", generation)
+            self._set("thinwire_regroups_total", self._num_regroups)
+            self._set("thinwire_regroup_seconds", seconds)
+            self._set("thinwire_error_lost_norm", lost_norm)
+
+    def _set_wire(self, wire: WireAccount) -> None:
+        self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)
+        self._set("thinwire_wire_predicted_bytes_total", wire.predicted_bytes)
+        if wire.unexplained is not None:
+            self._set("thinwire_wire_unexplained_ratio", wire.unexplained)
+
+    def _set_health(self, health: Health) -> None:
+        for name, value, *labels in (
+            ("thinwire_error_to_momentum_ratio", health.error_to_momentum),
+            ("thinwire_sign_density_ratio", health.sign_density_worker, "worker"),
+            ("thinwire_sign_density_ratio", health.sign_density_server, "server"),
+            ("thinwire_max_step_ratio", health.max_step),
+            ("thinwire_variance_ratio", health.variance_ratio),
+            ("thinwire_floored_elements", health.floored_elements),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_min, "min"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_median, "median"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_max, "max"),
+        ):
+            if value is not None:
+                self._set(name, value, *labels)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values[name][labels] = value
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """What prometheus_client asks of a collector. A metric without a value yet is left out."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            values = {name: dict(by_label) for name, by_label in self._values.items()}
+        for name, metric in METRICS.items():
+            if not values[name]:
+                continue
+            labels = (*self._constant, *metric.labels)
+            family: CounterMetricFamily | GaugeMetricFamily
+            if metric.kind is MetricKind.COUNTER:  # the library takes `_total` off the name and exports it again
+                family = CounterMetricFamily(name, metric.help, labels=labels)
+            else:
+                family = GaugeMetricFamily(name, metric.help, labels=labels)
+            for own_labels, value in values[name].items():
+                family.add_metric([*self._constant.values(), *own_labels], value)
+            yield family
+
+    def start_http_server(self, addr: str = "127.0.0.1", port: int = 0) -> str:
+        """Serve /metrics on `addr` (port 0: a free one) and return the address. Once. Raises OSError."""
+        from prometheus_client import start_http_server
+
+        server, thread = start_http_server(port, addr=addr, registry=self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._stop = stop
+        self._address = f"[{addr}]:{server.server_port}" if ":" in addr else f"{addr}:{server.server_port}"
+        return self._address
+
+    @property
+    def address(self) -> str:
+        """host:port of /metrics. Raises RuntimeError before start_http_server."""
+        if self._address is None:
+            raise RuntimeError("the metrics have no address yet; call start_http_server first")
+        return self._address
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None

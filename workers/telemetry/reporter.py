@@ -1,0 +1,215 @@
+"""What one rank tells the world while it trains: every rank its metrics, rank 0 the history too.
+
+A run without a service (a test, a benchmark, a loop under torchrun) uses `Silent`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pydantic import JsonValue
+
+from thinwire.comm.wire.link_classes import exchange_boxes
+from thinwire.contract.reports import Event, Failure, Sample
+from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
+from thinwire.workers.telemetry.event_log import keep_event
+from thinwire.workers.telemetry.history import FILE_NAME, History
+from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinwire.comm.protocol import Group
+
+logger = logging.getLogger(__name__)
+
+DELIVER_S = 60.0
+"""How long the end of a run waits for a service that does not answer."""
+
+
+class RunSuperseded(Exception):
+    """A newer attempt of this job writes the run folder now; this one must not."""
+
+
+class Reporter(Protocol):
+    """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run."""
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """This worker trains with these ranks from here on. Collective. Raises: PeerLost."""
+
+    def went_back(self, step: int) -> None:
+        """History after `step` comes again: a peer was lost that had told it, or had not yet."""
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
+
+    def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
+        """New history, this rank's training windows so far, and its bytes by purpose so far."""
+
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
+
+    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+        """Something that happened once."""
+
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
+        """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
+
+
+class Silent:
+    """A reporter that keeps the samples and tells nobody."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """Nothing."""
+
+    def went_back(self, step: int) -> None:
+        """As resumed."""
+        self.samples = [sample for sample in self.samples if sample.step <= step]
+
+    def resumed(self, step: int) -> None:
+        """Drop what came after `step`."""
+        self.samples = [sample for sample in self.samples if sample.step <= step]
+
+    def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
+        """Keep them."""
+        self.samples.extend(samples)
+
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """An event."""
+        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
+
+    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+        """Nothing."""
+
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
+        """Nothing."""
+
+
+class ServiceReporter:
+    """Metrics and a registration on every worker; rank 0 also writes history.jsonl and posts to the service."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        job_id: str,
+        rank: int,
+        attempt: int,
+        address: str,
+        wire: WireMeter | None = None,
+        *,
+        adopt_s: float = 0.0,
+    ) -> None:
+        """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
+
+        `address`: the network address on which this worker's metrics are served. `wire`: where it is measured.
+        `adopt_s`: how long a later attempt may take to adopt this worker.
+        """
+        self._wire = wire
+        self._last_step: int | None = None
+        self._metrics = WorkerMetrics(job_id, rank)
+        self._metrics.start_http_server(addr=address)
+        self._client = ServiceClient(run_dir, rank, attempt, adopt_s=adopt_s)
+        self._heartbeat = Heartbeat(self._client, self._metrics.address)
+        self._run_dir = run_dir
+        self._history: History | None = None
+        self._poster: Poster | None = None
+        self._rounds_skipped = 0
+        self._compression_ratio: float | None = None
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """Rank 0 writes and posts from here on; one worker a box measures its wire, where its environment asks for it.
+
+        Collective, whoever is asked: which nodes measure is each node's own affair. Raises: PeerLost.
+        """
+        self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
+        if group.rank == 0 and self._history is None:
+            self._history = History(self._run_dir / FILE_NAME)
+            self._poster = Poster(self._client)
+
+    def went_back(self, step: int) -> None:
+        """Drop the history after `step`, if there is any."""
+        if self._history is not None and (self._last_step is None or self._last_step > step):
+            self._history.truncate_after(step)
+            self._last_step = step
+
+    def resumed(self, step: int) -> None:
+        """Drop the history after `step`."""
+        if self._history is not None:
+            self._history.truncate_after(step or -1)
+        if step:
+            self.event("resumed", step)
+
+    def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
+        """Write, post and export. Raises: RunSuperseded once the service has said so."""
+        if self._poster is not None and self._poster.superseded:
+            raise RunSuperseded("the service runs a newer attempt of this job; this one ends without a word")
+        for sample in samples:
+            if self._history is not None:
+                self._history.append(sample)
+            if self._poster is not None:
+                self._poster.add_sample(sample)
+            self._rounds_skipped += sample.skipped_round
+            self._compression_ratio = sample.compression_ratio or self._compression_ratio
+        last = samples[-1]
+        self._last_step = last.step
+        self._metrics.update(
+            step=last.step,
+            phase=last.phase,
+            world_size=last.world_size,
+            loss=last.loss,
+            step_seconds=last.step_seconds,
+            samples_per_second=last.samples_per_second,
+            compression_ratio=self._compression_ratio,
+            samples_total=num_samples,
+            wire_bytes_total=sent_bytes,
+            rounds_skipped_total=self._rounds_skipped,
+            validation_loss=last.validation_loss,
+            health=last.health,
+            wire=None if self._wire is None else self._wire.account(),
+        )
+
+    def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
+        """Export it, and tell it as an event."""
+        self._metrics.regrouped(generation, seconds, lost_norm)
+        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
+
+    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+        """Post it, and write it into the run folder. A disk that refuses is logged."""
+        if self._poster is None:
+            return
+        told = Event(kind=kind, step=step, time=time.time(), fields=fields)
+        self._poster.add_event(told)
+        keep_event(self._run_dir, told)
+
+    def close(
+        self,
+        summary: Mapping[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = DELIVER_S,
+    ) -> None:
+        """Post the rest with the last word, end the registration, stop serving metrics."""
+        if self._poster is not None:
+            last_word = dict(summary) if summary is not None else None
+            self._poster.close(summary=last_word, failure=failure, timeout_s=timeout_s)
+        self._heartbeat.close()
+        self._client.close()
+        if self._history is not None:
+            self._history.close()
+        self._metrics.close()

@@ -1,0 +1,141 @@
+"""From steps to history: losses wait on the device and are averaged over ranks a few steps at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.contract.reports import Health, Sample
+from thinwire.workers.build import Training, learning_rate
+from thinwire.workers.data.batches import share
+from thinwire.workers.telemetry import report
+from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.reporter import Reporter
+
+
+class NonFiniteLoss(Exception):
+    """The loss became NaN or infinite; the message says when and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank has of a step: its part of the loss on the device, its samples, and what it would report."""
+
+    loss: torch.Tensor
+    samples: int
+    world_size: int
+    sample: Sample
+
+
+class StepLog:
+    """The steps since the last report, on one rank. Make it after a resume: it counts on from the meter.
+
+    reported: the last step that was. A step in which this rank had no part, for it came later or had not finished it
+    when its peers had, is reported all the same: rank 0 knows it, or says what there is to say.
+    """
+
+    def __init__(self, training: Training, meter: Meter, reporter: Reporter, reported: int) -> None:
+        self.training = training
+        self.reported = reported
+        self._meter = meter
+        self._reporter = reporter
+        self._steps: dict[int, _Part] = {}
+        self._sent_bytes = meter.sent_bytes["optimizer"]
+        self._num_windows = 0
+
+    def before_training(self, validation_loss: float) -> None:
+        """Report the state at step 0."""
+        phase = self.training.optimizer.phase.value
+        size = self.training.group.size
+        self._report([Sample(step=0, phase=phase, validation_loss=validation_loss, world_size=size, time=time.time())])
+
+    def record(self, step: int, phase: str, loss: torch.Tensor, seconds: float) -> None:
+        """Take a committed step. `loss`: this rank's part of the mean, left on the device."""
+        training = self.training
+        spec, group = training.spec, training.group
+        sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
+        self._sent_bytes += sent
+        mine = len(share(spec.global_batch, group.rank, group.size))
+        self._num_windows += mine
+        dense_bytes = report.ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
+        sample = Sample(
+            step=step,
+            phase=phase,
+            lr=learning_rate(spec, step),
+            step_seconds=seconds,
+            samples_per_second=spec.global_batch / seconds,
+            payload_bytes=sent,
+            payload_bytes_total=self._sent_bytes,
+            compression_ratio=dense_bytes / sent if sent else None,
+            world_size=group.size,
+            time=time.time(),
+        )
+        self._steps[step] = _Part(loss, mine, group.size, sample)
+
+    def flush(self, step: int, validation_loss: float | None, health: Health | None) -> None:
+        """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
+
+        Raises: NonFiniteLoss, alike on every rank, and nothing is reported; PeerLost, and then they are still to be.
+        """
+        numbers = range(self.reported + 1, step + 1)
+        if not numbers:
+            return
+        with self._meter.part("control"):
+            means = torch.stack([self._row(number) for number in numbers])
+            self.training.group.mean_(means)
+        samples = []
+        for number, row in zip(numbers, means.tolist(), strict=True):
+            loss = _mean_loss(row, self.training.group.size, self.training.spec.global_batch)
+            if loss is not None:
+                _refuse_non_finite("training", loss, number)
+            samples.append(self._sample(number).model_copy(update={"loss": loss}))
+        if validation_loss is not None:
+            _refuse_non_finite("validation", validation_loss, samples[-1].step)
+            samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
+        samples[-1] = samples[-1].model_copy(update={"health": health})
+        self.reported = step
+        self._steps.clear()
+        self._report(samples)
+
+    def _row(self, number: int) -> torch.Tensor:
+        """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part."""
+        part = self._steps.get(number)
+        if part is None:
+            return torch.zeros(4, dtype=torch.float64, device=self.training.device)
+        rest = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64, device=part.loss.device)
+        return torch.cat([part.loss.double().view(1), rest])
+
+    def _sample(self, number: int) -> Sample:
+        part = self._steps.get(number)
+        if part is not None:
+            return part.sample
+        training = self.training
+        phase = training.optimizer.plan(number).phase.value
+        lr, size = learning_rate(training.spec, number), training.group.size
+        return Sample(step=number, phase=phase, lr=lr, world_size=size, time=time.time())
+
+    def _report(self, samples: list[Sample]) -> None:
+        self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
+
+
+def _refuse_non_finite(name: str, loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(
+            f"the {name} loss is {loss} at step {step}. Lower optimizer.lr or lengthen lr_schedule.warmup and submit "
+            "again; the last checkpoint before it is kept"
+        )
+
+
+def _mean_loss(row: list[float], size: int, global_batch: int) -> float | None:
+    """The mean loss of a step over those of its samples whose ranks are still here; None where none is.
+
+    row: means over `size` ranks of what _row gives. Ranks of the step have scaled their parts by their number.
+    """
+    loss, samples, ranks, present = row
+    if not present:
+        return None
+    before, counted = round(ranks / present), round(samples * size)
+    return loss if (before, counted) == (size, global_batch) else loss * size / before * global_batch / counted

@@ -1,0 +1,93 @@
+"""Does a job wait for workers? The driver says so: while it waits no worker may be left that could."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.contract.reports import Event
+from thinwire.workers.telemetry.delivery import Poster
+from thinwire.workers.telemetry.event_log import keep_event
+from thinwire.workers.telemetry.service_client import ServiceClient
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+START_S = 20.0
+"""A job that starts is said to wait only after so long: its workers are being started."""
+LAST_WORDS_S = 10.0
+"""At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
+KIND = "waiting_for_workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For how many workers, and since which step."""
+
+    have: int
+    least: int
+    step: int
+
+
+def waiting(snapshot: dict[str, Any], begun_s: float) -> Waiting | None:
+    """What the membership's snapshot says of it, so long after the driver has begun."""
+    if snapshot["status"] != "waiting for workers" or (not snapshot["generation"] and begun_s < START_S):
+        return None
+    return Waiting(snapshot["joined"], snapshot["limits"]["min"], snapshot["last_step"])
+
+
+class WaitingTeller:
+    """Looks every LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
+    also through an outage of it.
+
+    look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, look: Callable[[], dict[str, Any] | None]) -> None:
+        self._run_dir, self._look = run_dir, look
+        self._client = ServiceClient(run_dir, 0, attempt) if (run_dir / "service_url").exists() else None
+        self._began = time.monotonic()
+        self._poster = None if self._client is None else Poster(self._client)
+        self._told: Waiting | None = None
+        self._unseen = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire-waiting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._thread.join(5.0)
+        if self._poster is not None:
+            self._poster.close(timeout_s=LAST_WORDS_S)
+        if self._client is not None:
+            self._client.close()
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            try:
+                snapshot = self._look()
+            except Exception:  # whatever Ray raises: the actor is being started again, or has gone
+                if not self._unseen:
+                    logger.warning("membership_unseen", exc_info=True)
+                self._unseen = True
+                continue
+            self._unseen = False
+            if snapshot is None:
+                continue
+            now = waiting(snapshot, time.monotonic() - self._began)
+            if now is not None and now != self._told:
+                self._tell(now)
+            self._told = now
+
+    def _tell(self, now: Waiting) -> None:
+        logger.warning("waiting_for_workers have=%d min=%d step=%d", now.have, now.least, now.step)
+        event = Event(kind=KIND, step=now.step, time=time.time(), fields={"have": now.have, "min": now.least})
+        keep_event(self._run_dir, event)
+        if self._poster is not None:
+            self._poster.add_event(event)
