@@ -205,7 +205,7 @@ class ElasticCrew:
 
 
 class MemberRoll:
-    """Which ranks of a generation are gone, as the membership says: at once and alike on all.."""
+    """Which ranks of a generation are gone, as the membership says: at once and alike on all."""
 
     look_s = 0.05
 
