@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
@@ -55,12 +56,12 @@ clean:
 	@$(PYTHON) -m venv .venv || { echo "could not make .venv: on Debian and Ubuntu run: apt install python3-venv" >&2; rm -rf .venv; exit 1; }
 	@touch $@
 
-.venv/.worker: .venv/.created pyproject.toml
+.venv/.worker: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire and its workers into .venv (torch and ray: some minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,vision]"
+	@$(INSTALL) -e ".[worker,vision]"
 	@touch $@
 
-.venv/.dev: .venv/.created pyproject.toml
+.venv/.dev: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire, its workers and the development tools into .venv ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[worker,vision,dev]"
+	@$(INSTALL) -e ".[worker,vision,dev]"
 	@touch $@ .venv/.worker
