@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.layout import DEFAULT_BUCKET
-from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.hyperparameters import adam_defaults, refuse_out_of_range
-from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
+from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.schedule import StepPlan, dense_plan
 from thinwire.optim.engine.segments import tensor_segments
 from thinwire.optim.engine.state import Replicated, Scratch
-from thinwire.optim.lamb_math import LambHyper
+from thinwire.optim.lamb_math import BOUNDS, LambHyper
 
 
 @dataclass(slots=True)
@@ -33,35 +32,22 @@ class AdamState:
 class Adam(FlatOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
-    Arguments as in torch.optim.AdamW; group: the ranks (None: the default group, or this process alone);
-    max_grad_norm, non_finite, overlap, bucket_elements: as in FlatOptimizer.
+    params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+    group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
+    overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        group: Group | None = None,
-        max_grad_norm: float | None = None,
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        **options: Unpack[Options],
     ) -> None:
-        defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(
-            params,
-            defaults,
-            group=group,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -84,37 +70,25 @@ class Adam(FlatOptimizer[AdamState]):
 class Lamb(FlatOptimizer[AdamState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
-    max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0. Other arguments as in Adam.
+    max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
+    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        group: Group | None = None,
-        max_grad_norm: float | None = None,
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        max_coeff: float = BOUNDS.max_coeff,
+        min_coeff: float = BOUNDS.min_coeff,
+        **options: Unpack[Options],
     ) -> None:
         self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
-        defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(
-            params,
-            defaults,
-            group=group,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
@@ -156,6 +130,7 @@ class SGD(FlatOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
+    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -163,27 +138,13 @@ class SGD(FlatOptimizer[SgdState]):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        *,
-        group: Group | None = None,
-        max_grad_norm: float | None = None,
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults,
-            group=group,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""

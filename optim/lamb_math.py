@@ -40,6 +40,10 @@ class LambHyper:
         )
 
 
+BOUNDS = LambHyper()
+"""By default: DeepSpeed's."""
+
+
 def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> Tensor:
     """m_hat / (sqrt(v_hat) + eps), float[s], new; m and v as they are where bias_step is None."""
     correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step

@@ -10,28 +10,25 @@ one sends. Deviations from the paper, with their reasons: docs/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.kept_sums import KeptSums
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
-from thinwire.comm.protocol import BucketedReducer, Group, Reducer
+from thinwire.comm.protocol import BucketedReducer, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
 from thinwire.optim.engine.hyperparameters import adam_defaults
 from thinwire.optim.engine.momentum import Divisor, Momentum, next_momentum_
-from thinwire.optim.engine.optimizer import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
-from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS, OneBitSettings
-from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.variance.freezing import FreezingOptimizer
+from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS
+from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 
 @dataclass(slots=True)
@@ -103,47 +100,21 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite, overlap, bucket_elements: as in FlatOptimizer.
+    max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        warmup: int | Literal["auto"] = "auto",
-        total_steps: int | None = None,
-        lr_warmup_steps: int | None = None,
-        group: Group | None = None,
-        parity: Parity | None = None,
-        max_grad_norm: float | None = None,
-        bias_correction: bool = True,
-        settings: OneBitSettings | None = None,
-        block: int = DEFAULT_BLOCK,
-        scale: Scale = "l2",
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        **options: Unpack[OneBitOptions],
     ) -> None:
-        super().__init__(
-            params,
-            adam_defaults(lr, betas, eps, weight_decay),
-            warmup=warmup,
-            total_steps=total_steps,
-            lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED_ADAM),
-            group=group,
-            block=block,
-            scale=scale,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        defaults = adam_defaults(lr, betas, eps, weight_decay)
+        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED_ADAM, **options)
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""

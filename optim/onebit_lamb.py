@@ -19,28 +19,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.kept_sums import KeptSums
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, DEFAULT_BUCKET, round_up
-from thinwire.comm.protocol import Group
+from thinwire.comm.layout import BYTE, round_up
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
 from thinwire.optim.engine.hyperparameters import adam_defaults
-from thinwire.optim.engine.optimizer import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.segments import TensorSegments, tensor_segments
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
-from thinwire.optim.lamb_math import LambHyper
+from thinwire.optim.lamb_math import BOUNDS, LambHyper
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
-from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.variance.freezing import FreezingOptimizer
+from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 
 @dataclass(slots=True)
@@ -180,48 +177,23 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        warmup: int | Literal["auto"] = "auto",
-        total_steps: int | None = None,
-        lr_warmup_steps: int | None = None,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        group: Group | None = None,
-        parity: Parity | None = None,
-        max_grad_norm: float | None = None,
-        bias_correction: bool = True,
-        settings: OneBitSettings | None = None,
-        block: int = DEFAULT_BLOCK,
-        scale: Scale = "l2",
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        max_coeff: float = BOUNDS.max_coeff,
+        min_coeff: float = BOUNDS.min_coeff,
+        coeff_beta: float = BOUNDS.coeff_beta,
+        factor_max: float = BOUNDS.factor_max,
+        factor_min: float = BOUNDS.factor_min,
+        factor_threshold: float = BOUNDS.factor_threshold,
+        **options: Unpack[OneBitOptions],
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
-        super().__init__(
-            params,
-            adam_defaults(lr, betas, eps, weight_decay),
-            warmup=warmup,
-            total_steps=total_steps,
-            lr_warmup_steps=lr_warmup_steps,
-            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED_LAMB),
-            group=group,
-            block=block,
-            scale=scale,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        defaults = adam_defaults(lr, betas, eps, weight_decay)
+        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED_LAMB, **options)
 
     def make_state(self) -> OneBitLambState:
         """Empty vectors and error memory; k and r are 1 until they are known."""

@@ -20,20 +20,18 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.hyperparameters import adam_defaults
-from thinwire.optim.engine.optimizer import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.local_steps import (
     Round,
@@ -45,9 +43,8 @@ from thinwire.optim.local_steps import (
     propose_,
     receive_,
 )
-from thinwire.optim.parity import Parity, chosen_settings
-from thinwire.optim.variance.freeze_step import VarianceFreeze
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
+from thinwire.optim.variance.warmup import CompressedOptions
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
@@ -72,9 +69,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
     its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
-    shortened; the mean of all is as short. (In DeepSpeed's first stage: as in FlatOptimizer.)
-    block: values that share a scale, in our settings; scale: the norm that it keeps. non_finite, bucket_elements: as in
-    FlatOptimizer. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
+    shortened; the mean of all is as short. (In DeepSpeed's first stage: as in CheckedOptions.)
+    block: values that share a scale, in our settings; scale: the norm that it keeps.
+    non_finite, bucket_elements: as in CheckedOptions (optim.engine.options). overlap: as there; nothing is sent before
+    step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -83,28 +81,17 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
         var_freeze_step: int | None = None,
-        total_steps: int | None = None,
-        lr_warmup_steps: int | None = None,
         var_update_scaler: int = 16,
         local_step_scaler: int | None = None,
         local_step_clipper: int = 16,
-        bias_correction: bool = True,
-        group: Group | None = None,
-        parity: Parity | None = None,
-        max_grad_norm: float | None = None,
-        settings: ZeroOneSettings | None = None,
-        block: int = DEFAULT_BLOCK,
-        scale: Scale = "l2",
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        **options: Unpack[CompressedOptions[ZeroOneSettings]],
     ) -> None:
         for name, value in (
             ("var_update_scaler", var_update_scaler),
@@ -113,7 +100,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         ):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
-        if parity == "deepspeed":
+        if options.get("parity") == "deepspeed":
             local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
@@ -121,15 +108,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
-            settings=chosen_settings(parity, settings, bias_correction, ours=OURS, deepspeed=DEEPSPEED),
-            freeze=VarianceFreeze(betas[1], var_freeze_step, total_steps, lr_warmup_steps),
-            group=group,
-            block=block,
-            scale=scale,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
+            ours=OURS,
+            deepspeed=DEEPSPEED,
+            var_freeze_step=var_freeze_step,
+            **options,
         )
 
     def begin(self) -> None:

@@ -8,24 +8,25 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
 import torch
-from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET
+from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.agreement import describe, refuse_other_models
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.hyperparameters import check_adam_group, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.regroupable import Regroupable
@@ -37,21 +38,13 @@ logger = logging.getLogger(__name__)
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
 
-NonFinite = Literal["raise", "skip"]
-"""What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
-
 
 class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
     bfloat16 and float16, which get a master in float32 (optim.engine.flat).
-    max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
-    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
-    non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
-    overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
-    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+    group, max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
     algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
@@ -62,40 +55,24 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
     """What torch.optim calls the vectors that `state` shows, by field."""
 
+    block: int = DEFAULT_BLOCK
+    """Values that share a scale, where something is compressed."""
+
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        defaults: dict[str, Any],
-        *,
-        group: Group | None,
-        block: int = DEFAULT_BLOCK,
-        max_grad_norm: float | None = None,
-        non_finite: NonFinite = "raise",
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
-    ) -> None:
-        if max_grad_norm is not None:
-            refuse_out_of_range(("max_grad_norm", max_grad_norm, "above 0", max_grad_norm > 0))
-        if non_finite not in ("raise", "skip"):
-            raise ValueError(f'non_finite = {non_finite!r}: must be "raise" or "skip"')
-        if type(bucket_elements) is not int or bucket_elements < 1:
-            raise ValueError(
-                f"bucket_elements = {bucket_elements!r}: what is sent at a time, a whole number, at least 1"
-            )
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
+        checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.block = block
-        self.bucket_elements = bucket_elements
-        self.overlaps = overlap
-        self.max_grad_norm = max_grad_norm
-        self.non_finite = non_finite
+        self.bucket_elements = checked.bucket_elements
+        self.overlaps = checked.overlap
+        self.max_grad_norm = checked.max_grad_norm
+        self.non_finite = checked.non_finite
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
-        self._group = given_or_default(group)
+        self._group = given_or_default(checked.group)
         self._lay_out()
 
     @abstractmethod

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.error_feedback import ErrorMemory
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
-from thinwire.optim.engine.scales import scaled_reducer
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.stability import VarianceStability, Verdict, memory_steps
+from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +42,14 @@ class HasMoments(Protocol):
 FreezingState = TypeVar("FreezingState", bound=HasMoments)
 
 
-class FreezingOptimizer(FlatOptimizer[FreezingState]):
-    """A FlatOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
+class OneBitOptions(CompressedOptions[OneBitSettings], total=False):
+    """The keywords of FreezingOptimizer, for the constructors that hand them on."""
+
+    warmup: int | Literal["auto"]
+
+
+class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
+    """A WarmupOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (stability.py); total_steps and lr_warmup_steps of the run sharpen it.
@@ -54,42 +58,23 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         defaults: dict[str, Any],
         *,
-        warmup: int | Literal["auto"],
-        total_steps: int | None,
-        lr_warmup_steps: int | None,
-        settings: OneBitSettings,
-        group: Group | None,
-        block: int,
-        scale: Scale,
-        max_grad_norm: float | None,
-        non_finite: NonFinite,
-        overlap: bool,
-        bucket_elements: int,
+        ours: OneBitSettings,
+        deepspeed: OneBitSettings,
+        warmup: int | Literal["auto"] = "auto",
+        **options: Unpack[CompressedOptions[OneBitSettings]],
     ) -> None:
-        self.warmup = _checked_warmup(warmup, total_steps)
-        self.settings = settings
-        self.scale: Scale = scale
+        self.warmup = _checked_warmup(warmup, options.get("total_steps"))
         self.stability: VarianceStability | None = None
-        self._run_steps = (total_steps, lr_warmup_steps)
-        super().__init__(
-            params,
-            defaults,
-            group=group,
-            block=block,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        super().__init__(params, defaults, ours=ours, deepspeed=deepspeed, **options)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
         self.evidence["floored_elements"] = 0
         if self.warmup == "auto":
-            self.stability = VarianceStability(self._beta2, *self._run_steps)
+            self.stability = VarianceStability(self._beta2, self.total_steps, self.lr_warmup_steps)
 
     @abstractmethod
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -102,27 +87,9 @@ class FreezingOptimizer(FlatOptimizer[FreezingState]):
         """Residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
 
     @property
-    def warmup_from(self) -> int:
-        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
-        return int(self.saved.get("warmup_from", 0))
-
-    @property
     def corrects_bias(self) -> bool:
         """Whether this warm-up corrects m and v: where it begins again they are no longer biased towards zero."""
         return self.settings.bias_correction and not self.warmup_from
-
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
-        """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(
-            self.settings.scales,
-            group,
-            self.space,
-            self.param_groups,
-            block,
-            self.scale,
-            self.bucket_elements,
-            shadow=self.shadow,
-        )
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""

@@ -6,24 +6,21 @@ What an update means is in stale.py, when the freeze comes in freeze_step.py; he
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BUCKET
-from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.optimizer import FlatOptimizer, NonFinite
-from thinwire.optim.engine.scales import scaled_reducer
 from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.freeze_step import FEWEST_STEPS, VarianceFreeze, rose
 from thinwire.optim.variance.freezing import LARGE_CHANGE
 from thinwire.optim.variance.stale import StaleVariance
+from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.zero_one_settings import ZeroOneSettings
 
 logger = logging.getLogger(__name__)
@@ -39,37 +36,22 @@ class HasDivisor(Protocol):
 SparseState = TypeVar("SparseState", bound=HasDivisor)
 
 
-class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
-    """A FlatOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good."""
+class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
+    """A WarmupOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good."""
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         defaults: dict[str, Any],
         *,
-        settings: ZeroOneSettings,
-        freeze: VarianceFreeze,
-        group: Group | None,
-        block: int,
-        scale: Scale,
-        max_grad_norm: float | None,
-        non_finite: NonFinite,
-        overlap: bool = False,
-        bucket_elements: int = DEFAULT_BUCKET,
+        ours: ZeroOneSettings,
+        deepspeed: ZeroOneSettings,
+        var_freeze_step: int | None = None,
+        **options: Unpack[CompressedOptions[ZeroOneSettings]],
     ) -> None:
-        self.settings = settings
-        self.freeze = freeze
-        self.scale: Scale = scale
-        super().__init__(
-            params,
-            defaults,
-            group=group,
-            block=block,
-            max_grad_norm=max_grad_norm,
-            non_finite=non_finite,
-            overlap=overlap,
-            bucket_elements=bucket_elements,
-        )
+        of_run = options.get("total_steps"), options.get("lr_warmup_steps")
+        self.freeze = VarianceFreeze(defaults["betas"][1], var_freeze_step, *of_run)
+        super().__init__(params, defaults, ours=ours, deepspeed=deepspeed, **options)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -85,19 +67,6 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
         self.evidence["floored_elements"] = 0
         self.derive_divisor(self._groups())
 
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
-        """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(
-            self.settings.scales,
-            group,
-            self.space,
-            self.param_groups,
-            block,
-            self.scale,
-            self.bucket_elements,
-            shadow=self.shadow,
-        )
-
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing can be sent before step(). The same on every rank."""
         return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
@@ -107,11 +76,6 @@ class SparseVarianceOptimizer(FlatOptimizer[SparseState]):
         if self.warmup_from:
             return step >= self.freeze.second_end(self.warmup_from)
         return self.freeze.reason(step, self._rose_at(step)) is not None
-
-    @property
-    def warmup_from(self) -> int:
-        """The step after which the present warm-up, or the one that the variance was frozen by, began."""
-        return int(self.saved.get("warmup_from", 0))
 
     @torch.no_grad()
     def set_global_batch(self, size: int) -> bool:

@@ -1,5 +1,6 @@
 """From a spec to what trains."""
 
+import inspect
 from typing import get_args
 
 import pytest
@@ -35,6 +36,17 @@ def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name,
 def test_the_job_file_and_the_registry_name_the_same_optimizers():
     named = {get_args(member.model_fields["name"].annotation)[0] for member in get_args(get_args(Optimizer)[0])}
     assert named == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("member", get_args(get_args(Optimizer)[0]), ids=lambda member: member.__name__)
+def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(member):
+    makes = OPTIMIZERS[get_args(member.model_fields["name"].annotation)[0]]
+    takes = [inspect.signature(part.__init__).parameters for part in makes.__mro__]
+    shared = {name for name in member.model_fields if any(name in keywords for keywords in takes)}
+    assert shared >= set(member.model_fields) - {"name", "var_freeze"}
+    for name in shared:
+        default = next(keywords[name].default for keywords in takes if name in keywords)
+        assert member.model_fields[name].default == default, name
 
 
 def test_a_fraction_is_resolved_to_steps():

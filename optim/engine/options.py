@@ -1,0 +1,66 @@
+"""What every optimizer may be given beside its hyperparameters, by keyword: the ranks, and how gradients get there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, TypedDict
+
+from thinwire.comm.layout import DEFAULT_BUCKET
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine.hyperparameters import refuse_out_of_range
+
+NonFinite = Literal["raise", "skip"]
+"""What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
+
+
+class Options(TypedDict, total=False):
+    """The keywords of CheckedOptions, for the constructors that hand them on: `**options: Unpack[Options]`."""
+
+    group: Group | None
+    max_grad_norm: float | None
+    non_finite: NonFinite
+    overlap: bool
+    bucket_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedOptions:
+    """The same with their defaults. Raises: ValueError naming the first that cannot be, its value and what is allowed.
+
+    group: the ranks; None: torch.distributed's default group, or this process alone.
+    max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
+    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
+    non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
+    overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
+    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
+    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+    """
+
+    group: Group | None = None
+    max_grad_norm: float | None = None
+    non_finite: NonFinite = "raise"
+    overlap: bool = False
+    bucket_elements: int = DEFAULT_BUCKET
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None:
+            refuse_out_of_range(("max_grad_norm", self.max_grad_norm, "above 0", self.max_grad_norm > 0))
+        if self.non_finite not in ("raise", "skip"):
+            raise ValueError(f'non_finite = {self.non_finite!r}: must be "raise" or "skip"')
+        if type(self.bucket_elements) is not int or self.bucket_elements < 1:
+            raise ValueError(
+                f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
+            )
+
+    @classmethod
+    def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:
+        """What the constructor of `optimizer` was given and has not used itself. Raises: TypeError, ValueError."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(
+                    f"{type(optimizer).__name__}() got an unexpected keyword argument {name!r}; beside its own, which "
+                    f"its help shows, it takes {', '.join(known)}"
+                )
+        return cls(**given)
