@@ -97,10 +97,10 @@ class Group(Protocol):
     def start_sum_(self, x: Tensor) -> Pending:
         """X <- sum over ranks of x, not divided, without waiting for it. Floating point, contiguous."""
 
-    def second_lane(self) -> Group:
+    def second_communicator(self) -> Group:
         """A group of the same ranks and the same `stats` whose collectives overlap with this one's.
 
-        Each lane has one order of calls on all ranks, whatever the order between the lanes. Collective at its first
+        Each of the two has one order of calls on all ranks, whatever the order between them. Collective at its first
         call; the same object ever after. A group that cannot overlap returns itself.
         """
 

@@ -153,7 +153,7 @@ class ElasticCrew:
             )
         except (RuntimeError, GenerationOver, StoreTimeout) as error:
             raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
-        self._group = TorchGroup(roll=MemberRoll(self._member, seat))
+        self._group = TorchGroup(detector=MembershipDetector(self._member, seat))
         return self._group
 
     def at_boundary(self, step: int) -> Stop | None:
@@ -168,7 +168,7 @@ class ElasticCrew:
         """As Crew.look."""
         if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
             raise (
-                MemberRoll(self._member, self.seat)
+                MembershipDetector(self._member, self.seat)
                 .find_lost(0)
                 .error(self.seat.rank, self.seat.size, f"the steps up to {step}", self._member.over)
             )
@@ -204,7 +204,7 @@ class ElasticCrew:
         return PrefixStore(f"generation-{seat.generation}", store)
 
 
-class MemberRoll:
+class MembershipDetector:
     """Which ranks of a generation are gone, as the membership says: at once and alike on all."""
 
     look_s = 0.05

@@ -37,7 +37,7 @@ def watch_reducer(clock: PhaseClock, reducer: Any) -> None:
 
 
 def watch_group(clock: PhaseClock, group: Any) -> None:
-    """Wrap a group, once; before a reducer is made, which may keep its second lane."""
+    """Wrap a group, once; before a reducer is made, which may keep its second communicator."""
     if getattr(group, "watched", False):
         return
     group.watched = True
@@ -46,14 +46,14 @@ def watch_group(clock: PhaseClock, group: Any) -> None:
         start = getattr(group, name, None)
         if start is not None:
             setattr(group, name, _started(clock, start))
-    lane = getattr(group, "second_lane", None)
-    if lane is not None:
-        group.second_lane = lambda: _watched_lane(clock, lane())
+    second = getattr(group, "second_communicator", None)
+    if second is not None:
+        group.second_communicator = lambda: _watched(clock, second())
 
 
-def _watched_lane(clock: PhaseClock, lane: Any) -> Any:
-    watch_group(clock, lane)
-    return lane
+def _watched(clock: PhaseClock, group: Any) -> Any:
+    watch_group(clock, group)
+    return group
 
 
 def _started(clock: PhaseClock, start: Any) -> Any:

@@ -5,9 +5,9 @@
     bucket 2                         encode             | all-to-all  ...
 
 The caller encodes and starts the all-to-all; a pipeline waits for it, serves and starts the all-gather on the group's
-second lane, so that on each lane all ranks have one order. Kept sums are written in place on the way, and undone where
-the exchange fails: c <- c' - z, exact to rounding (4 ulp of the largest |c|). The result takes the place of the last
-one only at commit().
+second communicator, so that on each all ranks have one order. Kept sums are written in place on the way, and undone
+where the exchange fails: c <- c' - z, exact to rounding (4 ulp of the largest |c|). The result takes the place of the
+last one only at commit().
 
     begin(slot)    launch_*(0) ... launch_*(K-1)    finish()    decode_ | descend_    commit()
                                                     raises: everything is undone, nothing is open
@@ -48,7 +48,7 @@ class BucketExchange:
     ) -> None:
         self.buckets = buckets
         self._group = group
-        self._lane = group.second_lane()
+        self._lane = group.second_communicator()
         self._like = like.new_empty(0)
         self._kernels = kernels_for(like.device, like.dtype, threads)
         if like.device.type == "cpu":
@@ -238,7 +238,7 @@ class BucketExchange:
 
     def _make_pipeline(self) -> Pipeline:
         if self._lane is self._group:
-            return InlinePipeline()  # one lane: one order for both phases
+            return InlinePipeline()  # one communicator: one order for both phases
         if self._like.device.type == "cpu":
             return ThreadPipeline()
         return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway

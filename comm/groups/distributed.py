@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.failure_detector import Caller, Roll
+from thinwire.comm.groups.failure_detector import FailureDetector, StoreDetector
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
@@ -30,11 +30,11 @@ from thinwire.comm.protocol import Stats
 # torch 2.13 renames it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_second_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+_second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+_detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakref.WeakKeyDictionary()
 PIECE_ELEMENTS = 1 << 20
 """What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
 
@@ -43,11 +43,15 @@ class TorchGroup:
     """A torch.distributed process group (None: the default one) as a Group."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, answer_s: float = 1.0, roll: Caller | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        answer_s: float = 1.0,
+        detector: FailureDetector | None = None,
     ) -> None:
         """answer_s: how long, after a failure, peers may take to say that they live (comm.groups.failure_detector).
 
-        roll: who tells which ranks are gone, where a service of the caller's knows; None: ranks ask one another.
+        detector: who tells which ranks are gone, where a service of the caller's knows; None: ranks ask one another.
         """
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group first, or use SoloGroup()")
@@ -56,7 +60,7 @@ class TorchGroup:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self.stats = Stats()
-        self._roll = roll or _roll_of(self._process_group(), self.rank, self.size)
+        self._detector = detector or _detector_of(self._process_group(), self.rank, self.size)
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
         self.abandoned: list[dist.Work] = []
@@ -123,33 +127,33 @@ class TorchGroup:
         self.stats.count("sum", all_reduce_bytes(x, self.size))
         return self._start("sum", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True))
 
-    def second_lane(self) -> TorchGroup:
+    def second_communicator(self) -> TorchGroup:
         """Another process group of the same ranks, with the same backend, time-out and `stats`.
 
-        Collective at its first call for a process group: all its ranks connect once more. Two lanes over gloo also
-        have threads of their own. Raises: PeerLost.
+        Collective at its first call for a process group: all its ranks connect once more. Over gloo each
+        also has threads of its own. Raises: PeerLost.
         """
         if self._second is None:
-            with self._peers("second_lane"):
-                lane = _second_process_group(self._process_group())
-            self._second = TorchGroup(lane, answer_s=self._answer_s, roll=self._roll)
+            with self._peers("second_communicator"):
+                process_group = _second_process_group(self._process_group())
+            self._second = TorchGroup(process_group, answer_s=self._answer_s, detector=self._detector)
             self._second.stats, self._second.abandoned = self.stats, self.abandoned
         return self._second
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
         """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
 
-        For all TorchGroups and lanes of this process group. Not collective. The process group itself stays, to be
-        destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
+        For all TorchGroups of this process group, second communicators too. Not collective. The process group itself
+        stays, to be destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
         """
-        self._roll.leave(reason)
+        self._detector.leave(reason)
         if "nccl" in dist.get_backend_config(self._process_group()):
             self._process_group().abort()
 
     def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
         process_group = self._process_group()
-        if self._roll.left is not None:
-            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._roll.left}", self.rank)
+        if self._detector.left is not None:
+            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._detector.left}", self.rank)
         with self._peers(collective):
             return TorchPending(self, collective, start(process_group), x.device)
 
@@ -165,7 +169,7 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
-            raise self._roll.find_lost(self._answer_s).error(self.rank, self.size, collective, error) from error
+            raise self._detector.find_lost(self._answer_s).error(self.rank, self.size, collective, error) from error
 
 
 class TorchPending:
@@ -187,14 +191,14 @@ class TorchPending:
             # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
             if self._device.type != "cpu":
                 work.wait()
-            elif not _done_within(work, self._group._roll.look_s):
+            elif not _done_within(work, self._group._detector.look_s):
                 self._wait_and_watch(work)
         self._group.abandoned.remove(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
-        watch = self._group._roll.watch()
+        watch = self._group._detector.watch()
         try:
-            while not _done_within(work, self._group._roll.look_s):
+            while not _done_within(work, self._group._detector.look_s):
                 if watch.seen:
                     raise RuntimeError("a peer has failed, so what this rank waits for will not come")
         finally:
@@ -261,21 +265,23 @@ def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:
 
 
 def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
-    known = _second_lanes.get(first)
-    lane = known() if known else None
-    if lane is None:
+    known = _second_communicators.get(first)
+    second = known() if known else None
+    if second is None:
         ranks = dist.get_process_group_ranks(first)
         device = first._device_types[0]
         timeout: timedelta = first._get_backend(device).options._timeout
         # In the order of `first`, which sorting, the default, would lose; torch 2.11 may not have the argument.
         order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         # Local: ranks of the world outside of this group need not know of it.
-        lane = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
-        _second_lanes[first] = weakref.ref(lane)
-    return lane
+        second = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
+        _second_communicators[first] = weakref.ref(second)
+    return second
 
 
-def _roll_of(process_group: dist.ProcessGroup, rank: int, size: int) -> Roll:
-    if process_group not in _rolls:
-        _rolls[process_group] = Roll(dist.distributed_c10d._get_process_group_store(process_group), rank, size)
-    return _rolls[process_group]
+def _detector_of(process_group: dist.ProcessGroup, rank: int, size: int) -> StoreDetector:
+    if process_group not in _detectors:
+        _detectors[process_group] = StoreDetector(
+            dist.distributed_c10d._get_process_group_store(process_group), rank, size
+        )
+    return _detectors[process_group]

@@ -72,8 +72,8 @@ class Seen(Protocol):
         """Look no more. Does not wait."""
 
 
-class Caller(Protocol):
-    """Who knows which ranks of a process group are gone: Roll, or a membership service (workers/crew.py).
+class FailureDetector(Protocol):
+    """Who knows which ranks of a process group are gone: the group's store, or a membership service (workers/crew.py).
 
     look_s: how often whoever waits in a collective looks whether a peer has failed.
     """
@@ -94,8 +94,8 @@ class Caller(Protocol):
         """Look from now on whether a peer has failed."""
 
 
-class Roll:
-    """Who belongs to a process group, and who has failed. One for all TorchGroups and lanes of one process group.
+class StoreDetector:
+    """Who belongs to a process group, and who has failed. One for all TorchGroups of one process group.
 
     The store is torch's own for this process group: as fresh as torch needs it to be.
     """

@@ -15,7 +15,7 @@ The two phases of an exchange are "all_to_all" and "all_gather", one call a buck
     after phase 2, on some ranks only       Fault((0, 3), "all_gather", k, When.AFTER)
 
 AFTER is after the collective's `wait`. A rank that fails leaves the group, where it can (ThreadGroup, TorchGroup), so
-that its peers fail as well, in the collective they wait in. Both lanes count together.
+that its peers fail as well, in the collective they wait in. Both communicators count together.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Leavable(Protocol):
 
 
 class Armed:
-    """The faults that wait, and the calls that were made, of all lanes of one rank."""
+    """The faults that wait, and the calls that were made, of both communicators of one rank."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self._faults = faults
         self._calls: Counter[str] = Counter()
-        self._lock = threading.Lock()  # lanes may be used from two threads
+        self._lock = threading.Lock()  # each communicator may be used from a thread of its own
 
     def next_call(self, rank: int, collective: str) -> dict[When, Fault]:
         """Count a call; what is to happen around it."""
@@ -111,7 +111,7 @@ class FaultyGroup:
     def __init__(self, group: Group, *faults: Fault) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self._armed = [Armed(faults)]  # in a list, which the lanes share
+        self._armed = [Armed(faults)]  # in a list, which both communicators share
         self._second: FaultyGroup | None = None
 
     @property
@@ -156,10 +156,10 @@ class FaultyGroup:
         """As the group below."""
         return self._run("sum", x, x, lambda out, _: self._group.start_sum_(out))
 
-    def second_lane(self) -> FaultyGroup:
-        """The second lane of the group below, with the same faults and the same count of calls."""
+    def second_communicator(self) -> FaultyGroup:
+        """The second communicator of the group below, with the same faults and the same count of calls."""
         if self._second is None:
-            below = self._group.second_lane()
+            below = self._group.second_communicator()
             self._second = self if below is self._group else FaultyGroup(below)
             self._second._armed = self._armed
         return self._second

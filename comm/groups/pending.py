@@ -25,7 +25,7 @@ FINISHED = Finished()
 
 
 class Blocking:
-    """Mixin: start_* of a group whose collectives block. One lane; a failure is raised where it is started."""
+    """Mixin: start_* of a group whose collectives block. One communicator; a failure is raised where it is started."""
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """The group's own."""
@@ -54,6 +54,6 @@ class Blocking:
         self.sum_(x)
         return FINISHED
 
-    def second_lane(self) -> Self:
+    def second_communicator(self) -> Self:
         """The group itself: nothing overlaps."""
         return self

@@ -36,7 +36,7 @@ class Entry:
 
 
 class Ledger:
-    """The account of one group, seen from one rank; of all that its `Stats` count, second lane included.
+    """The account of one group, seen from one rank; of all that its `Stats` count, second communicator included.
 
     It holds no numbers of its own but what was there when it was opened: that is not part of it.
     """

@@ -13,7 +13,7 @@ from thinwire.comm.groups.pending import Blocking
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 BETA1 = 0.9
 BUCKETS = 5
-"""Of LAYOUT, as make() cuts it: an exchange is 2 x 5 collectives, in one lane: first and second phase in turn."""
+"""Of LAYOUT, as make() cuts it: an exchange is 2 x 5 collectives, first and second phase in turn."""
 
 
 class Watched(Blocking):

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from thinwire.comm.groups import failure_detector as roll
+from thinwire.comm.groups import failure_detector
 from thinwire.comm.groups.birth import Birth
-from thinwire.comm.groups.failure_detector import Roll
+from thinwire.comm.groups.failure_detector import StoreDetector
 
 SIZE = 3
 OTHER_HOST = Birth("elsewhere", 1, 1)
@@ -35,9 +35,11 @@ def answer(store, rank, **note):
 
 def test_where_all_answer_nobody_is_lost_and_nobody_waits():
     store = dist.HashStore()
-    rolls = [Roll(store, rank, SIZE) for rank in range(SIZE)]
+    detectors = [StoreDetector(store, rank, SIZE) for rank in range(SIZE)]
     found = {}
-    threads = [threading.Thread(target=lambda r=r: found.update({r: rolls[r].find_lost(60.0)})) for r in range(SIZE)]
+    threads = [
+        threading.Thread(target=lambda r=r: found.update({r: detectors[r].find_lost(60.0)})) for r in range(SIZE)
+    ]
     began = time.monotonic()
     for thread in threads:
         thread.start()
@@ -52,11 +54,11 @@ def test_where_all_answer_nobody_is_lost_and_nobody_waits():
 
 def test_who_does_not_answer_is_lost():
     store = store_of({1: OTHER_HOST, 2: OTHER_HOST})
-    lost = Roll(store, 0, SIZE).find_lost(0.05)
+    lost = StoreDetector(store, 0, SIZE).find_lost(0.05)
     error = lost.error(0, SIZE, "mean", "x")
     assert (error.rank, error.ranks) == (None, (1, 2))  # several: not known to be one
     answer(store, 1)
-    lost = Roll(store, 0, SIZE).find_lost(0.05)
+    lost = StoreDetector(store, 0, SIZE).find_lost(0.05)
     error = lost.error(0, SIZE, "mean", "x")
     assert (error.rank, error.ranks) == (2, (2,))
     assert "did not answer within 0.05 s" in str(error)
@@ -66,7 +68,7 @@ def test_whose_process_has_ended_is_lost_at_once_unless_it_had_answered():
     store = store_of({1: ended(), 2: ended()})
     answer(store, 1)
     began = time.monotonic()
-    lost = Roll(store, 0, SIZE).find_lost(60.0)
+    lost = StoreDetector(store, 0, SIZE).find_lost(60.0)
     assert time.monotonic() - began < 30
     assert list(lost.reasons) == [2]
     assert "has ended" in lost.reasons[2]
@@ -75,20 +77,20 @@ def test_whose_process_has_ended_is_lost_at_once_unless_it_had_answered():
 def test_ranks_of_the_same_host_tell_the_others_who_has_ended():
     store = store_of({1: OTHER_HOST, 2: OTHER_HOST})
     answer(store, 1, ended={2: "its process 77 has ended"})
-    assert Roll(store, 0, SIZE).find_lost(60.0).reasons == {2: "its process 77 has ended"}
+    assert StoreDetector(store, 0, SIZE).find_lost(60.0).reasons == {2: "its process 77 has ended"}
 
 
 def test_who_has_left_is_lost_with_its_reason():
     store = dist.HashStore()
-    rolls = [Roll(store, rank, SIZE) for rank in range(SIZE)]
-    rolls[2].leave("no data")
+    detectors = [StoreDetector(store, rank, SIZE) for rank in range(SIZE)]
+    detectors[2].leave("no data")
     answer(store, 1)
-    assert rolls[0].find_lost(60.0).reasons == {2: "it left: no data"}
-    assert (rolls[0].left, rolls[2].left) == (None, "no data")
+    assert detectors[0].find_lost(60.0).reasons == {2: "it left: no data"}
+    assert (detectors[0].left, detectors[2].left) == (None, "no data")
 
 
 def test_it_is_asked_once():
-    one = Roll(store_of({}), 0, 2)
+    one = StoreDetector(store_of({}), 0, 2)
     first = one.find_lost(0.01)
     answer(one._store, 1)
     assert one.find_lost(60.0) is first
@@ -115,13 +117,13 @@ class BrokenStore:
 
 @pytest.mark.parametrize("store", [HangingStore(), BrokenStore()])
 def test_a_store_out_of_reach_means_rank_0_and_is_not_waited_for(store, monkeypatch):
-    monkeypatch.setattr(roll, "STORE_S", 0.1)
+    monkeypatch.setattr(failure_detector, "STORE_S", 0.1)
     began = time.monotonic()
-    lost = Roll(store, 1, SIZE).find_lost(0.1)
+    lost = StoreDetector(store, 1, SIZE).find_lost(0.1)
     assert "out of reach" in lost.reasons[0]
     assert lost.error(1, SIZE, "mean", "x").rank == 0
-    assert Roll(store, 0, SIZE).find_lost(0.1).reasons == {}  # rank 0 does not name itself
-    Roll(store, 2, SIZE).leave("x")
+    assert StoreDetector(store, 0, SIZE).find_lost(0.1).reasons == {}  # rank 0 does not name itself
+    StoreDetector(store, 2, SIZE).leave("x")
     assert time.monotonic() - began < 30
     if isinstance(store, HangingStore):
         store.free.set()
@@ -136,12 +138,12 @@ def seen_within(watch, seconds):
 
 def test_a_watch_sees_that_another_rank_has_failed_or_that_the_store_is_gone():
     store = dist.HashStore()
-    watch = Roll(store, 0, 2).watch()
+    watch = StoreDetector(store, 0, 2).watch()
     assert not watch.seen
-    Roll(store, 1, 2).leave("x")
+    StoreDetector(store, 1, 2).leave("x")
     assert seen_within(watch, 30)
-    assert seen_within(Roll(BrokenStore(), 0, 2).watch(), 30)
-    stopped = Roll(dist.HashStore(), 0, 2).watch()
+    assert seen_within(StoreDetector(BrokenStore(), 0, 2).watch(), 30)
+    stopped = StoreDetector(dist.HashStore(), 0, 2).watch()
     stopped.stop()
     stopped._thread.join(30)
     assert not stopped._thread.is_alive()

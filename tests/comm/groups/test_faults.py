@@ -11,7 +11,7 @@ SIZE, BUCKETS = 3, 3
 
 
 def exchange(group, log):
-    """Two phases a bucket, the second on the second lane; what was finished goes into `log`."""
+    """Two phases a bucket, the second on the second communicator; what was finished goes into `log`."""
     rows = torch.ones((group.size, 24), dtype=torch.uint8) * (group.rank + 1)
     out = torch.zeros_like(rows)
     for k in range(BUCKETS):
@@ -19,7 +19,7 @@ def exchange(group, log):
         log.append(f"{k} started")
         first.wait()
         log.append(f"{k} first")
-        group.second_lane().start_all_gather(out, rows[0]).wait()
+        group.second_communicator().start_all_gather(out, rows[0]).wait()
         log.append(f"{k} second")
 
 
@@ -48,7 +48,7 @@ def test_without_a_fault_it_is_the_group_below():
         around.broadcast_(faulty, src=1)
         around.start_sum_(faulty).wait()
         assert around.stats is group.stats
-        assert around.second_lane() is around
+        assert around.second_communicator() is around
         return plain.tolist(), faulty.tolist()
 
     assert run_threads(2, work) == [([1.0, 0.5], [2.0, 1.0])] * 2
@@ -136,7 +136,7 @@ out = torch.zeros_like(rows)
 try:
     for k in range(4):
         group.start_all_to_all(out, rows).wait()
-        group.second_lane().start_all_gather(out, rows[0]).wait()
+        group.second_communicator().start_all_gather(out, rows[0]).wait()
         say("done", k)
 except PeerLost as error:
     say("lost", error.rank)

@@ -14,12 +14,12 @@ join(tcp_store_on_rank_0=TCP)
 group = TorchGroup()
 x, rows = torch.zeros(100_003), torch.zeros((size, 100_000), dtype=torch.uint8)
 out = torch.zeros_like(rows)
-lane = group.second_lane()
+second = group.second_communicator()
 CALLS = {
     "mean": lambda: group.mean_(x),
     "sum": lambda: group.start_sum_(x).wait(),
     "all_to_all": lambda: group.start_all_to_all(out, rows).wait(),
-    "all_gather": lambda: lane.start_all_gather(out, rows[0]).wait(),
+    "all_gather": lambda: second.start_all_gather(out, rows[0]).wait(),
     "broadcast": lambda: group.broadcast_(x, GONE),
 }
 call = CALLS[COLLECTIVE]
