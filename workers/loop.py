@@ -16,8 +16,8 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.build import Training, build, rehearse
-from thinwire.workers.crew import Crew, Stop
 from thinwire.workers.membership import Dismissed
+from thinwire.workers.ranks import Ranks, Stop
 from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
@@ -42,16 +42,16 @@ class Run:
     attempt: int = 1
 
 
-def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
+def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
     """Train to spec.steps, going on from the newest whole checkpoint of the run's folder. Collective.
 
     Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks.
     Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer, which no restart can
-    mend, with the last checkpoint kept; PeerLost where the crew is not elastic, after which a restart goes on from the
-    checkpoint; MembershipError where it is, and has no place for this worker any more: Dismissed, where it was asked to
-    leave and has handed over; RunEnded, where another worker has failed for good.
+    mend, with the last checkpoint kept; PeerLost where the ranks are fixed, after which a restart goes on from the
+    checkpoint; MembershipError where they are elastic and there is no place for this worker any more: Dismissed, where
+    it was asked to leave and has handed over; RunEnded, where another worker has failed for good.
     """
-    course = Course(spec, run, crew, device, reporter)
+    course = Course(spec, run, ranks, device, reporter)
     patience_s = LEAVE_S
     try:
         while True:
@@ -60,7 +60,7 @@ def train(spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter:
                 course.run()
                 return course.finish()
             except PeerLost as error:
-                if not crew.elastic:
+                if not ranks.elastic:
                     patience_s = BROKEN_S
                     raise
                 logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
@@ -75,9 +75,9 @@ class Course:
     step: committed. attended: up to where evaluations, reports and checkpoints are done.
     """
 
-    def __init__(self, spec: TrainSpec, run: Run, crew: Crew, device: torch.device, reporter: Reporter) -> None:
+    def __init__(self, spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> None:
         self.step = self.attended = 0
-        self._spec, self._run, self._crew, self._device, self._reporter = spec, run, crew, device, reporter
+        self._spec, self._run, self._ranks, self._device, self._reporter = spec, run, ranks, device, reporter
         self._saving = Saving(run.directory, spec.checkpoint, reporter)
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
@@ -102,13 +102,13 @@ class Course:
         Raises: what `train` does; after PeerLost it may be called again.
         """
         began = time.perf_counter()
-        if self._crew.elastic and self._training is None:
+        if self._ranks.elastic and self._training is None:
             with self._meter.part("control"):
                 self._training = build(self._spec, SoloGroup(), self._device)
                 self._training.optimizer.shadow = self._spec.workers.shadow
                 rehearse(self._training)
         has_state = self._log is not None
-        group = self._crew.form(self.step, has_state)
+        group = self._ranks.form(self.step, has_state)
         self._meter.attach(group.stats)
         with self._meter.part("control"):
             self._reporter.seated(group, self._device)  # before the state is given: who then has it says so
@@ -120,7 +120,7 @@ class Course:
                     self._training, group, self._run.directory, progress, self._spec.bucket_elements
                 )
                 self._training = told.training
-            self._saving.seated(lost=bool(self._crew.seat and self._crew.seat.lost))
+            self._saving.seated(lost=bool(self._ranks.seat and self._ranks.seat.lost))
         if told is None or told.change.source is None:
             self._begin()
         else:
@@ -130,7 +130,7 @@ class Course:
         """Train to the last step. Raises: PeerLost; Dismissed where this rank was to leave, and has handed over."""
         while self.attended < self._spec.steps:
             if self.step == self.attended:
-                stop = self._crew.at_boundary(self.step)
+                stop = self._ranks.at_boundary(self.step)
                 if stop is not None:
                     self._hand_over(stop)
                     self.join()
@@ -150,7 +150,7 @@ class Course:
         with self._meter.part("control"):
             equal = replicas_bit_equal(training.optimizer, training.group)
         self._saving.close()
-        self._crew.leave()
+        self._ranks.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
 
     def _hand_over(self, stop: Stop) -> None:
@@ -164,7 +164,7 @@ class Course:
             self._saving.save(self.training, self._meter, self.step, self._look)
             self._saving.close(LEAVE_S)  # before leaving: a newcomer that waits would begin from the one before
         if stop.leaving:
-            self._crew.leave()  # the others wait for that, and not for this one's part of a checkpoint
+            self._ranks.leave()  # the others wait for that, and not for this one's part of a checkpoint
             self._saving.close(LEAVE_S)
             raise Dismissed(stop.reason)
 
@@ -176,7 +176,7 @@ class Course:
 
     def _look(self) -> None:
         """In what takes long without a collective: who does not hear of a death is taken to hang. Raises: PeerLost."""
-        self._crew.look(self.step)
+        self._ranks.look(self.step)
 
     def _begin(self) -> None:
         """Resume from the newest whole checkpoint, or begin afresh."""
@@ -202,7 +202,7 @@ class Course:
         if self.step == self._spec.steps:  # the last checkpoint may lack the part of whoever was lost
             self.attended = min(self.attended, self.step - 1)
         seconds = time.perf_counter() - began
-        seat = self._crew.seat
+        seat = self._ranks.seat
         fields: dict[str, JsonValue] = {
             "world_size": training.group.size,
             "reason": seat.reason if seat else None,

@@ -19,8 +19,8 @@ from thinwire.contract.spec import TrainSpec
 if TYPE_CHECKING:
     import torch
 
-    from thinwire.workers.crew import Crew
     from thinwire.workers.membership import Member
+    from thinwire.workers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ ADOPT_S = 60.0
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """Ray Train's train function. config: run_dir, attempt; "elastic" where the crew is a membership.
+    """Ray Train's train function. config: run_dir, attempt; "elastic" where the ranks are a membership's.
 
     An error that no restart can mend is written to failure.json, posted, and ends this function normally, so that Ray
     does not start the group again; peers that wait for it see the file, and end too. PeerLost is raised: the group
@@ -41,9 +41,9 @@ def train_worker(config: dict[str, Any]) -> None:
     import ray.util
 
     from thinwire.comm import PeerLost
-    from thinwire.workers.crew import RunEnded
     from thinwire.workers.loop import Run, train
     from thinwire.workers.membership import MembershipError
+    from thinwire.workers.ranks import RunEnded
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
 
@@ -57,12 +57,12 @@ def train_worker(config: dict[str, Any]) -> None:
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
-    crew, number = _crew(config, address, device)
-    adopt_s = ADOPT_S if crew.elastic else 0.0
+    ranks, number = _ranks(config, address, device)
+    adopt_s = ADOPT_S if ranks.elastic else 0.0
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address, adopt_s=adopt_s)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
-        summary = train(spec, run, crew, device, reporter)
+        summary = train(spec, run, ranks, device, reporter)
         if summary:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary or None)
@@ -76,26 +76,26 @@ def train_worker(config: dict[str, Any]) -> None:
         logger.exception("training_failed number=%d", number)
         failure = failure_of(error)
         write_failure(run_dir, failure)
-        crew.fail(failure.message)
+        ranks.fail(failure.message)
         reporter.close(failure=failure)
 
 
-def _crew(config: dict[str, Any], address: str, device: torch.device) -> tuple[Crew, int]:
+def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[Ranks, int]:
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
-    from thinwire.workers.crew import ElasticCrew, FixedCrew
     from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
     from thinwire.workers.membership import Identity, Member
+    from thinwire.workers.ranks import ElasticRanks, FixedRanks
 
     if "elastic" not in config:
         group = TorchGroup()
-        return FixedCrew(group), group.rank
+        return FixedRanks(group), group.rank
     slot = slot_of(config)
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
     failure = Path(config["run_dir"]) / FAILURE_NAME
-    return ElasticCrew(member, address, device, ended=failure.exists), slot
+    return ElasticRanks(member, address, device, ended=failure.exists), slot
 
 
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:

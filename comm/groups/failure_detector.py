@@ -73,7 +73,7 @@ class Seen(Protocol):
 
 
 class FailureDetector(Protocol):
-    """Who knows which ranks of a process group are gone: the group's store, or a membership service (workers/crew.py).
+    """Who knows which ranks of a process group are gone: the group's store, or a membership service (workers/ranks.py).
 
     look_s: how often whoever waits in a collective looks whether a peer has failed.
     """

@@ -20,7 +20,7 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.crew", "tests.workers.small_job"])
+_FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
 SECRET = "sixteen-characters-or-more"
 
 
@@ -65,8 +65,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
 
     from thinwire.workers import loop
     from thinwire.workers.checkpoints import CheckpointStore
-    from thinwire.workers.crew import ElasticCrew, RunEnded
     from thinwire.workers.elastic.notice import heed_sigterm, told_to_leave
+    from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
@@ -102,12 +102,12 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     heed_sigterm(30.0, lambda: True)
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
-    crew = ElasticCrew(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
+    ranks = ElasticRanks(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
         summary = loop.train(
-            TrainSpec.model_validate(spec), loop.Run(run_dir, time.time()), crew, torch.device("cpu"), reporter
+            TrainSpec.model_validate(spec), loop.Run(run_dir, time.time()), ranks, torch.device("cpu"), reporter
         )
         reporter._tell(kind="ended", step=-1)
         if summary:
@@ -116,7 +116,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         reporter._tell(kind="left", step=-1, reason=f"{type(reason).__name__}: {reason}")
     except BaseException as error:  # noqa: BLE001 - told to the test
         traceback.print_exc()
-        crew.fail(str(error))
+        ranks.fail(str(error))
         reporter._tell(kind="failed", step=-1, error=f"{type(error).__name__}: {error}")
         status = 1
     log.flush()

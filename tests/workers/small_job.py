@@ -7,8 +7,8 @@ import torch
 
 from thinwire.comm import run_threads
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.crew import FixedCrew
 from thinwire.workers.loop import Run, train
+from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.reporter import Silent
 
@@ -59,7 +59,7 @@ def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: grou
 
     def work(group):
         reporter = Recording(run_dir, group.rank)
-        summary = train(spec, Run(run_dir, time.time()), FixedCrew(wrap(group)), torch.device("cpu"), reporter)
+        summary = train(spec, Run(run_dir, time.time()), FixedRanks(wrap(group)), torch.device("cpu"), reporter)
         return summary, reporter.samples, reporter.events
 
     return run_threads(size, work)

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.workers.gloo_workers import Fleet, Plan, retained
 from tests.workers.small_job import small_spec
+from tests.workers.threads_job import Plan, ThreadsJob, retained
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.workers.data.load import load
 from thinwire.workers.telemetry import history
@@ -69,12 +69,12 @@ def spec(tmp_path, name):
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])
     run_dir = tmp_path / "run"
-    fleet = Fleet(run_dir, spec(tmp_path, name), 4, made).run(monkeypatch)
+    job = ThreadsJob(run_dir, spec(tmp_path, name), 4, made).run(monkeypatch)
 
-    assert len(fleet.killed) >= 4
-    used = retained(fleet)
+    assert len(job.killed) >= 4
+    used = retained(job)
     assert sorted(used) == list(range(1, STEPS + 1))
-    lost = sum(fields["local_steps_lost"] for kind, _, fields in fleet.events if kind == "regrouped")
+    lost = sum(fields["local_steps_lost"] for kind, _, fields in job.events if kind == "regrouped")
     missing = Counter()
     for step, numbers in used.items():
         whole = Counter(range((step - 1) * BATCH, step * BATCH))
@@ -84,7 +84,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
     if name != "zero_one_adam":
         assert not missing
         assert lost == 0
-        order = load(fleet.spec).batches.order
+        order = load(job.spec).batches.order
         numbers = [number for counted in used.values() for number in counted.elements()]
         epochs = len(numbers) // order.num_samples
         assert epochs > 5
@@ -95,16 +95,16 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
 
     samples = history.read(run_dir / history.FILE_NAME)
     assert [sample.step for sample in samples] == list(range(STEPS + 1))
-    ended = list(fleet.ended.values())
+    ended = list(job.ended.values())
     assert len(ended) >= 1
     assert all(torch.equal(one, ended[0]) for one in ended)
 
 
 def test_a_run_by_plain_sgd_ends_where_it_would_have_ended_undisturbed(tmp_path, monkeypatch):
     made = plan(3, COLLECTIVES["sgd"])
-    disturbed = Fleet(tmp_path / "disturbed", spec(tmp_path, "sgd"), 4, made).run(monkeypatch)
+    disturbed = ThreadsJob(tmp_path / "disturbed", spec(tmp_path, "sgd"), 4, made).run(monkeypatch)
     monkeypatch.undo()
-    alone = Fleet(tmp_path / "alone", spec(tmp_path, "sgd"), 1, Plan()).run(monkeypatch)
+    alone = ThreadsJob(tmp_path / "alone", spec(tmp_path, "sgd"), 1, Plan()).run(monkeypatch)
     assert len(disturbed.killed) >= 4
     (expected_N,) = alone.ended.values()
     for found_N in disturbed.ended.values():

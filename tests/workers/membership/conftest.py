@@ -2,13 +2,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.membership.crew import Crew
+from tests.workers.membership.members import Job
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+def job() -> Iterator[Job]:
+    job = Job()
     try:
-        yield crew
+        yield job
     finally:
-        crew.close()
+        job.close()

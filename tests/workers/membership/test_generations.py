@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.workers.membership.crew import Crew, eventually, identity, later, newcomer, standing
+from tests.workers.membership.members import Job, eventually, identity, later, newcomer, standing
 from thinwire.workers.membership import (
     Dismissed,
     Fenced,
@@ -33,51 +33,51 @@ def step_until_change(member, step, pause_s=0.001):
         assert member.over is None, member.over
 
 
-def test_the_first_generation_closes_when_all_have_come_and_ranks_are_by_slot(crew: Crew):
-    crew.serve(2, 3, start_wait_s=60)
-    members = [crew.member(slot) for slot in (7, 3, 5)]
-    seats = crew.join(members, [newcomer()] * 3)
+def test_the_first_generation_closes_when_all_have_come_and_ranks_are_by_slot(job: Job):
+    job.serve(2, 3, start_wait_s=60)
+    members = [job.member(slot) for slot in (7, 3, 5)]
+    seats = job.join(members, [newcomer()] * 3)
     assert [seat.rank for seat in seats] == [2, 0, 1]
     assert {(seat.generation, seat.size, seat.reason, seat.lost) for seat in seats} == {(1, 3, "first", ())}
     assert [seated.identity.slot for seated in seats[0].members] == [3, 5, 7]
-    assert crew.server.snapshot().status == "training"
+    assert job.server.snapshot().status == "training"
 
 
-def test_the_first_generation_does_not_wait_for_more_than_the_least_beyond_start_wait(crew: Crew):
-    crew.serve(2, 5, start_wait_s=0.1)
-    _, seats = crew.seated(0, 1)
+def test_the_first_generation_does_not_wait_for_more_than_the_least_beyond_start_wait(job: Job):
+    job.serve(2, 5, start_wait_s=0.1)
+    _, seats = job.seated(0, 1)
     assert [seat.size for seat in seats] == [2, 2]
 
 
-def test_below_the_least_it_waits_says_so_and_then_goes_on(crew: Crew):
-    crew.serve(2, 3, start_wait_s=0.0)
-    first = crew.member(0)
+def test_below_the_least_it_waits_says_so_and_then_goes_on(job: Job):
+    job.serve(2, 3, start_wait_s=0.0)
+    first = job.member(0)
     seat = later(lambda: first.join(newcomer(), 5.0))
-    eventually(lambda: crew.server.snapshot().status_text == "waiting for workers: 1 of 2")
+    eventually(lambda: job.server.snapshot().status_text == "waiting for workers: 1 of 2")
     with pytest.raises(TimeoutError):
         seat.result(0.1)
-    second = crew.member(1)
+    second = job.member(1)
     assert second.join(newcomer(), 5.0).size == 2
     assert seat.result(5.0).rank == 0
 
 
-def test_a_join_that_timed_out_may_be_called_again(crew: Crew):
-    crew.serve(2, 2)
-    first, second = crew.member(0), crew.member(1)
+def test_a_join_that_timed_out_may_be_called_again(job: Job):
+    job.serve(2, 2)
+    first, second = job.member(0), job.member(1)
     with pytest.raises(JoinTimeout, match="generation after 0"):
         first.join(newcomer(), 0.1)
     assert second.join(newcomer(), 5.0).rank == 1
     assert first.join(newcomer(), 5.0).rank == 0
 
 
-def test_a_lost_member_is_known_to_all_at_once_and_missing_in_the_next_generation(crew: Crew):
-    crew.serve(1, 3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
+def test_a_lost_member_is_known_to_all_at_once_and_missing_in_the_next_generation(job: Job):
+    job.serve(1, 3)
+    (a, b, c), seats = job.seated(0, 1, 2)
     b.close()
     for survivor in (a, c):
         assert survivor.wait_over(1.0) == "rank 1 (w1) was lost: its connection ended"
         assert survivor.lost == {1: "its connection ended"}
-    seats = crew.join([c, a], [standing(seats[2], 7), standing(seats[0], 7)])
+    seats = job.join([c, a], [standing(seats[2], 7), standing(seats[0], 7)])
     assert [(seat.generation, seat.rank, seat.size) for seat in seats] == [(2, 1, 2), (2, 0, 2)]
     assert seats[0].reason == "worker w1 was lost: its connection ended"
     assert [(gone.slot, gone.rank) for gone in seats[0].lost] == [(1, 1)]
@@ -85,9 +85,9 @@ def test_a_lost_member_is_known_to_all_at_once_and_missing_in_the_next_generatio
     assert a.lost == {}
 
 
-def test_a_regroup_waits_for_a_survivor_that_is_late(crew: Crew):
-    crew.serve(1, 3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
+def test_a_regroup_waits_for_a_survivor_that_is_late(job: Job):
+    job.serve(1, 3)
+    (a, b, c), seats = job.seated(0, 1, 2)
     c.close()
     early = later(lambda: a.join(standing(seats[0]), 5.0))
     with pytest.raises(TimeoutError):
@@ -96,11 +96,11 @@ def test_a_regroup_waits_for_a_survivor_that_is_late(crew: Crew):
     assert early.result(5.0).size == 2
 
 
-def test_a_member_that_fails_is_lost_with_its_reason_and_one_that_finishes_is_not(crew: Crew):
-    crew.serve(1, 3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
+def test_a_member_that_fails_is_lost_with_its_reason_and_one_that_finishes_is_not(job: Job):
+    job.serve(1, 3)
+    (a, b, c), seats = job.seated(0, 1, 2)
     c.finish()
-    eventually(lambda: len(crew.server.snapshot().members) == 2)
+    eventually(lambda: len(job.server.snapshot().members) == 2)
     assert a.over is None
     b.fail("loss is not finite")
     assert a.wait_over(1.0) == "rank 1 (w1) was lost: it failed: loss is not finite"
@@ -108,30 +108,30 @@ def test_a_member_that_fails_is_lost_with_its_reason_and_one_that_finishes_is_no
     assert (seat.size, [gone.slot for gone in seat.lost]) == (1, [1])
 
 
-def test_when_all_have_finished_the_job_has_and_newcomers_are_sent_away(crew: Crew):
-    crew.serve(2, 2)
-    (a, b), _ = crew.seated(0, 1)
-    waiting = crew.member(2)
+def test_when_all_have_finished_the_job_has_and_newcomers_are_sent_away(job: Job):
+    job.serve(2, 2)
+    (a, b), _ = job.seated(0, 1)
+    waiting = job.member(2)
     seat = later(lambda: waiting.join(newcomer(), 5.0))
-    eventually(lambda: crew.kinds().count("joined") == 3)
+    eventually(lambda: job.kinds().count("joined") == 3)
     a.finish()
     b.finish()
     with pytest.raises(Dismissed, match="the job has finished"):
         seat.result(5.0)
-    assert crew.server.snapshot().status == "finished"
+    assert job.server.snapshot().status == "finished"
 
 
-def test_one_that_stops_for_a_regroup_on_its_own_ends_the_generation_for_all(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
+def test_one_that_stops_for_a_regroup_on_its_own_ends_the_generation_for_all(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
     again = later(lambda: b.join(standing(seats[1]), 5.0))
     assert a.wait_over(1.0) == "rank 1 (w1) has stopped for a regroup"
     assert a.join(standing(seats[0]), 5.0).generation == again.result(5.0).generation == 2
 
 
-def test_who_does_not_come_to_the_regroup_is_fenced_and_named(crew: Crew):
-    crew.serve(1, 3, join_timeout_s=0.3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
+def test_who_does_not_come_to_the_regroup_is_fenced_and_named(job: Job):
+    job.serve(1, 3, join_timeout_s=0.3)
+    (a, b, c), seats = job.seated(0, 1, 2)
     c.close()
     seat = a.join(standing(seats[0]), 5.0)
     assert seat.size == 1
@@ -140,9 +140,9 @@ def test_who_does_not_come_to_the_regroup_is_fenced_and_named(crew: Crew):
         b.join(standing(seats[1]), 5.0)
 
 
-def test_the_store_of_rank_0_is_known_to_all_and_forgotten_with_the_generation(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
+def test_the_store_of_rank_0_is_known_to_all_and_forgotten_with_the_generation(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
     with pytest.raises(StoreTimeout):
         b.store_address(0.05)
     asked = later(lambda: b.store_address(5.0))
@@ -157,53 +157,53 @@ def test_the_store_of_rank_0_is_known_to_all_and_forgotten_with_the_generation(c
         b.store_address(0.0)
 
 
-def test_whoever_waits_for_the_store_hears_that_rank_0_died(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), _ = crew.seated(0, 1)
+def test_whoever_waits_for_the_store_hears_that_rank_0_died(job: Job):
+    job.serve(1, 2)
+    (a, b), _ = job.seated(0, 1)
     asked = later(lambda: b.store_address(30.0))
     a.close()
     with pytest.raises(GenerationOver, match="rank 0"):
         asked.result(1.0)
 
 
-def test_without_a_seat_there_is_no_store(crew: Crew):
-    crew.serve(1, 1)
+def test_without_a_seat_there_is_no_store(job: Job):
+    job.serve(1, 1)
     with pytest.raises(NotSeated):
-        crew.member(0).store_address(0.0)
+        job.member(0).store_address(0.0)
 
 
-def test_newcomers_are_admitted_at_one_boundary(crew: Crew):
-    crew.serve(2, 3, start_wait_s=0.05)
-    (a, b), seats = crew.seated(0, 1)
-    late = crew.member(2)
+def test_newcomers_are_admitted_at_one_boundary(job: Job):
+    job.serve(2, 3, start_wait_s=0.05)
+    (a, b), seats = job.seated(0, 1)
+    late = job.member(2)
     third = later(lambda: late.join(newcomer(), 5.0))
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
     changes = [stop.result(5.0) for stop in stops]
     assert changes[0] == changes[1]
     assert (changes[0].leaving, changes[0].reason) == (False, "grow 2 -> 3")
-    seats = crew.join([a, b], [standing(seat, changes[0].step) for seat in seats])
+    seats = job.join([a, b], [standing(seat, changes[0].step) for seat in seats])
     assert [seats[0].rank, seats[1].rank, third.result(5.0).rank] == [0, 1, 2]
     assert seats[0].reason == "grow 2 -> 3"
-    assert "lost" not in crew.kinds()
+    assert "lost" not in job.kinds()
 
 
-def test_newcomers_beyond_the_most_wait_and_take_the_place_of_one_that_is_lost(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
-    spare = crew.member(2)
+def test_newcomers_beyond_the_most_wait_and_take_the_place_of_one_that_is_lost(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
+    spare = job.member(2)
     seat = later(lambda: spare.join(newcomer(), 5.0))
-    eventually(lambda: crew.kinds().count("joined") == 3)
-    assert "proposed" not in crew.kinds()
+    eventually(lambda: job.kinds().count("joined") == 3)
+    assert "proposed" not in job.kinds()
     a.close()
     b.wait_over(1.0)
     assert b.join(standing(seats[1], 5), 5.0).rank == 0
     assert seat.result(5.0).rank == 1
 
 
-def test_shrinking_lets_the_highest_ranks_leave(crew: Crew):
-    crew.serve(1, 3)
-    members, seats = crew.seated(0, 1, 2)
-    crew.server.set_limits(Limits(1, 1))
+def test_shrinking_lets_the_highest_ranks_leave(job: Job):
+    job.serve(1, 3)
+    members, seats = job.seated(0, 1, 2)
+    job.server.set_limits(Limits(1, 1))
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in members]
     changes = [stop.result(5.0) for stop in stops]
     assert [change.leaving for change in changes] == [False, True, True]
@@ -211,41 +211,41 @@ def test_shrinking_lets_the_highest_ranks_leave(crew: Crew):
     for member in members[1:]:
         member.finish()
     assert members[0].join(standing(seats[0], changes[0].step), 5.0).reason == "shrink 3 -> 1"
-    assert "lost" not in crew.kinds()
+    assert "lost" not in job.kinds()
 
 
-def test_a_dismissed_slot_leaves_and_is_filled_by_a_new_process_only(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
-    crew.server.dismiss(0, "its node drains")
+def test_a_dismissed_slot_leaves_and_is_filled_by_a_new_process_only(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
+    job.server.dismiss(0, "its node drains")
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
     changes = [stop.result(5.0) for stop in stops]
     assert [change.leaving for change in changes] == [True, False]
     kept = later(lambda: b.join(standing(seats[1], changes[0].step), 5.0))
     a.finish()
     assert kept.result(5.0).reason == "w0 was dismissed: its node drains; shrink 2 -> 1"
-    back = crew.member(0, id=a._identity.id)
+    back = job.member(0, id=a._identity.id)
     with pytest.raises(Fenced, match="said goodbye"):
         back.join(newcomer(), 5.0)
-    fresh = later(lambda: crew.member(0).join(newcomer(), 5.0))
+    fresh = later(lambda: job.member(0).join(newcomer(), 5.0))
     step_until_change(b, changes[0].step)
     b.join(standing(kept.result(), 99), 5.0)
     assert fresh.result(5.0).size == 2
 
 
-def test_a_waiting_newcomer_is_dismissed_at_once(crew: Crew):
-    crew.serve(2, 2)
-    member = crew.member(4)
+def test_a_waiting_newcomer_is_dismissed_at_once(job: Job):
+    job.serve(2, 2)
+    member = job.member(4)
     seat = later(lambda: member.join(newcomer(), 5.0))
-    eventually(lambda: crew.server.snapshot().status_text == "waiting for workers: 1 of 2")
-    crew.server.dismiss(4, "not wanted")
+    eventually(lambda: job.server.snapshot().status_text == "waiting for workers: 1 of 2")
+    job.server.dismiss(4, "not wanted")
     with pytest.raises(Dismissed, match="not wanted"):
         seat.result(5.0)
 
 
-def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
+def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
     b.ask_to_leave("SIGTERM")
     b.ask_to_leave("SIGTERM again")
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
@@ -256,69 +256,69 @@ def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(crew: Crew):
     seat = kept.result(5.0)
     assert (seat.size, seat.lost) == (1, ())
     assert seat.reason == "w1 was dismissed: SIGTERM; shrink 2 -> 1"
-    crew.member(1)  # its place can be filled again
-    eventually(lambda: len(crew.server.snapshot().waiting) == 1)
+    job.member(1)  # its place can be filled again
+    eventually(lambda: len(job.server.snapshot().waiting) == 1)
 
 
-def test_a_notice_is_said_again_to_a_server_that_was_away(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), _ = crew.seated(0, 1)
-    crew.server.close()
+def test_a_notice_is_said_again_to_a_server_that_was_away(job: Job):
+    job.serve(1, 2)
+    (a, b), _ = job.seated(0, 1)
+    job.server.close()
     b.ask_to_leave("SIGTERM")
-    crew.serve(1, 2, quiet_s=0.5)
+    job.serve(1, 2, quiet_s=0.5)
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
     assert [stop.result(10.0).leaving for stop in stops] == [False, True]
 
 
-def test_a_waiting_newcomer_that_is_told_to_go_is_let_go_at_once(crew: Crew):
-    crew.serve(2, 2)
-    member = crew.member(4)
+def test_a_waiting_newcomer_that_is_told_to_go_is_let_go_at_once(job: Job):
+    job.serve(2, 2)
+    member = job.member(4)
     member.ask_to_leave("SIGTERM")
     with pytest.raises(Dismissed, match="SIGTERM"):
         member.join(newcomer(), 5.0)
     member.ask_to_leave("too late")
 
 
-def test_a_death_at_the_very_end_does_not_keep_the_others_waiting_for_the_least(crew: Crew):
-    crew.serve(3, 3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
-    crew.member(7)  # a newcomer that waits: it has nothing to do here any more
+def test_a_death_at_the_very_end_does_not_keep_the_others_waiting_for_the_least(job: Job):
+    job.serve(3, 3)
+    (a, b, c), seats = job.seated(0, 1, 2)
+    job.member(7)  # a newcomer that waits: it has nothing to do here any more
     a.finish()
     b.close()
     seat = c.join(standing(seats[2], 10), 5.0)
     assert (seat.size, seat.rank) == (1, 0)
     c.finish()
-    eventually(lambda: crew.server.snapshot().status == "finished")
+    eventually(lambda: job.server.snapshot().status == "finished")
 
 
-def test_nor_does_a_second_death_there(crew: Crew):
-    crew.serve(3, 4)
-    (a, b, c, d), seats = crew.seated(0, 1, 2, 3)
+def test_nor_does_a_second_death_there(job: Job):
+    job.serve(3, 4)
+    (a, b, c, d), seats = job.seated(0, 1, 2, 3)
     a.finish()
     b.close()
-    again = crew.join([c, d], [standing(seats[2], 10), standing(seats[3], 10)])
+    again = job.join([c, d], [standing(seats[2], 10), standing(seats[3], 10)])
     assert [seat.size for seat in again] == [2, 2]
     c.close()
     assert d.join(standing(again[1], 10), 5.0).size == 1
     d.finish()
-    eventually(lambda: crew.server.snapshot().status == "finished")
+    eventually(lambda: job.server.snapshot().status == "finished")
 
 
-def test_one_that_is_told_to_go_in_the_last_step_ends_well_all_the_same(crew: Crew):
-    crew.serve(2, 3)
-    (a, b, c), seats = crew.seated(0, 1, 2)
+def test_one_that_is_told_to_go_in_the_last_step_ends_well_all_the_same(job: Job):
+    job.serve(2, 3)
+    (a, b, c), seats = job.seated(0, 1, 2)
     a.ask_to_leave("SIGTERM")
-    eventually(lambda: any(event.kind == "notice" for event in crew.events))
+    eventually(lambda: any(event.kind == "notice" for event in job.events))
     a.finish()
     c.close()
     assert b.join(standing(seats[1], 10), 5.0).size == 1
 
 
-def test_a_leaver_whose_peer_dies_before_the_boundary_keeps_its_place_until_it_can_hand_over(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
+def test_a_leaver_whose_peer_dies_before_the_boundary_keeps_its_place_until_it_can_hand_over(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
     for slot in (0, 1):
-        crew.server.dismiss(slot, "the machines are taken back")
+        job.server.dismiss(slot, "the machines are taken back")
     changes = [stop.result(5.0) for stop in [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]]
     assert [change.leaving for change in changes] == [True, True]
     a.close()
@@ -328,39 +328,39 @@ def test_a_leaver_whose_peer_dies_before_the_boundary_keeps_its_place_until_it_c
     b.finish()
 
 
-def test_more_survivors_than_are_wanted_are_seated_and_leave_when_they_have_handed_over(crew: Crew):
-    crew.serve(1, 4, start_wait_s=5.0)  # until all four have come
-    members, seats = crew.seated(0, 1, 2, 3)
+def test_more_survivors_than_are_wanted_are_seated_and_leave_when_they_have_handed_over(job: Job):
+    job.serve(1, 4, start_wait_s=5.0)  # until all four have come
+    members, seats = job.seated(0, 1, 2, 3)
     members[0].close()
     eventually(lambda: all(member.over for member in members[1:]))
-    crew.server.set_limits(Limits(1, 2))
-    again = crew.join(members[1:], [standing(seat, 5) for seat in seats[1:]])
+    job.server.set_limits(Limits(1, 2))
+    again = job.join(members[1:], [standing(seat, 5) for seat in seats[1:]])
     assert [seat.size for seat in again] == [3, 3, 3]
     stops = [later(lambda m=m: step_until_change(m, 5)) for m in members[1:]]
     assert sorted(stop.result(5.0).leaving for stop in stops) == [False, False, True]
 
 
-def test_a_change_that_is_wanted_before_the_first_step_waits_for_it(crew: Crew):
+def test_a_change_that_is_wanted_before_the_first_step_waits_for_it(job: Job):
     """A job that resumes begins at a step that the server does not know."""
-    crew.serve(1, 3, start_wait_s=0.05)
-    (a, b), _ = crew.seated(0, 1)
-    waiting = later(lambda: crew.member(2).join(newcomer(), 10.0))
-    eventually(lambda: any(event.kind == "cancelled" for event in crew.events))
+    job.serve(1, 3, start_wait_s=0.05)
+    (a, b), _ = job.seated(0, 1)
+    waiting = later(lambda: job.member(2).join(newcomer(), 10.0))
+    eventually(lambda: any(event.kind == "cancelled" for event in job.events))
     stops = [later(lambda m=m: step_until_change(m, 500)) for m in (a, b)]
     (step,) = {stop.result(10.0).step for stop in stops}
     assert step > 500
     assert not waiting.done()
 
 
-def test_a_boundary_that_a_member_has_passed_is_cancelled_and_a_later_one_found(crew: Crew):
-    crew.serve(2, 3, start_wait_s=0.05)
-    (a, b), _ = crew.seated(0, 1)
+def test_a_boundary_that_a_member_has_passed_is_cancelled_and_a_later_one_found(job: Job):
+    job.serve(2, 3, start_wait_s=0.05)
+    (a, b), _ = job.seated(0, 1)
     for step in range(1, 101):  # far beyond what the last beat told
         assert a.at_boundary(step) is None
         assert b.at_boundary(step) is None
-    late = crew.member(2)
+    late = job.member(2)
     third = later(lambda: late.join(newcomer(), 5.0))
-    eventually(lambda: "confirmed" in crew.kinds())
+    eventually(lambda: "confirmed" in job.kinds())
     stops = [later(lambda m=m: step_until_change(m, 100)) for m in (a, b)]
     assert stops[0].result(5.0).step == stops[1].result(5.0).step > 100
     assert not third.done()
@@ -385,17 +385,17 @@ class LockStep:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_stop_at_the_same_step_however_quick_their_steps_are(crew: Crew, seed: int):
+def test_all_stop_at_the_same_step_however_quick_their_steps_are(job: Job, seed: int):
     rng = random.Random(seed)
-    crew.serve(3, 4, start_wait_s=0.05)
-    members, seats = crew.seated(0, 1, 2)
+    job.serve(3, 4, start_wait_s=0.05)
+    members, seats = job.seated(0, 1, 2)
     step = 0
     for turn in range(6):
         if turn % 2 == 0:
-            extra = crew.member(3)
+            extra = job.member(3)
             joining = later(lambda extra=extra: extra.join(newcomer(), 10.0))
         else:
-            crew.server.dismiss(3, "enough")
+            job.server.dismiss(3, "enough")
         lock_step = LockStep(len(members))
         stops = [later(partial(LockStep.train, lock_step, m, step, random.Random(rng.random()))) for m in members]
         changes = [stop.result(10.0) for stop in stops]
@@ -409,12 +409,12 @@ def test_all_stop_at_the_same_step_however_quick_their_steps_are(crew: Crew, see
             assert [change.leaving for change in changes] == [False, False, False, True]
             members[3].finish()
             members, seats = members[:3], [join.result(5.0) for join in joins]
-    assert not {"lost", "fenced", "over"} & set(crew.kinds())
+    assert not {"lost", "fenced", "over"} & set(job.kinds())
 
 
-def test_a_boundary_where_nothing_is_planned_costs_under_10_us(crew: Crew):
-    crew.serve(1, 1)
-    (a,), _ = crew.seated(0)
+def test_a_boundary_where_nothing_is_planned_costs_under_10_us(job: Job):
+    job.serve(1, 1)
+    (a,), _ = job.seated(0)
     took_s = []
     for batch in range(20):  # the quickest: others may have had the processor
         began = time.perf_counter()
@@ -424,30 +424,30 @@ def test_a_boundary_where_nothing_is_planned_costs_under_10_us(crew: Crew):
     assert min(took_s) < 10e-6
 
 
-def test_of_two_with_one_id_the_second_is_refused_and_the_first_stays(crew: Crew):
-    crew.serve(1, 2)
-    (a,), seats = crew.seated(0)
-    second = crew.member(5, id=a._identity.id)
+def test_of_two_with_one_id_the_second_is_refused_and_the_first_stays(job: Job):
+    job.serve(1, 2)
+    (a,), seats = job.seated(0)
+    second = job.member(5, id=a._identity.id)
     with pytest.raises(Refused, match=r"id .* is filled"):
         second.join(newcomer(), 5.0)
     assert a.over is None
     assert a.join(standing(seats[0]), 5.0).rank == 0
 
 
-def test_of_two_in_one_slot_the_second_is_refused(crew: Crew):
-    crew.serve(1, 2)
-    crew.seated(0)
+def test_of_two_in_one_slot_the_second_is_refused(job: Job):
+    job.serve(1, 2)
+    job.seated(0)
     with pytest.raises(Refused, match="slot 0 is filled"):
-        crew.member(0).join(newcomer(), 5.0)
+        job.member(0).join(newcomer(), 5.0)
 
 
-def test_one_that_was_lost_is_fenced_when_it_comes_back(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
+def test_one_that_was_lost_is_fenced_when_it_comes_back(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
     a.close()
     b.wait_over(1.0)
     with pytest.raises(Fenced, match="counted as lost"):
-        crew.member(0, id=a._identity.id).join(Standing(1, 0, 0, True), 5.0)
+        job.member(0, id=a._identity.id).join(Standing(1, 0, 0, True), 5.0)
     assert b.join(standing(seats[1]), 5.0).size == 1
 
 
@@ -456,7 +456,7 @@ def test_limits_that_cannot_be_met_are_refused():
         Limits(3, 2)
 
 
-def test_an_identity_survives_the_wire(crew: Crew):
-    crew.serve(1, 1)
-    _, (seat,) = crew.seated(3)
+def test_an_identity_survives_the_wire(job: Job):
+    job.serve(1, 1)
+    _, (seat,) = job.seated(3)
     assert seat.members[0].identity.node == identity(3).node

@@ -1,103 +1,103 @@
 """The server dies, and another one with an empty memory takes its place: nothing is lost but the server."""
 
-from tests.workers.membership.crew import Crew, eventually, later, newcomer, standing
+from tests.workers.membership.members import Job, eventually, later, newcomer, standing
 
 
-def test_members_come_back_to_an_empty_server_with_the_same_generation(crew: Crew):
-    crew.serve(1, 3)
-    members, seats = crew.seated(0, 1, 2)
+def test_members_come_back_to_an_empty_server_with_the_same_generation(job: Job):
+    job.serve(1, 3)
+    members, seats = job.seated(0, 1, 2)
     for member in members:
         member.at_boundary(41)
-    crew.server.close()
+    job.server.close()
     assert members[0].at_boundary(42) is None
-    crew.serve(1, 3)
-    eventually(lambda: len(crew.server.snapshot().members) == 3)
-    eventually(lambda: crew.server.snapshot().last_step == 42)
-    snapshot = crew.server.snapshot()
+    job.serve(1, 3)
+    eventually(lambda: len(job.server.snapshot().members) == 3)
+    eventually(lambda: job.server.snapshot().last_step == 42)
+    snapshot = job.server.snapshot()
     assert (snapshot.generation, snapshot.status) == (1, "training")
     assert [member.over for member in members] == [None] * 3
     members[0].close()
     assert members[1].wait_over(1.0)
-    again = crew.join(members[1:], [standing(seat, 42) for seat in seats[1:]])
+    again = job.join(members[1:], [standing(seat, 42) for seat in seats[1:]])
     assert [(seat.generation, seat.rank) for seat in again] == [(2, 0), (2, 1)]
 
 
-def test_a_member_that_died_meanwhile_is_found(crew: Crew):
-    crew.serve(1, 3)
-    members, seats = crew.seated(0, 1, 2)
-    crew.server.close()
+def test_a_member_that_died_meanwhile_is_found(job: Job):
+    job.serve(1, 3)
+    members, seats = job.seated(0, 1, 2)
+    job.server.close()
     members[1].close()
-    crew.serve(1, 3, adopt_s=1.5)
+    job.serve(1, 3, adopt_s=1.5)
     why = "it did not come back within 1.5 s after the membership server was restarted"
     for member in (members[0], members[2]):
         assert member.wait_over(5.0) == f"rank 1 (w1) was lost: {why}"
-    again = crew.join([members[0], members[2]], [standing(seats[0], 5), standing(seats[2], 5)])
+    again = job.join([members[0], members[2]], [standing(seats[0], 5), standing(seats[2], 5)])
     assert [(seat.generation, seat.rank) for seat in again] == [(2, 0), (2, 1)]
 
 
-def test_its_replacement_tells_that_it_died(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), seats = crew.seated(0, 1)
-    crew.server.close()
+def test_its_replacement_tells_that_it_died(job: Job):
+    job.serve(1, 2)
+    (a, b), seats = job.seated(0, 1)
+    job.server.close()
     b.close()
-    crew.serve(1, 2, adopt_s=60.0, quiet_s=60.0)
-    fresh = crew.member(1)
+    job.serve(1, 2, adopt_s=60.0, quiet_s=60.0)
+    fresh = job.member(1)
     joined = later(lambda: fresh.join(newcomer(), 10.0))
     assert "fills its place" in (a.wait_over(5.0) or "")
     assert a.join(standing(seats[0], 5), 5.0).size == 2
     assert joined.result(5.0).rank == 1
 
 
-def test_a_join_that_was_waiting_goes_on_at_the_next_server(crew: Crew):
-    crew.serve(2, 2)
-    a, b = crew.member(0), crew.member(1)
+def test_a_join_that_was_waiting_goes_on_at_the_next_server(job: Job):
+    job.serve(2, 2)
+    a, b = job.member(0), job.member(1)
     waiting = later(lambda: a.join(newcomer(), 10.0))
-    eventually(lambda: "joined" in crew.kinds())
-    crew.server.close()
-    crew.serve(2, 2)
+    eventually(lambda: "joined" in job.kinds())
+    job.server.close()
+    job.serve(2, 2)
     assert b.join(newcomer(), 5.0).size == 2
     assert waiting.result(5.0).rank == 0
 
 
-def test_the_store_is_announced_again(crew: Crew):
-    crew.serve(1, 2)
-    (a, b), _ = crew.seated(0, 1)
-    crew.server.close()
+def test_the_store_is_announced_again(job: Job):
+    job.serve(1, 2)
+    (a, b), _ = job.seated(0, 1)
+    job.server.close()
     a.announce_store(4242)  # nobody hears it
-    crew.serve(1, 2)
+    job.serve(1, 2)
     assert b.store_address(5.0) == ("127.0.0.1", 4242)
 
 
-def test_a_quiet_start_keeps_newcomers_from_beginning_beside_the_members(crew: Crew):
-    crew.serve(1, 2)
-    (a,), _ = crew.seated(0)
-    crew.server.close()
-    crew.serve(1, 1, quiet_s=3.0)
-    late = crew.member(1)
+def test_a_quiet_start_keeps_newcomers_from_beginning_beside_the_members(job: Job):
+    job.serve(1, 2)
+    (a,), _ = job.seated(0)
+    job.server.close()
+    job.serve(1, 1, quiet_s=3.0)
+    late = job.member(1)
     joined = later(lambda: late.join(newcomer(), 0.5))
-    eventually(lambda: len(crew.server.snapshot().members) == 1)
-    assert crew.server.snapshot().generation == 1
+    eventually(lambda: len(job.server.snapshot().members) == 1)
+    assert job.server.snapshot().generation == 1
     assert a.over is None
     assert joined.exception(5.0) is not None
 
 
-def test_a_promise_whose_outcome_nobody_can_tell_ends_the_generation_there(crew: Crew):
-    crew.serve(2, 3, start_wait_s=0.05)
-    (a, b), seats = crew.seated(0, 1)
+def test_a_promise_whose_outcome_nobody_can_tell_ends_the_generation_there(job: Job):
+    job.serve(2, 3, start_wait_s=0.05)
+    (a, b), seats = job.seated(0, 1)
     a.at_boundary(1)
     b.at_boundary(1)
     with b._state.changed:  # b is slow to answer: a promises, and the server dies before the outcome
-        late = crew.member(2)
+        late = job.member(2)
         later(lambda: late.join(newcomer(), 10.0))
         eventually(lambda: a._state.promise)
         step = a._state.promise.proposal.step
-        crew.server.close()
+        job.server.close()
         eventually(lambda: a._state.promise.cut)
     assert a.at_boundary(step - 1) is None
     assert a.over is None
     assert a.at_boundary(step) is None
     assert a.over == f"it was agreed to stop after step {step}, this worker is at {step}, and the server was lost"
-    crew.serve(2, 3)
+    job.serve(2, 3)
     again = later(lambda: a.join(standing(seats[0], step), 10.0))
     assert b.wait_over(5.0)
     assert b.join(standing(seats[1], step), 10.0).generation == again.result(5.0).generation

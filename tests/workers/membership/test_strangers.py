@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.workers.membership.crew import SECRET, Crew, eventually, later, newcomer, standing
+from tests.workers.membership.members import SECRET, Job, eventually, later, newcomer, standing
 from thinwire.workers.membership import Limits, MembershipServer, Refused
 from thinwire.workers.membership.messages import LONGEST_KEY_BYTES, LONGEST_LINE_BYTES
 
@@ -15,9 +15,9 @@ def key() -> bytes:
     return json.dumps({"kind": "key", "secret": SECRET}).encode() + b"\n"
 
 
-def say(crew: Crew, sent: bytes) -> bytes:
+def say(job: Job, sent: bytes) -> bytes:
     """What the server answers until it ends the connection."""
-    with socket.create_connection(crew.server.address, 5.0) as stranger:
+    with socket.create_connection(job.server.address, 5.0) as stranger:
         received = b""
         try:
             stranger.sendall(sent)
@@ -28,11 +28,11 @@ def say(crew: Crew, sent: bytes) -> bytes:
     return received
 
 
-def test_a_wrong_secret_is_refused(crew: Crew, caplog):
-    crew.serve(1, 1)
+def test_a_wrong_secret_is_refused(job: Job, caplog):
+    job.serve(1, 1)
     with caplog.at_level(logging.INFO), pytest.raises(Refused, match="the secret is wrong"):
-        crew.member(0, secret="another secret entirely").join(newcomer(), 5.0)
-    assert crew.server.snapshot().members == ()
+        job.member(0, secret="another secret entirely").join(newcomer(), 5.0)
+    assert job.server.snapshot().members == ()
     assert "another secret entirely" not in caplog.text
 
 
@@ -56,47 +56,47 @@ def test_a_secret_that_can_be_guessed_is_refused():
     ],
     ids=["http", "bytes", "no key", "extra", "long key", "bad join", "no hello", "unknown", "long line"],
 )
-def test_garbage_ends_its_connection_and_nothing_else(crew: Crew, sent: bytes):
-    crew.serve(1, 2)
-    (a,), _ = crew.seated(0)
-    assert say(crew, sent) == b""
+def test_garbage_ends_its_connection_and_nothing_else(job: Job, sent: bytes):
+    job.serve(1, 2)
+    (a,), _ = job.seated(0)
+    assert say(job, sent) == b""
     assert a.over is None
-    assert len(crew.server.snapshot().members) == 1
+    assert len(job.server.snapshot().members) == 1
 
 
-def test_a_member_that_sends_garbage_is_lost(crew: Crew):
-    crew.serve(2, 2)
-    a = crew.member(0)
+def test_a_member_that_sends_garbage_is_lost(job: Job):
+    job.serve(2, 2)
+    a = job.member(0)
     seat = later(lambda: a.join(newcomer(), 5.0))
     hello = {"kind": "hello", "seat": None}
     hello["identity"] = {"id": "z", "slot": 1, "host": "h", "pid": 1, "node": ""}
     join = {"kind": "join", "after": 0, "standing": {"generation": None, "rank": None, "step": 0, "has_state": False}}
-    with socket.create_connection(crew.server.address, 5.0) as other:
+    with socket.create_connection(job.server.address, 5.0) as other:
         other.sendall(key() + json.dumps(hello).encode() + b"\n" + json.dumps(join).encode() + b"\n")
         assert seat.result(5.0).size == 2
         other.sendall(b"]\n")
         assert "is no message of this protocol" in (a.wait_over(2.0) or "")
 
 
-def test_a_stranger_that_says_nothing_delays_nobody(crew: Crew):
-    crew.serve(1, 1)
-    with socket.create_connection(crew.server.address, 5.0):
-        (a,), seats = crew.seated(0)
+def test_a_stranger_that_says_nothing_delays_nobody(job: Job):
+    job.serve(1, 1)
+    with socket.create_connection(job.server.address, 5.0):
+        (a,), seats = job.seated(0)
         assert a.join(standing(seats[0]), 5.0).generation == 2
 
 
-def test_a_listener_that_raises_does_not_end_the_events(crew: Crew):
+def test_a_listener_that_raises_does_not_end_the_events(job: Job):
     kinds = []
 
     def listen(event):
         kinds.append(event.kind)
         raise RuntimeError("a broken listener")
 
-    crew.serve(1, 1)
-    crew.server.close()
-    crew.server = server = MembershipServer(Limits(1, 1), SECRET, on_event=listen)
+    job.serve(1, 1)
+    job.server.close()
+    job.server = server = MembershipServer(Limits(1, 1), SECRET, on_event=listen)
     try:
-        crew.seated(0)
+        job.seated(0)
         eventually(lambda: kinds == ["connected", "joined", "seated"])
     finally:
         server.close()

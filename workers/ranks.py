@@ -1,7 +1,7 @@
-"""With whom does a worker train? A crew gives the group of the present generation, and the next one when it is over.
+"""With whom does a worker train? The group of the present generation, and the next one when that is over.
 
-    FixedCrew      the ranks that Ray Train started together; one that is lost ends them all
-    ElasticCrew    members of a membership (workers/membership): who is lost is replaced, and who is left goes on
+    FixedRanks     the ranks that Ray Train started together; one that is lost ends them all
+    ElasticRanks   members of a membership (workers/membership): who is lost is replaced, and who is left goes on
 
 A new group is made for each generation: a process group over a store of its own, at rank 0.
 """
@@ -47,7 +47,7 @@ class Stop:
     reason: str
 
 
-class Crew(Protocol):
+class Ranks(Protocol):
     """The ranks that one worker trains with, now and next."""
 
     @property
@@ -78,7 +78,7 @@ class Crew(Protocol):
         """The place in the present generation; None where there are none."""
 
 
-class FixedCrew:
+class FixedRanks:
     """One group from first to last."""
 
     elastic = False
@@ -107,7 +107,7 @@ class FixedCrew:
             self._group.leave(reason)
 
 
-class ElasticCrew:
+class ElasticRanks:
     """Members of a membership. One a process: it owns torch.distributed's default group.
 
     timeout_s: of a collective; a peer that lives and does not come is found by it. ended: has a worker ended the run?
@@ -130,7 +130,7 @@ class ElasticCrew:
         self._group: TorchGroup | None = None
 
     def form(self, step: int, has_state: bool) -> Group:
-        """As Crew.form."""
+        """As Ranks.form."""
         _close_group(self._group, self._timeout_s + LISTEN_S)
         self._group = None
         last = self.seat
@@ -157,7 +157,7 @@ class ElasticCrew:
         return self._group
 
     def at_boundary(self, step: int) -> Stop | None:
-        """As Crew.at_boundary."""
+        """As Ranks.at_boundary."""
         change = self._member.at_boundary(step)
         if change is not None:
             return Stop(change.leaving, change.reason)
@@ -165,7 +165,7 @@ class ElasticCrew:
         return None
 
     def look(self, step: int) -> None:
-        """As Crew.look."""
+        """As Ranks.look."""
         if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
             raise (
                 MembershipDetector(self._member, self.seat)
@@ -174,12 +174,12 @@ class ElasticCrew:
             )
 
     def leave(self) -> None:
-        """As Crew.leave."""
+        """As Ranks.leave."""
         self._member.finish()
         _close_group(self._group, self._timeout_s)
 
     def fail(self, reason: str) -> None:
-        """As Crew.fail."""
+        """As Ranks.fail."""
         self._member.fail(reason)
         _close_group(self._group, self._timeout_s)
 

@@ -15,8 +15,8 @@ from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.comm.groups.threads import ThreadGroup
 from thinwire.workers import loop
-from thinwire.workers.crew import Stop
 from thinwire.workers.membership import Dismissed, Fenced
+from thinwire.workers.ranks import Stop
 from thinwire.workers.telemetry import history
 
 WAIT_S = 60.0
@@ -42,12 +42,12 @@ class Seat:
 
     generation: int
     rank: int
-    members: list[Crew]
+    members: list[Worker]
     reason: str = "as planned by the test"
     lost: tuple = ()
 
 
-class Fleet:
+class ThreadsJob:
     """All workers of the job; `run` gives what they ended with."""
 
     def __init__(self, run_dir: Path, spec, size: int, plan: Plan):
@@ -60,9 +60,9 @@ class Fleet:
         self.attempts: list[tuple[int, int, range]] = []
         """Step, generation and sample numbers of each share that was begun."""
         self.events: list[tuple[str, int, dict]] = []
-        self.members = [Crew(self, 0) for _ in range(size)]
-        self.newcomers = [Crew(self, step) for step, count in sorted(plan.joins.items()) for _ in range(count)]
-        self.ended: dict[Crew, torch.Tensor] = {}
+        self.members = [Worker(self, 0) for _ in range(size)]
+        self.newcomers = [Worker(self, step) for step, count in sorted(plan.joins.items()) for _ in range(count)]
+        self.ended: dict[Worker, torch.Tensor] = {}
         self.errors: list[BaseException] = []
 
     def run(self, monkeypatch):
@@ -76,7 +76,7 @@ class Fleet:
 
         monkeypatch.setattr(loop, "train_step", recorded)
         threads = [
-            threading.Thread(target=self._work, args=(crew,), daemon=True) for crew in self.members + self.newcomers
+            threading.Thread(target=self._work, args=(worker,), daemon=True) for worker in self.members + self.newcomers
         ]
         for thread in threads:
             thread.start()
@@ -86,16 +86,16 @@ class Fleet:
         assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
         return self
 
-    def _work(self, crew):
+    def _work(self, worker):
         reporter = Telling(self.run_dir, self.events)
-        course = loop.Course(self.spec, loop.Run(self.run_dir, time.time()), crew, torch.device("cpu"), reporter)
+        course = loop.Course(self.spec, loop.Run(self.run_dir, time.time()), worker, torch.device("cpu"), reporter)
         try:
             while True:
                 try:
                     course.join()
                     course.run()
                     course.finish()
-                    self.ended[crew] = course.training.optimizer.space.p_N
+                    self.ended[worker] = course.training.optimizer.space.p_N
                     return
                 except PeerLost:
                     continue
@@ -103,83 +103,85 @@ class Fleet:
             return
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.errors.append(error)
-            crew.die()
+            worker.die()
         finally:
             course.close(30.0)
 
     # Under `changed`
 
     def can_spare_one(self):
-        return sum(crew.alive and not crew.doomed for crew in self.members) > 1
+        return sum(worker.alive and not worker.doomed for worker in self.members) > 1
 
     def close_if_all_are_here(self):
-        living = [crew for crew in self.members if crew.alive]
-        if not living or any(crew.standing is None for crew in living):
+        living = [worker for worker in self.members if worker.alive]
+        if not living or any(worker.standing is None for worker in living):
             return
-        step = max(crew.standing[0] for crew in living)
-        due = [crew for crew in self.newcomers if crew.comes_after <= step]
-        if any(crew.standing is None for crew in due):
+        step = max(worker.standing[0] for worker in living)
+        due = [worker for worker in self.newcomers if worker.comes_after <= step]
+        if any(worker.standing is None for worker in due):
             return
-        self.newcomers = [crew for crew in self.newcomers if crew not in due]
-        seated = sorted(living, key=lambda crew: (not crew.standing[1], crew.seat.rank if crew.seat else 0)) + due
+        self.newcomers = [worker for worker in self.newcomers if worker not in due]
+        seated = (
+            sorted(living, key=lambda worker: (not worker.standing[1], worker.seat.rank if worker.seat else 0)) + due
+        )
         self.done |= {at for at in (*self.plan.leaves, *self.plan.joins) if at <= step}
         self.generation += 1
         self.members = seated
-        for rank, (crew, group) in enumerate(zip(seated, ThreadGroup.create(len(seated), WAIT_S), strict=True)):
-            crew.seat, crew.standing = Seat(self.generation, rank, seated), None
-            crew.group = FaultyGroup(group)
-            crew.group.generation = self.generation
+        for rank, (worker, group) in enumerate(zip(seated, ThreadGroup.create(len(seated), WAIT_S), strict=True)):
+            worker.seat, worker.standing = Seat(self.generation, rank, seated), None
+            worker.group = FaultyGroup(group)
+            worker.group.generation = self.generation
         if self.killed and self.killed[-1] in self.plan.second and self.can_spare_one():
             self.plan.second.discard(self.killed[-1])
-            victim = next(crew for crew in seated if not crew.doomed)
+            victim = next(worker for worker in seated if not worker.doomed)
             victim.doomed = True
             victim.group.arm(Fault((victim.seat.rank,), "sum", 0))
         self.changed.notify_all()
 
 
-class Crew:
-    """A worker of the fleet. A thinwire.workers.crew.Crew."""
+class Worker:
+    """A worker of the job, as its loop sees it: a thinwire.workers.ranks.Ranks."""
 
     elastic = True
 
-    def __init__(self, fleet: Fleet, comes_after: int):
-        self.fleet, self.comes_after = fleet, comes_after
+    def __init__(self, job: ThreadsJob, comes_after: int):
+        self.job, self.comes_after = job, comes_after
         self.alive, self.doomed = True, False
         self.standing: tuple[int, bool] | None = None
         self.seat: Seat | None = None
         self.group: FaultyGroup | None = None
 
     def form(self, step, has_state):
-        fleet = self.fleet
-        with fleet.changed:
+        job = self.job
+        with job.changed:
             if self.doomed:
                 self.die()
                 raise Fenced("dead")
             before = self.seat
             self.standing = step, has_state
-            fleet.close_if_all_are_here()
-            assert fleet.changed.wait_for(lambda: self.seat is not before, WAIT_S), "nobody closes the generation"
+            job.close_if_all_are_here()
+            assert job.changed.wait_for(lambda: self.seat is not before, WAIT_S), "nobody closes the generation"
             return self.group
 
     def at_boundary(self, step):
-        fleet, size = self.fleet, self.group.size
-        if step in fleet.plan.kills and step not in fleet.killed:
-            rank, fault = fleet.plan.kills[step]
-            with fleet.changed:
-                struck = rank % size == self.group.rank and not self.doomed and fleet.can_spare_one()
+        job, size = self.job, self.group.size
+        if step in job.plan.kills and step not in job.killed:
+            rank, fault = job.plan.kills[step]
+            with job.changed:
+                struck = rank % size == self.group.rank and not self.doomed and job.can_spare_one()
                 self.doomed = self.doomed or struck
             if struck:
-                fleet.killed.append(step)
+                job.killed.append(step)
                 if fault is None:
                     self.group.leave("killed at a boundary")
                     self.die()
                     raise Fenced("dead")
                 self.group.arm(Fault((self.group.rank,), fault.collective, fault.call, fault.when))
         self.look(step)
-        due = step in fleet.plan.leaves or step in fleet.plan.joins
-        if not due or step in fleet.done:
+        due = step in job.plan.leaves or step in job.plan.joins
+        if not due or step in job.done:
             return None
-        leaving = step in fleet.plan.leaves and fleet.plan.leaves[step] % size == self.group.rank and size > 1
+        leaving = step in job.plan.leaves and job.plan.leaves[step] % size == self.group.rank and size > 1
         return Stop(leaving, "as planned by the test")
 
     def look(self, step):
@@ -193,9 +195,9 @@ class Crew:
         self.die()
 
     def die(self):
-        with self.fleet.changed:
+        with self.job.changed:
             self.alive = False
-            self.fleet.close_if_all_are_here()
+            self.job.close_if_all_are_here()
 
 
 class Telling(Recording):
@@ -220,13 +222,13 @@ class Telling(Recording):
             self._told.append((kind, step, fields))
 
 
-def retained(fleet: Fleet) -> dict[int, Counter]:
+def retained(job: ThreadsJob) -> dict[int, Counter]:
     """How often each sample number of a step was used in the generation whose result stays: the last that began it."""
     last: dict[int, int] = {}
-    for step, generation, _ in fleet.attempts:
+    for step, generation, _ in job.attempts:
         last[step] = max(generation, last.get(step, 0))
     found: dict[int, Counter] = {step: Counter() for step in last}
-    for step, generation, numbers in fleet.attempts:
+    for step, generation, numbers in job.attempts:
         if generation == last[step]:
             found[step].update(numbers)
     return found

@@ -56,7 +56,7 @@ def standing(seat: Seat, step: int = 0) -> Standing:
     return Standing(seat.generation, seat.rank, step, True)
 
 
-class Crew:
+class Job:
     """A server and members of it; all are closed at the end of the test."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Process:
     """A member in a process of its own, that trains for ever; see `__main__` below. It says what happens to it."""
 
     def __init__(self, address: tuple[str, int], slot: int, step_s: float) -> None:
-        command = [sys.executable, "-m", "tests.workers.membership.crew", str(address[1]), str(slot), str(step_s)]
+        command = [sys.executable, "-m", "tests.workers.membership.members", str(address[1]), str(slot), str(step_s)]
         self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self.popen.pid
         self._said: queue.Queue[dict[str, Any]] = queue.Queue()
