@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
+from tests.covering import every_value
 from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
@@ -35,12 +36,12 @@ def exchanged(size, rounds, layout=LAYOUT, **how):
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("bucket_elements", "num_live"), [(64, None), (200, None), (1072, None), (8, 1), (8, 9), (504, 1001)]
-)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow)]
+@every_value(
+    {
+        "size": SIZES,
+        "bucket_elements, num_live": [(64, None), (200, None), (1072, None), (8, 1), (8, 9), (504, 1001)],
+        "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
+    }
 )
 def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before(
     size, bucket_elements, num_live, dtype, tolerance
@@ -55,8 +56,7 @@ def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before
     assert any(bool(residual.any()) for residual in residuals) or layout.num_live == 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bucket_elements", CUTS[:2])
+@every_value({"size": SIZES, "bucket_elements": CUTS[:2]})
 def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, bucket_elements):
     dead = LAYOUT.dead(0, LAYOUT.numel)
     rounds = inputs(size, 5, torch.float32)
@@ -72,8 +72,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, bucket_e
         assert not result[1][-1][dead].any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("bucket_elements", "block"), [(LAYOUT.numel, 64), (LAYOUT.numel, 4096), (200, 8)])
+@every_value({"size": SIZES, "bucket_elements, block": [(LAYOUT.numel, 64), (LAYOUT.numel, 4096), (200, 8)]})
 def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the_same_signs(
     size, bucket_elements, block
 ):
@@ -104,10 +103,9 @@ def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the
         assert torch.equal(got > 0, due > 0)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@every_value({"size": SIZES, "dtype": [torch.float32, torch.float64]})
 def test_where_blocks_are_the_same_the_cut_changes_no_bit_of_what_is_given_out(size, dtype):
-    rounds = inputs(size, 5, dtype)
+    rounds = inputs(size, 3, dtype)
     first, *others = (exchanged(size, rounds, bucket_elements=cut, block=8) for cut in CUTS)
     for other in others:
         for got, due in zip(other, first, strict=True):
@@ -124,8 +122,7 @@ def test_other_dtypes_are_exchanged_too(dtype):
     assert first[0][-1].any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("bucket_elements", "dtype"), [(200, torch.float32), (504, torch.float64)])
+@every_value({"size": SIZES, "bucket_elements": (200, 504), "dtype": [torch.float32, torch.float64]})
 def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, bucket_elements, dtype):
     gradients, beta1 = inputs(size, 5, dtype), 0.9
 
@@ -263,8 +260,7 @@ def test_what_is_refused_at_construction():
     assert all(run_threads(2, work))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bucket_elements", CUTS[1::2])
+@every_value({"size": SIZES, "bucket_elements": CUTS[1::2]})
 def test_the_mean_in_full_is_that_of_the_group_bit_for_bit(size, bucket_elements):
     (ranks,) = inputs(size, 1, torch.float32)
 

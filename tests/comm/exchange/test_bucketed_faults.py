@@ -7,6 +7,7 @@ import torch
 
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
+from tests.covering import every_pair
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.groups.pending import Blocking
 
@@ -83,10 +84,14 @@ def lost():
     raise PeerLost("injected")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("momentum", [False, True])
-@pytest.mark.parametrize("collective", [1, 2, 3, 6, 9, 10])
-@pytest.mark.parametrize("after", [False, True])
+@every_pair(
+    {
+        "dtype": [torch.float32, torch.float64],
+        "momentum": (False, True),
+        "collective": (1, 2, 3, 6, 9, 10),
+        "after": (False, True),
+    }
+)
 def test_t6_a_lost_peer_in_any_phase_of_any_bucket_is_undone(dtype, momentum, collective, after):
     """Every rank loses its peers at the same place."""
     rounds = inputs(3, 4, dtype)
@@ -160,9 +165,7 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
     assert torch.equal(first, last)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-@pytest.mark.parametrize("where", [0, 600, 1070])
-@pytest.mark.parametrize("momentum", [False, True])
+@every_pair({"bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070), "momentum": (False, True)})
 def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where, momentum):
     rounds = inputs(3, 4, torch.float32)
 

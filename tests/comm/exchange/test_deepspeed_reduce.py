@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.exchange.test_plain import FailingGroup
+from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
 from thinwire.comm.exchange.vector_scales import Arrangement, deepspeed_reducer, whole_vector_reducer
 from thinwire.comm.layout import Partition, VectorLayout
@@ -59,9 +60,7 @@ def run(size, rounds, make):
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("keep_padding", [False, True])
-@pytest.mark.parametrize("name", VECTORS)
+@every_value({"size": SIZES, "keep_padding": (False, True), "name": VECTORS})
 def test_deepspeeds_exchange_is_that_of_the_literal_one(size, keep_padding, name):
     vectors, order = VECTORS[name], order_of(VECTORS[name])
     rounds = inputs(size, 12)
@@ -116,8 +115,7 @@ def test_a_vector_shorter_than_the_ranks_are_many_is_exchanged_too(size):
         assert not padded[1:].any()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 2), (4, 1), (3, 8), (8, 4)])
-@pytest.mark.parametrize("keep_padding", [False, True])
+@every_value({"before, after": [(1, 3), (2, 3), (3, 2), (4, 1), (3, 8), (8, 4)], "keep_padding": (False, True)})
 def test_the_residual_of_the_live_elements_goes_to_any_number_of_ranks(before, after, keep_padding):
     like = inputs(1, 1)[0][0]
 

@@ -5,6 +5,7 @@ import torch
 
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
+from tests.covering import every_value
 from thinwire.comm import CompressedAllReduce, run_threads
 from thinwire.comm.codecs import SignCodec
 
@@ -23,8 +24,7 @@ def after_rounds(size, bucket_elements=256, rounds=3, dtype=torch.float64, block
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_value({"size": SIZES, "dtype": [torch.float32, torch.float64]})
 def test_the_residual_is_the_same_on_every_rank_and_for_every_cut(size, dtype):
     (first, *_), *others = after_rounds(size, dtype=dtype)
     assert first.abs().max() > 0

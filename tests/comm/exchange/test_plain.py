@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_pair, every_value
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
 from thinwire.comm.codecs import REGISTRY, DenseCodec, SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
@@ -53,27 +54,15 @@ def test_every_registered_codec_is_covered():
     assert {codec.name for codec in CODECS.values()} == set(REGISTRY)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "num_live"),
-    [
-        (torch.float64, 1e-12, None),
-        (torch.float64, 1e-12, 9),
-        (torch.float32, 1e-5, 4097),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [
-                (torch.float64, 1e-12, 1),
-                (torch.float64, 1e-12, 4097),
-                (torch.float32, 1e-5, None),
-                (torch.float32, 1e-5, 1),
-                (torch.float32, 1e-5, 9),
-            ]
-        ),
-    ],
+@every_pair(
+    {
+        "size": SIZES,
+        "name": CODECS,
+        "num_live": (None, 1, 9, 4097),
+        "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
+    }
 )
-def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, dtype, tolerance, num_live):
+def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, num_live, dtype, tolerance):
     layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
     rounds = inputs(size, 50, dtype, layout)
     outs, residual, _ = reduce_rounds(size, rounds, CODECS[name], layout)
@@ -83,8 +72,7 @@ def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, dtype, toleran
     assert (total_out + residual - total_in).abs().max() <= tolerance * scale * 10
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CODECS)
+@every_value({"size": SIZES, "name": CODECS})
 def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
     rounds = inputs(size, 10, torch.float32)
     outs, residual, slots = reduce_rounds(size, rounds, CODECS[name])
@@ -97,9 +85,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
     assert not any(slot.worker_N[dead].any() for slot in slots)
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", BLOCK_SCALES)
+@every_value({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
 def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     rounds = inputs(size, 10, dtype)
     outs, _, slots = reduce_rounds(size, rounds, SignCodec(64, scale))
@@ -147,8 +133,7 @@ def test_a_compressed_exchange_sends_one_bit_a_value_each_way(size):
         assert full / compressed == pytest.approx(32, rel=0.02)
 
 
-@pytest.mark.parametrize("old", SIZES)
-@pytest.mark.parametrize("new", SIZES)
+@every_value({"old": SIZES, "new": SIZES[2:] + SIZES[:2]})
 def test_t3_resize_keeps_the_residual(old, new):
     _, residual, _ = reduce_rounds(old, inputs(old, 5, torch.float32), SignCodec(block=64))
     if old == 1:  # a group of one that compresses, to have something to carry

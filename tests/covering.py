@@ -1,0 +1,48 @@
+"""Which cases of a product of parameters run always: a covering set of them. The rest is slow, for `make test-all`.
+
+A law holds for every world size, dtype and so on by itself; that it breaks for one size with one dtype and one cut only
+is what `make test-all` looks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+Axes = Mapping[str, Iterable[Any]]
+"""By name of a parameter (or "one, other", as in parametrize) its values."""
+
+
+def every_value(axes: Axes) -> pytest.MarkDecorator:
+    """Parametrize by the product of `axes`; so many cases run always that each value of each axis is in one."""
+    values = [list(axis) for axis in axes.values()]
+    diagonal = {tuple(k % len(axis) for axis in values) for k in range(max(map(len, values)))}
+    return _parametrize(axes, values, diagonal)
+
+
+def every_pair(axes: Axes) -> pytest.MarkDecorator:
+    """Parametrize by the product of `axes`; so many cases run always that any two values of two axes meet in one."""
+    values = [list(axis) for axis in axes.values()]
+    places = list(itertools.product(*(range(len(axis)) for axis in values)))
+    pairs = {place: set(itertools.combinations(enumerate(place), 2)) for place in places}
+    missing, chosen = set().union(*pairs.values()), set()
+    while missing:
+        best = max(places, key=lambda place: len(pairs[place] & missing))  # the first of equals: always the same set
+        chosen.add(best)
+        missing -= pairs[best]
+    return _parametrize(axes, values, chosen)
+
+
+def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...]]) -> pytest.MarkDecorator:
+    """One case for each place of the product: flat, as names such as "one, other" take two values."""
+    width = [len(name.split(",")) for name in axes]
+    cases = []
+    for place in itertools.product(*(range(len(axis)) for axis in values)):
+        flat: list[Any] = []
+        for axis, at, wide in zip(values, place, width, strict=True):
+            flat += axis[at] if wide > 1 else [axis[at]]
+        cases.append(pytest.param(*flat, marks=() if place in always else pytest.mark.slow))
+    return pytest.mark.parametrize(", ".join(axes), cases)
