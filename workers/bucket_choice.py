@@ -16,6 +16,7 @@ import torch
 from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
+from thinwire.contract.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,7 @@ def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.de
             "latency_s": network.latency_s,
             "bytes_per_s": network.bytes_per_s,
         }
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(chosen, indent=2) + "\n")
-        partial.replace(file)
+        write_whole(file, json.dumps(chosen, indent=2) + "\n")
     return size
 
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from thinwire.contract.files import write_whole
 from thinwire.contract.reports import ATTEMPT_NAME, Failure, WantedWorkers
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers.telemetry.report import SUMMARY_NAME
@@ -116,9 +117,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
 
     # Workers of an attempt whose driver died are this one's from now on, and say so to the service.
-    partial = run_dir / f"{ATTEMPT_NAME}.partial"
-    partial.write_text(str(how["train_loop_config"]["attempt"]))
-    partial.replace(run_dir / ATTEMPT_NAME)
+    write_whole(run_dir / ATTEMPT_NAME, str(how["train_loop_config"]["attempt"]))
 
     def look() -> dict[str, Any] | None:
         membership = leftovers.actor(trainer.plan, trainer.plan.membership)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from thinwire.contract.files import write_first
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec
 
@@ -115,11 +116,5 @@ def failure_of(error: BaseException) -> Failure:
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write failure.json, whole or not at all; the first one written stands. Raises: OSError."""
-    partial = run_dir / f".{FAILURE_NAME}.{os.getpid()}"
-    partial.write_text(failure.model_dump_json(indent=2) + "\n")
-    try:
-        os.link(partial, run_dir / FAILURE_NAME)
-    except FileExistsError:
+    if not write_first(run_dir / FAILURE_NAME, failure.model_dump_json(indent=2) + "\n"):
         logger.info("failure_already_told path=%s", run_dir / FAILURE_NAME)
-    finally:
-        partial.unlink()

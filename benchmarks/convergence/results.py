@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from benchmarks.convergence.study import Case
+from thinwire.contract.files import write_whole
 from thinwire.contract.spec import TrainSpec
 
 
@@ -80,12 +80,7 @@ def write(out: Path, case: Case, result: Result) -> None:
     """Write it, whole or not at all."""
     path = path_of(out, case)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(_as_json(result))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, _as_json(result))
 
 
 def read(path: Path) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from benchmarks.wire.cases import Case
+from thinwire.contract.files import write_whole
 
 VERSION = 1
 
@@ -113,12 +113,7 @@ def write(out: Path, case: Case, result: Result) -> Path:
     """Write it, whole or not at all."""
     path = path_of(out, case)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(result.model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, result.model_dump_json(indent=1))
     return path
 
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from thinwire.contract.files import write_whole
 from thinwire.service.launch import processes
 
 _log = logging.getLogger("thinwire.keeper")
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     me = {"pid": os.getpid(), "birth": processes.birth_of(os.getpid()), **args.facts}
-    _write(args.record, json.dumps(me, indent=1))
+    write_whole(args.record, json.dumps(me, indent=1))
     command = subprocess.Popen(
         args.command,
         stdin=subprocess.DEVNULL,
@@ -140,13 +141,6 @@ def _modified(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def _save(source: Path, target: Path) -> None:

@@ -7,13 +7,13 @@ last line torn; that line is dropped, for its step is after the checkpoint and w
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from pydantic import ValidationError
 
+from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 
 FILE_NAME = "history.jsonl"
@@ -32,7 +32,7 @@ class History:
         self.path = path
         kept = _complete_lines(path) if path.exists() else b""
         if path.exists() and len(kept) != path.stat().st_size:
-            _replace(path, kept)
+            write_whole(path, kept)
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     def append(self, sample: Sample) -> None:
@@ -42,7 +42,7 @@ class History:
     def truncate_after(self, step: int) -> None:
         """Forget every sample after `step`, in one replacement of the file: a run resumes from there."""
         self._file.close()
-        _replace(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
+        write_whole(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -95,13 +95,3 @@ def _parse(path: Path, number: int, line: bytes) -> Sample:
 
 def _line(sample: Sample) -> bytes:
     return sample.model_dump_json().encode() + b"\n"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put `content` in the place of the file, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -7,14 +7,15 @@ with is a ring all-reduce of the gradient, which sends 2 (n-1)/n values a parame
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
+from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.workers.telemetry import history
 
@@ -118,9 +119,10 @@ def write_report(run_dir: Path, summary: Mapping[str, JsonValue]) -> None:
     The picture is drawn from history.jsonl. Raises HistoryError, ValueError for an empty history, OSError.
     """
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    _write_whole(run_dir / SUMMARY_NAME, lambda partial: partial.write_text(text))
-    figure = _draw(history.read(run_dir / history.FILE_NAME), summary)
-    _write_whole(run_dir / PICTURE_NAME, lambda partial: figure.savefig(partial, format="png", dpi=150))
+    write_whole(run_dir / SUMMARY_NAME, text)
+    picture = BytesIO()
+    _draw(history.read(run_dir / history.FILE_NAME), summary).savefig(picture, format="png", dpi=150)
+    write_whole(run_dir / PICTURE_NAME, picture.getvalue())
 
 
 def _ring_total(steps: Sequence[Sample], parameters: int, bytes_per_value: int) -> int:
@@ -130,14 +132,6 @@ def _ring_total(steps: Sequence[Sample], parameters: int, bytes_per_value: int) 
 def _ratio(would_have_sent: int, sent: int) -> float | None:
     """None where nothing was sent: one worker, or no such phase."""
     return would_have_sent / sent if sent else None
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 _TRAIN, _VALIDATION, _SENT, _FP32, _BF16 = "#9ab8d8", "#1f4e79", "#1a7f37", "#b3261e", "#d9822b"
