@@ -23,6 +23,7 @@ from benchmarks.convergence.turns import run_in_turns
 from benchmarks.worker_loss import spec
 from tests.workers.elastic_job import ElasticJob
 from thinwire.comm.protocol import Group
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.build import build
 from thinwire.workers.membership import Limits
@@ -60,7 +61,7 @@ def by_processes(changes: dict[str, Any], folder: Path) -> list[float]:
         job.allow(STEPS)
         job.start(*range(SIZE))
         job.until(lambda: job.step() >= STEPS, LIMIT_S)
-    return [one.loss for one in history.read(folder / history.FILE_NAME)[1:]]  # the first is before all steps
+    return [one.loss for one in history.read(RunFolder(folder).history)[1:]]  # the first is before all steps
 
 
 def main(

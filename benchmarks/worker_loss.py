@@ -24,6 +24,7 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.test_elastic_loop import OPTIMIZERS
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Limits
 from thinwire.workers.telemetry import history
 
@@ -120,7 +121,7 @@ def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Ki
         job.wait(LIMIT_S)
         redone = sum(int(one["redone"]) for one in job.events("regrouped"))
         lost = [one.time for one in job.said if one.kind == "lost"]
-    samples = history.read(folder / history.FILE_NAME)
+    samples = history.read(RunFolder(folder).history)
     kills = []
     for (at, rank, when), detected in zip(struck, lost, strict=True):
         after = min(one.time for one in samples if one.time > detected and one.world_size == size - 1)
@@ -129,7 +130,7 @@ def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Ki
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    found: dict[str, Any] = json.loads(RunFolder(folder).summary.read_text())
     return found
 
 

@@ -17,10 +17,9 @@ from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.contract.files import write_whole
+from thinwire.contract.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
-FILE_NAME = "buckets.json"
 
 
 def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.device) -> int:
@@ -30,7 +29,7 @@ def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.de
     """
     if run_dir is None or group.size == 1:
         return DEFAULT_BUCKET
-    file = run_dir / FILE_NAME
+    file = RunFolder(run_dir).buckets
     known = torch.tensor([_kept(file, group.size, numel) if group.rank == 0 else 0], device=device)
     group.broadcast_(known)
     if int(known):

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.reports import Health
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import hand_over
@@ -272,7 +273,7 @@ def _health(training: Training, meter: Meter) -> Health:
 def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -> dict[str, JsonValue]:
     """What summary.json says. `replicas_equal`: as compared at the end, not as the last checkpoint found them."""
     return report.summarise(
-        history.read(run.directory / history.FILE_NAME),
+        history.read(RunFolder(run.directory).history),
         parameters=training.optimizer.space.layout.num_live,
         frozen_at=training.optimizer.frozen_at,
         replicas_bit_equal=replicas_equal,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.contract.files import write_whole
-from thinwire.contract.reports import ATTEMPT_NAME, Failure, WantedWorkers
+from thinwire.contract.reports import Failure, WantedWorkers
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
-from thinwire.workers.telemetry.report import SUMMARY_NAME
 from thinwire.workers.telemetry.waiting import WaitingTeller
 from thinwire.workers.wanted import WantedFollower, wanted_workers
-from thinwire.workers.worker import ADOPT_S, FAILURE_NAME, failure_of, train_worker, write_failure
+from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     run_dir: Path = options.run_dir.resolve()
+    folder = RunFolder(run_dir)
     try:
-        job = json.loads((run_dir / "job.json").read_text())
+        job = json.loads(folder.job.read_text())
         spec = TrainSpec.model_validate(job["spec"])
         fit(spec, job["job_id"], run_dir, options.attempt)
     except Exception as error:
         logger.exception("job_failed")
         write_failure(run_dir, _in_short(error))
-    if (run_dir / FAILURE_NAME).exists():
-        failure = Failure.model_validate_json((run_dir / FAILURE_NAME).read_text())
+    if folder.failure.exists():
+        failure = Failure.model_validate_json(folder.failure.read_text())
         logger.error("job_failed kind=%s message=%s", failure.kind, failure.message)
         return 1
-    if not (run_dir / SUMMARY_NAME).exists():
+    if not folder.summary.exists():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
         return UNTOLD
     return 0
@@ -86,7 +87,7 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
         train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
         run_config=RunConfig(
             name=job_id,
-            storage_path=str(run_dir / "ray"),
+            storage_path=str(RunFolder(run_dir).ray),
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
         ),
     )
@@ -117,7 +118,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
 
     # Workers of an attempt whose driver died are this one's from now on, and say so to the service.
-    write_whole(run_dir / ATTEMPT_NAME, str(how["train_loop_config"]["attempt"]))
+    write_whole(RunFolder(run_dir).attempt, str(how["train_loop_config"]["attempt"]))
 
     def look() -> dict[str, Any] | None:
         membership = leftovers.actor(trainer.plan, trainer.plan.membership)
@@ -155,7 +156,7 @@ def _resources(use_gpu: bool) -> dict[str, float]:
 
 def _membership_secret(run_dir: Path) -> str:
     """What only workers of this job know: made of its token, so that a new driver of the job knows it too."""
-    token = run_dir / "token"
+    token = RunFolder(run_dir).token
     if token.exists():
         return hashlib.sha256(b"membership " + token.read_text().strip().encode()).hexdigest()
     return secrets.token_hex(32)  # a run without a service, which has one driver

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from thinwire.comm.protocol import Group
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.build import Training
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
@@ -37,7 +38,8 @@ class Saving:
     """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
 
     def __init__(self, run_dir: Path, settings: Checkpoint, reporter: Reporter) -> None:
-        where = run_dir / "checkpoints" if settings.store is None else f"{settings.store.rstrip('/')}/{run_dir.name}"
+        own, store = RunFolder(run_dir).checkpoints, settings.store
+        where = own if store is None else f"{store.rstrip('/')}/{run_dir.name}"
         self._writer = Writer(CheckpointStore(where, settings.keep))
         self._reporter = reporter
         self._token: int | None = None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from thinwire.contract.reports import WANTED_NAME, WantedWorkers
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Workers
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ LOOK_S = 0.5
 
 def wanted_workers(run_dir: Path, workers: Workers) -> WantedWorkers:
     """What workers.json says; what the spec says where there is no such file, or it cannot be read."""
-    file = run_dir / WANTED_NAME
+    file = RunFolder(run_dir).workers
     if file.exists():
         try:
             return WantedWorkers.model_validate_json(file.read_text())

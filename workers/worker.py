@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from thinwire.contract.files import write_first
 from thinwire.contract.reports import Failure
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FAILURE_NAME = "failure.json"
 ADOPT_S = 60.0
 """How long workers go on without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
 
@@ -51,9 +51,10 @@ def train_worker(config: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = Path(config["run_dir"])
-    if (run_dir / FAILURE_NAME).exists():  # a peer has failed for good while this rank saw only that it was gone
+    folder = RunFolder(run_dir)
+    if folder.failure.exists():  # a peer has failed for good while this rank saw only that it was gone
         return
-    job = json.loads((run_dir / "job.json").read_text())
+    job = json.loads(folder.job.read_text())
     spec = TrainSpec.model_validate(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
     address = ray.util.get_node_ip_address()
@@ -95,7 +96,7 @@ def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
-    failure = Path(config["run_dir"]) / FAILURE_NAME
+    failure = RunFolder(Path(config["run_dir"])).failure
     return ElasticRanks(member, address, device, ended=failure.exists), slot
 
 
@@ -116,5 +117,6 @@ def failure_of(error: BaseException) -> Failure:
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write failure.json, whole or not at all; the first one written stands. Raises: OSError."""
-    if not write_first(run_dir / FAILURE_NAME, failure.model_dump_json(indent=2) + "\n"):
-        logger.info("failure_already_told path=%s", run_dir / FAILURE_NAME)
+    file = RunFolder(run_dir).failure
+    if not write_first(file, failure.model_dump_json(indent=2) + "\n"):
+        logger.info("failure_already_told path=%s", file)

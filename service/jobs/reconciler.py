@@ -138,7 +138,7 @@ class Reconciler:
 
     def _keep_wanted(self, row: JobRow) -> None:
         """Write workers.json where a request could not, or where it is of before the job's row."""
-        if self._folders.of(row.id).wanted() == wanted_workers(row):
+        if self._folders.of(row.id).read_wanted() == wanted_workers(row):
             return
         try:
             write_wanted(self._db, self._folders, row.id)
@@ -155,8 +155,8 @@ class Reconciler:
         summary, failure = row.summary, Failure.model_validate(row.failure) if row.failure else None
         if status.state not in (LaunchState.UNKNOWN, LaunchState.PENDING, LaunchState.RUNNING):
             folder = self._folders.of(row.id)
-            summary = summary if summary is not None else folder.summary()
-            failure = failure if failure is not None else folder.failure()
+            summary = summary if summary is not None else folder.read_summary()
+            failure = failure if failure is not None else folder.read_failure()
         return JobView(
             id=row.id,
             state=JobState(row.state),

@@ -73,7 +73,7 @@ def write_wanted(db: Database, folders: RunFolders, job_id: str) -> None:
         # The row is read under the lock: of two resizes at once, the one that is last in it is last in the file.
         with db.read() as session:
             row = JobRepository(session).get(job_id)
-        if row is not None and folder.wanted() != (wanted := wanted_workers(row)):
+        if row is not None and folder.read_wanted() != (wanted := wanted_workers(row)):
             folder.write_wanted(wanted)
 
 

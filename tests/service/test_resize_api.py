@@ -14,7 +14,7 @@ from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.run_folder import RunFolder
+from thinwire.service.jobs.run_folder import JobFolder
 from thinwire.service.launch.protocol import LaunchState
 
 ELASTIC = {"min": 2, "max": 4}
@@ -306,7 +306,7 @@ def test_a_disk_that_refuses_the_file_does_not_refuse_the_request(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "write_wanted", full)
+        patched.setattr(JobFolder, "write_wanted", full)
         assert patch(service, job_id, max=8).status_code == 200
         service.launcher.put(job_id, LaunchState.SUCCEEDED)
         other = service.submit()
@@ -325,7 +325,7 @@ def test_a_job_does_not_start_with_numbers_that_are_no_longer_wanted(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "write_wanted", full)
+        patched.setattr(JobFolder, "write_wanted", full)
         assert patch(service, job_id, max=8).status_code == 200
         service.turn(2)
     assert service.launcher.submissions == {}

@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 from tests.workers.small_job import SMALL, Recording
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
 
@@ -36,7 +37,7 @@ class Telling(Recording):
 
         self.rank = group.rank
         if group.rank == 0 and self._history is None:
-            self._history = history.History(self._run_dir / history.FILE_NAME)
+            self._history = history.History(RunFolder(self._run_dir).history)
 
     def went_back(self, step):
         if self._history is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from thinwire.comm import run_threads
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
@@ -36,7 +37,7 @@ class Recording(Silent):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
         self.events = []
-        self._history = history.History(run_dir / history.FILE_NAME) if rank == 0 else None
+        self._history = history.History(RunFolder(run_dir).history) if rank == 0 else None
 
     def resumed(self, step):
         super().resumed(step)

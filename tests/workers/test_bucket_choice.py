@@ -7,7 +7,8 @@ import torch
 
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.layout import DEFAULT_BUCKET
-from thinwire.workers.bucket_choice import FILE_NAME, kept_bucket
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.bucket_choice import kept_bucket
 
 CPU = torch.device("cpu")
 NUMEL = 1 << 22
@@ -21,14 +22,14 @@ def chosen(tmp_path, ranks=2, numel=NUMEL):
 
 def test_what_was_chosen_is_kept_with_the_network_it_was_chosen_for(tmp_path):
     size = chosen(tmp_path)
-    found = json.loads((tmp_path / FILE_NAME).read_text())
+    found = json.loads(RunFolder(tmp_path).buckets.read_text())
     assert (found["bucket_elements"], found["elements"], found["ranks"]) == (size, NUMEL, 2)
     assert found["latency_s"] >= 0
     assert found["bytes_per_s"] > 0
 
 
 def test_a_restart_takes_the_kept_size_and_another_number_of_ranks_does_not(tmp_path):
-    file = tmp_path / FILE_NAME
+    file = RunFolder(tmp_path).buckets
     file.write_text(json.dumps({"bucket_elements": 131_072, "elements": NUMEL, "ranks": 2}))
     assert chosen(tmp_path) == 131_072
     assert chosen(tmp_path, ranks=3) != 131_072 or json.loads(file.read_text())["ranks"] == 3
@@ -37,10 +38,10 @@ def test_a_restart_takes_the_kept_size_and_another_number_of_ranks_does_not(tmp_
 
 @pytest.mark.parametrize("text", ["", "{}", '{"ranks": 2, "elements": 4194304, "bucket_elements": "many"}'])
 def test_a_damaged_file_is_told_and_replaced(tmp_path, text, caplog):
-    (tmp_path / FILE_NAME).write_text(text)
+    RunFolder(tmp_path).buckets.write_text(text)
     size = chosen(tmp_path)
     assert "buckets_unreadable" in caplog.text
-    assert json.loads((tmp_path / FILE_NAME).read_text())["bucket_elements"] == size
+    assert json.loads(RunFolder(tmp_path).buckets.read_text())["bucket_elements"] == size
 
 
 def test_one_rank_measures_nothing_and_writes_nothing(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.small_job import SMALL
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.membership import Limits
 from thinwire.workers.telemetry import history
@@ -36,7 +37,7 @@ def assert_whole(job, steps):
     summary = json.loads((job.run_dir / "summary.json").read_text())
     assert summary["steps"] == steps
     assert summary["replicas_bit_equal"] is True
-    samples = history.read(job.run_dir / history.FILE_NAME)
+    samples = history.read(RunFolder(job.run_dir).history)
     assert [sample.step for sample in samples] == list(range(steps + 1))
     assert all(sample.loss is not None for sample in samples[1:])
     assert summary["loss"]["validation_last"] < summary["loss"]["validation_first"]

@@ -7,6 +7,7 @@ import torch
 
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
@@ -77,7 +78,7 @@ def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
     for sample in whole[0][1][9:]:
         assert steps[sample.step].loss == sample.loss
         assert steps[sample.step].payload_bytes_total == sample.payload_bytes_total
-    assert [s.step for s in history.read(tmp_path / "cut" / history.FILE_NAME)] == list(range(25))
+    assert [s.step for s in history.read(RunFolder(tmp_path / "cut").history)] == list(range(25))
     final = [load(tmp_path / run / "checkpoints", 24) for run in ("whole", "cut")]
     for name, value in final[0].flat.items():
         assert torch.equal(value, final[1].flat[name])
@@ -117,7 +118,7 @@ def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint
     (summary, _, events), *_ = run_small(tmp_path, small_spec(), 2)
     assert events[0] == ("resumed", before)
     assert summary["steps"] == 24
-    assert [s.step for s in history.read(tmp_path / history.FILE_NAME)] == list(range(25))
+    assert [s.step for s in history.read(RunFolder(tmp_path).history)] == list(range(25))
 
 
 def test_a_loss_that_becomes_nan_stops_every_rank_and_keeps_the_checkpoint(tmp_path, monkeypatch):

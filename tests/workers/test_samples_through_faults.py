@@ -9,6 +9,7 @@ import torch
 from tests.workers.small_job import small_spec
 from tests.workers.threads_job import Plan, ThreadsJob, retained
 from thinwire.comm.groups.faults import Fault, When
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.data.load import load
 from thinwire.workers.telemetry import history
 
@@ -93,7 +94,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
             seen = [int(order.samples(range(number, number + 1))) for number in of_it]
             assert sorted(seen) == list(range(order.num_samples))
 
-    samples = history.read(run_dir / history.FILE_NAME)
+    samples = history.read(RunFolder(run_dir).history)
     assert [sample.step for sample in samples] == list(range(STEPS + 1))
     ended = list(job.ended.values())
     assert len(ended) >= 1

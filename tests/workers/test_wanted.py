@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from thinwire.contract.reports import WANTED_NAME, WantedWorkers
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Workers
 from thinwire.workers.wanted import WantedFollower, wanted_workers
 
@@ -14,7 +15,7 @@ SPEC = Workers(min=1, max=3)
 def write(run_dir, **numbers):
     partial = run_dir / "new"
     partial.write_text(WantedWorkers(**numbers).model_dump_json())
-    partial.replace(run_dir / WANTED_NAME)
+    partial.replace(RunFolder(run_dir).workers)
 
 
 def test_without_a_file_the_spec_counts(tmp_path):
@@ -28,7 +29,7 @@ def test_the_file_counts_where_there_is_one(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", '{"min": 0, "max": 1, "revision": 1}', '{"min": 1}'])
 def test_a_damaged_file_is_told_and_the_spec_counts(tmp_path, caplog, content):
-    (tmp_path / WANTED_NAME).write_text(content)
+    RunFolder(tmp_path).workers.write_text(content)
     assert wanted_workers(tmp_path, SPEC) == WantedWorkers(min=1, max=3, revision=0)
     assert "wanted_workers_unreadable" in caplog.text
 

@@ -14,6 +14,7 @@ from tests.workers.small_job import Recording
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.comm.groups.threads import ThreadGroup
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers import loop
 from thinwire.workers.membership import Dismissed, Fenced
 from thinwire.workers.ranks import Stop
@@ -210,7 +211,7 @@ class Telling(Recording):
     def seated(self, group, device):
         self._rank = group.rank
         if group.rank == 0 and self._history is None:
-            self._history = history.History(self._run_dir / history.FILE_NAME)
+            self._history = history.History(RunFolder(self._run_dir).history)
 
     def went_back(self, step):
         super().went_back(step)

@@ -28,11 +28,11 @@ from thinwire.cli.summary import read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
 from thinwire.contract.files import unusable_home
 from thinwire.contract.jobs import Job
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.states import JobState
 from thinwire.service.config import default_home
 from thinwire.service.launch.protocol import LauncherError
 
-RESULTS = ("summary.json", "loss.png", "history.jsonl")
 READY_S = 240.0
 """Longest wait for the server and its Ray. A loaded two-core machine needs about a minute."""
 CANCEL_S = 15.0
@@ -138,7 +138,8 @@ class _Quickstart:
         """Three lines: look at it, do it yourself, read on."""
         serve = "make serve" if Path("Makefile").exists() else "thinwire serve"
         self.say("")
-        self.say(f"1. Open {_short(self._results)}/loss.png: loss and bytes over the steps, with the phases shaded.")
+        picture = _short(RunFolder(self._results).picture)
+        self.say(f"1. Open {picture}: loss and bytes over the steps, with the phases shaded.")
         where = "" if self._home == default_home() else f"THINWIRE_HOME={_short(self._home)} "
         submit = f"{where}{_command()} submit {_short(self._file)} --watch"
         self.say(f"2. Keep a service up with `{serve}`; then, in another terminal, `{submit}`.")
@@ -207,7 +208,7 @@ class _Quickstart:
         summary = read_summary(job.summary)
         self._console.print(summary_table(summary))
         _copy(Path(job.run_dir), self._results)
-        self.say(f"Wrote {', '.join(str(self._results / name) for name in RESULTS)}.")
+        self.say(f"Wrote {', '.join(map(str, results_in(self._results)))}.")
         if not summary.replicas_bit_equal:
             raise QuickstartError(f"the workers' replicas differ at the end, which must never be; see {job.run_dir}")
 
@@ -300,14 +301,21 @@ def _check_installed(launcher: str) -> None:
         raise QuickstartError(f"training on this machine needs {', '.join(missing)}: pip install 'thinwire[worker]'")
 
 
+def results_in(folder: Path) -> list[Path]:
+    """What a person wants of a run, in this folder."""
+    files = RunFolder(folder)
+    return [files.summary, files.picture, files.history]
+
+
 def _copy(run_dir: Path, results: Path) -> None:
     """Copy the results, all or an error; an earlier run's are replaced. Raises QuickstartError."""
-    missing = [name for name in RESULTS if not (run_dir / name).is_file()]
+    pairs = list(zip(results_in(run_dir), results_in(results), strict=True))
+    missing = [source.name for source, _ in pairs if not source.is_file()]
     if missing:
         raise QuickstartError(f"the run folder {run_dir} lacks {', '.join(missing)}")
     try:
         results.mkdir(parents=True, exist_ok=True)
-        for name in RESULTS:
-            shutil.copyfile(run_dir / name, results / name)
+        for source, target in pairs:
+            shutil.copyfile(source, target)
     except OSError as error:
         raise QuickstartError(f"the results cannot be written to {results}: {error}") from error

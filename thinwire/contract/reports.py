@@ -7,19 +7,7 @@ the three calls below and nothing else:
     POST /v1/jobs/{id}/telemetry        Telemetry            (rank 0, in batches; idempotent by attempt and step)
     DELETE /v1/jobs/{id}/workers/{rank}?attempt=N            (at a clean end; an older attempt's changes nothing)
 
-The run folder is the other border. The service writes it before it submits, the workers read and write it:
-
-    job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
-    workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
-    attempt        the number of the attempt whose driver runs, where it adopts workers of the one before it
-    token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
-    service_url    where the service listens now; rewritten when the service starts again
-    checkpoints/   written by the workers
-    history.jsonl  one Sample a line, written by rank 0
-    events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
-    summary.json   written by rank 0 at the end of a run that succeeded
-    loss.png       loss and cumulative bytes over steps
-    failure.json   a Failure, written where a run ends for a reason that no restart can mend
+The run folder is the other border: contract/run_folder.py.
 """
 
 from __future__ import annotations
@@ -34,8 +22,6 @@ from thinwire.contract.spec import WorkerCount
 LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
 HEARTBEAT_S = 10.0
-WANTED_NAME = "workers.json"
-ATTEMPT_NAME = "attempt"
 
 
 class _Report(BaseModel):

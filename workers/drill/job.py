@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.contract.reports import Event, Sample
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.event_log import EVENTS_NAME
 from thinwire.workers.telemetry.history import HistoryError
 
 STOP_S = 60.0
@@ -28,8 +28,9 @@ class Job:
         self._ray_address = ray_address
         self._process: subprocess.Popen[bytes] | None = None
         run_dir.mkdir(parents=True)
-        (run_dir / "job.json").write_text(json.dumps({"job_id": self.id, "created_at": time.time(), "spec": spec}))
-        token = os.open(run_dir / "token", os.O_WRONLY | os.O_CREAT, 0o600)
+        folder = RunFolder(run_dir)
+        folder.job.write_text(json.dumps({"job_id": self.id, "created_at": time.time(), "spec": spec}))
+        token = os.open(folder.token, os.O_WRONLY | os.O_CREAT, 0o600)
         os.write(token, secrets.token_hex(32).encode())
         os.close(token)
 
@@ -65,14 +66,14 @@ class Job:
     def samples(self) -> list[Sample]:
         """Its history so far."""
         try:
-            return history.read(self.run_dir / history.FILE_NAME)
+            return history.read(RunFolder(self.run_dir).history)
         except (FileNotFoundError, HistoryError):  # not begun, or being rewritten
             return []
 
     def events(self) -> list[Event]:
         """What has happened so far, without a line that is being written."""
         try:
-            lines = (self.run_dir / EVENTS_NAME).read_text().split("\n")[:-1]
+            lines = RunFolder(self.run_dir).events.read_text().split("\n")[:-1]
         except FileNotFoundError:
             return []
         return [Event.model_validate_json(line) for line in lines]

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 
-FILE_NAME = "history.jsonl"
 logger = logging.getLogger(__name__)
 
 

@@ -17,14 +17,13 @@ from pydantic import JsonValue
 
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUMMARY_NAME = "summary.json"
-PICTURE_NAME = "loss.png"
 PARTS = ("startup", "forward_backward", "optimizer", "evaluation", "checkpoint")
 """The parts of a run's time that are measured; the rest of the total is `other`."""
 
@@ -118,11 +117,12 @@ def write_report(run_dir: Path, summary: Mapping[str, JsonValue]) -> None:
 
     The picture is drawn from history.jsonl. Raises HistoryError, ValueError for an empty history, OSError.
     """
+    folder = RunFolder(run_dir)
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    write_whole(run_dir / SUMMARY_NAME, text)
+    write_whole(folder.summary, text)
     picture = BytesIO()
-    _draw(history.read(run_dir / history.FILE_NAME), summary).savefig(picture, format="png", dpi=150)
-    write_whole(run_dir / PICTURE_NAME, picture.getvalue())
+    _draw(history.read(folder.history), summary).savefig(picture, format="png", dpi=150)
+    write_whole(folder.picture, picture.getvalue())
 
 
 def _ring_total(steps: Sequence[Sample], parameters: int, bytes_per_value: int) -> int:

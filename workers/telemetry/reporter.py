@@ -15,9 +15,10 @@ from pydantic import JsonValue
 
 from thinwire.comm.wire.link_classes import exchange_boxes
 from thinwire.contract.reports import Event, Failure, Sample
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
 from thinwire.workers.telemetry.event_log import keep_event
-from thinwire.workers.telemetry.history import FILE_NAME, History
+from thinwire.workers.telemetry.history import History
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class ServiceReporter:
         """
         self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
         if group.rank == 0 and self._history is None:
-            self._history = History(self._run_dir / FILE_NAME)
+            self._history = History(RunFolder(self._run_dir).history)
             self._poster = Poster(self._client)
 
     def went_back(self, step: int) -> None:

@@ -20,7 +20,8 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.contract.reports import ATTEMPT_NAME, Telemetry, WorkerRegistration
+from thinwire.contract.reports import Telemetry, WorkerRegistration
+from thinwire.contract.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class ServiceClient:
     """The calls of one worker to the service. May be shared by threads.
 
     The address and the token are read from the run folder before each call, since the service may have moved; and
-    so is the attempt, where a worker may be adopted by a later one (ATTEMPT_NAME). One
+    so is the attempt, where a worker may be adopted by a later one (the file `attempt`). One
     line is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
     """
 
@@ -55,7 +56,7 @@ class ServiceClient:
         self._adopt_s, self._stale_since = adopt_s, math.inf
         self._attempt = attempt
         self.num_failures = 0
-        self._run_dir = run_dir
+        self._folder = RunFolder(run_dir)
         self._silent_since: float | None = None
         self._lock = threading.Lock()
         # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
@@ -69,7 +70,7 @@ class ServiceClient:
     def attempt(self) -> int:
         """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
         try:
-            return max(self._attempt, int((self._run_dir / ATTEMPT_NAME).read_text()))
+            return max(self._attempt, int(self._folder.attempt.read_text()))
         except (OSError, ValueError):  # no attempt adopts workers here
             return self._attempt
 
@@ -94,14 +95,17 @@ class ServiceClient:
 
     def _call(self, method: Literal["PUT", "POST", "DELETE"], path: str, body: BaseModel | None) -> None:
         try:
-            url = f"{self._read('service_url').rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
+            url = f"{self._read(self._folder.service_url).rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
             answer = self._http.request(
                 method,
                 url,
                 # An older attempt must not end the registration of a newer one.
                 params={"attempt": self.attempt} if body is None else None,
                 content=None if body is None else body.model_dump_json(),
-                headers={"Authorization": f"Bearer {self._read('token')}", "Content-Type": "application/json"},
+                headers={
+                    "Authorization": f"Bearer {self._token()}",
+                    "Content-Type": "application/json",
+                },
             )
             _judge(answer)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -125,19 +129,23 @@ class ServiceClient:
 
     def _job_id(self) -> str:
         try:
-            return _JobFile.model_validate_json(self._read("job.json")).job_id
+            return _JobFile.model_validate_json(self._read(self._folder.job)).job_id
         except ValidationError as error:
-            raise ServiceUnavailable(f"{self._run_dir / 'job.json'} holds no job_id") from error
+            raise ServiceUnavailable(f"{self._folder.job} holds no job_id") from error
 
-    def _read(self, name: str) -> str:
-        try:
-            content = (self._run_dir / name).read_text().strip()
-        except OSError as error:
-            raise ServiceUnavailable(f"cannot read {self._run_dir / name}: {error.strerror}") from error
-        if name == "token" and not (content.isascii() and content.isprintable() and content and " " not in content):
+    def _token(self) -> str:
+        token = self._read(self._folder.token)
+        if not (token.isascii() and token.isprintable() and token and " " not in token):
             # Checked here: the HTTP library would print the header that it refuses.
-            raise ServiceUnavailable(f"{self._run_dir / name} holds no token")
-        return content
+            raise ServiceUnavailable(f"{self._folder.token} holds no token")
+        return token
+
+    @staticmethod
+    def _read(file: Path) -> str:
+        try:
+            return file.read_text().strip()
+        except OSError as error:
+            raise ServiceUnavailable(f"cannot read {file}: {error.strerror}") from error
 
     def _note(self, failure: ServiceUnavailable | None) -> None:
         """Count and log the passage from answering to silent and back."""

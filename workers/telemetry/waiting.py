@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.contract.reports import Event
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.delivery import Poster
 from thinwire.workers.telemetry.event_log import keep_event
 from thinwire.workers.telemetry.service_client import ServiceClient
@@ -50,7 +51,7 @@ class WaitingTeller:
 
     def __init__(self, run_dir: Path, attempt: int, look: Callable[[], dict[str, Any] | None]) -> None:
         self._run_dir, self._look = run_dir, look
-        self._client = ServiceClient(run_dir, 0, attempt) if (run_dir / "service_url").exists() else None
+        self._client = ServiceClient(run_dir, 0, attempt) if RunFolder(run_dir).service_url.exists() else None
         self._began = time.monotonic()
         self._poster = None if self._client is None else Poster(self._client)
         self._told: Waiting | None = None

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup
 from thinwire.contract.reports import Health, Sample
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.reporter import ServiceReporter
 
@@ -35,7 +36,7 @@ def test_skipped_rounds_are_counted_and_leave_the_last_ratio_standing(service: S
     assert found["thinwire_rounds_skipped_total"] == 3
     assert found["thinwire_compression_ratio"] == 32
     reporter.close(summary={"state": "SUCCEEDED"})
-    kept = history.read(service.run_dir / history.FILE_NAME)
+    kept = history.read(RunFolder(service.run_dir).history)
     posted = [one for batch in service.accepted() for one in batch.samples]
     assert kept == posted
     assert [one.compression_ratio for one in posted] == [None, 32, None, 32, None, None]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
-from thinwire.workers.telemetry.event_log import EVENTS_NAME
+from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.waiting import START_S, Waiting, WaitingTeller, waiting
 
 
@@ -46,7 +46,7 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
     teller = WaitingTeller(tmp_path, 1, look)
     assert all_seen.wait(30)
     teller.close()
-    told = [json.loads(line) for line in (tmp_path / EVENTS_NAME).read_text().splitlines()]
+    told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert [one["kind"] for one in told] == ["waiting_for_workers"] * len(told)
     assert [one["fields"]["have"] for one in told] in ([1, 0], [1, 0, 0])  # the last look may come after the close
     assert all(one["step"] == 60 and one["fields"]["min"] == 2 for one in told)
@@ -56,7 +56,7 @@ def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: 
     url = (service.run_dir / "service_url").read_text()
     service.stop()
     teller = WaitingTeller(service.run_dir, 1, snapshot)
-    until((service.run_dir / EVENTS_NAME).exists)
+    until(RunFolder(service.run_dir).events.exists)
     assert not service.requests
     service.start()
     assert (service.run_dir / "service_url").read_text() != url

@@ -1,0 +1,93 @@
+"""The run folder of a job: which file is where. The service writes it before it submits; the workers read and write it.
+
+job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
+workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
+attempt        the number of the attempt whose driver runs, where it adopts workers of the one before it
+token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
+service_url    where the service listens now; rewritten when the service starts again
+checkpoints/   written by the workers
+buckets.json   the size of buckets that the run keeps, written by rank 0 at its first start
+history.jsonl  one Sample a line, written by rank 0
+events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
+summary.json   a Summary, written by rank 0 at the end of a run that succeeded
+loss.png       loss and cumulative bytes over steps
+failure.json   a Failure, written where a run ends for a reason that no restart can mend
+ray/           what Ray Train keeps of the run
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder at `path`; it need not exist yet. Each property is the path of a file that may not exist either."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """What is to be done."""
+        return self.path / "job.json"
+
+    @property
+    def workers(self) -> Path:
+        """How many workers are wanted now."""
+        return self.path / "workers.json"
+
+    @property
+    def attempt(self) -> Path:
+        """Whose driver runs."""
+        return self.path / "attempt"
+
+    @property
+    def token(self) -> Path:
+        """What the job shows to the service."""
+        return self.path / "token"
+
+    @property
+    def service_url(self) -> Path:
+        """Where the service listens."""
+        return self.path / "service_url"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, where the spec names no other place."""
+        return self.path / "checkpoints"
+
+    @property
+    def buckets(self) -> Path:
+        """The size of buckets."""
+        return self.path / "buckets.json"
+
+    @property
+    def history(self) -> Path:
+        """What happened at each step."""
+        return self.path / "history.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """What happened once."""
+        return self.path / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """How it succeeded."""
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        """The same, to look at."""
+        return self.path / "loss.png"
+
+    @property
+    def failure(self) -> Path:
+        """Why it failed."""
+        return self.path / "failure.json"
+
+    @property
+    def ray(self) -> Path:
+        """Ray Train's own."""
+        return self.path / "ray"
