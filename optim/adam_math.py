@@ -5,24 +5,11 @@ Shapes: N elements of a slice. beta, eps, lr: floats. t: steps taken, this one i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-
-
-@dataclass(frozen=True, slots=True)
-class AdamHyper:
-    """The hyperparameters of one parameter group, and the slice of the flat vectors that it owns."""
-
-    span: slice
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 def momentum_(m_N: Tensor, g_N: Tensor, beta1: float) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim import adam_math, lamb_math
-from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.hyperparameters import adam_defaults, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_out_of_range
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.schedule import StepPlan, dense_plan

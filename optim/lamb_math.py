@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.hyperparameters import refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_out_of_range
 from thinwire.optim.engine.segments import TensorSegments
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.zero_one_settings import Decay

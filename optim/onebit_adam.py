@@ -21,9 +21,8 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.protocol import BucketedReducer, Reducer
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
-from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Divisor, Momentum, next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch

@@ -28,9 +28,8 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.optim import adam_math, lamb_math
-from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
-from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.segments import TensorSegments, tensor_segments
 from thinwire.optim.engine.state import Replicated, Residual, Scratch

@@ -30,8 +30,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.hyperparameters import adam_defaults
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
 from thinwire.optim.local_steps import (
     Round,

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import BucketedReducer
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 
 
 class Momentum:

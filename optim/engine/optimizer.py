@@ -19,12 +19,11 @@ from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import BucketedReducer, Group, Reducer
-from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.agreement import describe, refuse_other_models
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.hyperparameters import check_adam_group
+from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.engine.overlap import Overlap

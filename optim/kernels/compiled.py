@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import Tiles
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from torch.autograd.graph import increment_version
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.kernels.threads import Threads
 from thinwire.comm.layout import BYTE, Span
-
-if TYPE_CHECKING:
-    from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 
 LEAST = 1 << 13
 """Eights of elements that a thread must get to be worth waking: 64 Ki, tens of microseconds."""

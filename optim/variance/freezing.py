@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.error_feedback import ErrorMemory
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_

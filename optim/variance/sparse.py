@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.freeze_step import FEWEST_STEPS, VarianceFreeze, rose
 from thinwire.optim.variance.freezing import LARGE_CHANGE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.comm.layout import Span
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.zero_one_settings import Fresh, ZeroOneSettings
 

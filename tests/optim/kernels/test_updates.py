@@ -5,7 +5,7 @@ import torch
 
 from thinwire.comm.kernels.threads import Threads
 from thinwire.optim import adam_math
-from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
 from thinwire.optim.local_steps import cut_
