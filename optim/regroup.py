@@ -9,7 +9,7 @@ plain values, loaded by load_state_dict() over the new group. Nothing of the wor
 
     R      planned: handed over.  Unplanned: the sum of what the survivors hold (ErrorMemory.share): the worker error of
            a dead rank is imputed, the mean of theirs in its place; its server error is the one that the rank after
-           it keeps (Regroupable.shadow), or is lost, and so reported.
+           it keeps (FlatOptimizer.shadow), or is lost, and so reported.
     step   if any survivor has finished a step, it counts: the others were sent all that they needed for it, so that
            their error memory goes forward with it (Reducer.redone). Else it is undone on all, and run again.
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.default import default_reducer, given_or_default
@@ -28,8 +29,8 @@ from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype
-from thinwire.optim.engine.regroupable import Regroupable
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
+from thinwire.optim.engine.state import replicated
 from thinwire.optim.engine.views import show_state
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
 
 
-class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
+class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
@@ -48,7 +49,8 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
     Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
     algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
     the state_dict), evidence (what it found, such as elements floored at the freeze; saved, and shown in stats()),
-    begun (what `saved` was at first).
+    begun (what `saved` was at first), handed_over (R of each slot by name, from when it was taken to the next step at
+    which all hold the same).
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
@@ -56,6 +58,10 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
 
     block: int = DEFAULT_BLOCK
     """Values that share a scale, where something is compressed."""
+
+    shadow: bool = False
+    """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
+    takes none of it away (comm.exchange.bucketed). The same on every rank."""
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
@@ -71,6 +77,7 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
+        self.handed_over: dict[str, Tensor] | None = None
         self._group = given_or_default(checked.group)
         self._lay_out()
 
@@ -296,6 +303,42 @@ class FlatOptimizer(Regroupable, torch.optim.Optimizer, Generic[State]):
         saving.apply(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that it exchanges with."""
+        return self._group
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all ranks held the same parameters."""
+        return self.num_steps
+
+    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """Parameters (parameters_N) and replicated vectors, as after a sync in full of the ranks that take part.
+
+        group: in which these num_ranks are, and perhaps others, who give nothing. Not modified: copies where they
+        differ from what is here. Collective where ranks hold something of their own. Raises: PeerLost.
+        """
+        return {"parameters_N": self.space.p_N, **replicated(self.vectors)}
+
+    def plain_state(self) -> dict[str, Any]:
+        """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
+        return saving.plain(self)
+
+    def connect(self, group: Group, bucket_elements: int) -> None:
+        """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
+
+        Raises: PeerLost, WireMismatch; then everything is as before.
+        """
+        before = dict(self.__dict__)
+        self._group, self.bucket_elements = group, bucket_elements
+        try:
+            self._refuse_other_models(group)
+            self._connect()
+        except CommError:
+            self.__dict__.update(before)
+            raise
 
     def _lay_out(self) -> None:
         """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.state import replicated, slots
-
-if TYPE_CHECKING:
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 FORMAT = 3
 """Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
@@ -20,7 +17,36 @@ KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors"
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
 
 
-def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+class Saved(Protocol):
+    """What is read of an optimizer, and set again: see FlatOptimizer."""
+
+    num_steps: int
+    frozen_at: int | None
+    saved: dict[str, Any]
+    evidence: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+    handed_over: dict[str, Tensor] | None
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What `saved` was at first."""
+
+    @property
+    def space(self) -> FlatSpace:
+        """Parameters and gradients."""
+
+    @property
+    def vectors(self) -> object:
+        """A dataclass whose fields declare their Kind."""
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises: ValueError for hyperparameters out of range."""
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Raises: ValueError for values that the algorithm cannot go on from."""
+
+
+def collect(optimizer: Saved) -> dict[str, Any]:
     """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
 
     Raises: PeerLost; then nothing has changed.
@@ -39,7 +65,7 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     }
 
 
-def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def plain(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict holds beside vectors, copied."""
     groups = optimizer.param_groups
     return {
@@ -52,7 +78,7 @@ def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     }
 
 
-def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> None:
+def apply(optimizer: Saved, state_dict: object) -> None:
     """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed."""
     loaded = _whole(state_dict, _identity(optimizer))
     space, vectors, errors = optimizer.space, replicated(optimizer.vectors), slots(optimizer.vectors)
@@ -80,7 +106,7 @@ def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> None:
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
 
 
-def _identity(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def _identity(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict says of itself."""
     return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
 
