@@ -83,10 +83,10 @@ class Group(Protocol):
         """out[i] <- in of rank i. uint8[n, B] and uint8[B], contiguous."""
 
     def mean_(self, x: Tensor) -> None:
-        """X <- mean over ranks of x, bit-identical on all. Floating point, contiguous."""
+        """x <- mean over ranks of x, bit-identical on all. Floating point, contiguous."""
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src`."""
+        """x <- x of rank `src`."""
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
         """As all_to_all, without waiting for it. Bytes are counted here."""
@@ -95,7 +95,7 @@ class Group(Protocol):
         """As all_gather, without waiting for it. Bytes are counted here."""
 
     def start_sum_(self, x: Tensor) -> Pending:
-        """X <- sum over ranks of x, not divided, without waiting for it. Floating point, contiguous."""
+        """x <- sum over ranks of x, not divided, without waiting for it. Floating point, contiguous."""
 
     def second_communicator(self) -> Group:
         """A group of the same ranks and the same `stats` whose collectives overlap with this one's.
@@ -110,7 +110,7 @@ class Relaying(Protocol):
     """A Group that can also pass a vector along some of its ranks."""
 
     def relay_(self, x: Tensor, path: Sequence[int]) -> None:
-        """X of all ranks on the path <- x of its first. All may call it; those not on it return. Raises: PeerLost."""
+        """x of all ranks on the path <- x of its first. All may call it; those not on it return. Raises: PeerLost."""
 
 
 class RowCodec(Protocol):
@@ -153,10 +153,10 @@ class Reducer(Protocol):
         """What this rank has sent through the group below."""
 
     def full_(self, x_N: Tensor) -> None:
-        """X <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
+        """x <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
 
     def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
-        """X <- mean_i x_i through the codec, `slot` keeping what was left out.
+        """x <- mean_i x_i through the codec, `slot` keeping what was left out.
 
         Raises PeerLost, NonFiniteInput; then x is undefined and the slot's R is as before the call, to rounding (4 ulp
         of the largest kept sum).
@@ -176,7 +176,7 @@ class Reducer(Protocol):
         """Error memory for one exchanged vector, empty."""
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src`."""
+        """x <- x of rank `src`."""
 
 
 class FullMeans(Protocol):
@@ -226,12 +226,12 @@ class BucketedReducer(Reducer, Protocol):
         """Wait for all buckets. Raises PeerLost, NonFiniteInput; then all is undone and nothing is open."""
 
     def decode_(self, out_N: Tensor) -> None:
-        """Out <- the result."""
+        """out <- the result."""
 
     def descend_(
         self, p_N: Tensor, divisor_N: Tensor, lr: float, decay: float, start: int = 0, stop: int | None = None
     ) -> None:
-        """P <- p (1 - decay) - lr result D in [start, stop)."""
+        """p <- p (1 - decay) - lr result D in [start, stop)."""
 
     def commit(self) -> None:
         """The result is the momentum from now on. Local; ends the exchange."""
@@ -240,4 +240,4 @@ class BucketedReducer(Reducer, Protocol):
         """Undo what was launched, where anything was. Collective. Raises PeerLost."""
 
     def momentum_(self, slot: KeptSums, out_N: Tensor) -> None:
-        """Out <- the last committed result of this slot."""
+        """out <- the last committed result of this slot."""

@@ -13,27 +13,27 @@ from thinwire.optim.kernels import updates
 
 
 def momentum_(m_N: Tensor, g_N: Tensor, beta1: float) -> None:
-    """M <- beta1 m + (1 - beta1) g."""
+    """m <- beta1 m + (1 - beta1) g."""
     m_N.lerp_(g_N, 1 - beta1)
 
 
 def momentum_into(out_N: Tensor, m_N: Tensor, g_N: Tensor, beta1: float) -> None:
-    """Out <- beta1 m + (1 - beta1) g; m is kept, so that a step that fails has changed nothing."""
+    """out <- beta1 m + (1 - beta1) g; m is kept, so that a step that fails has changed nothing."""
     torch.lerp(m_N, g_N, 1 - beta1, out=out_N)
 
 
 def variance_(v_N: Tensor, g_N: Tensor, beta2: float) -> None:
-    """V <- beta2 v + (1 - beta2) g^2."""
+    """v <- beta2 v + (1 - beta2) g^2."""
     v_N.mul_(beta2).addcmul_(g_N, g_N, value=1 - beta2)
 
 
 def unbias_variance_(v_N: Tensor, beta2: float, t: int) -> None:
-    """V <- v / (1 - beta2^t)."""
+    """v <- v / (1 - beta2^t)."""
     v_N.div_(1 - beta2**t)
 
 
 def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor) -> None:
-    """P <- p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p).
+    """p <- p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p).
 
     m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), t = bias_step; None: m and v are used as they are.
     p is modified, scratch too. Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled decay).

@@ -83,7 +83,7 @@ def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[A
 
 
 def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], decay: Decay) -> None:
-    """Z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn.
+    """z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn.
 
     With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
     """
@@ -101,7 +101,7 @@ def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], deca
 
 
 def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
-    """Z <- z + lr wd d x: this step's decay as a part of the sum. z: modified."""
+    """z <- z + lr wd d x: this step's decay as a part of the sum. z: modified."""
     for h in groups:
         if h.lr and h.weight_decay:
             s.z_N[h.span].addcmul_(s.divisor_N[h.span], p_N[h.span], value=h.lr * h.weight_decay)
@@ -126,7 +126,7 @@ def receive_(
 
 
 def cut_(u_N: Tensor, divisor_N: Tensor, longest: float, scratch_N: Tensor) -> None:
-    """U <- u where |u / d| <= longest, else +-longest d. u, scratch: modified. NaN stays."""
+    """u <- u where |u / d| <= longest, else +-longest d. u, scratch: modified. NaN stays."""
     torch.mul(divisor_N, longest, out=scratch_N)
     torch.minimum(u_N, scratch_N, out=u_N)
     torch.maximum(u_N, scratch_N.neg_(), out=u_N)
@@ -152,7 +152,7 @@ def _agree_(p_s: Tensor, start_s: Tensor, u_s: Tensor, divisor_s: Tensor, kept: 
 
 
 def _fill_where_(x_N: Tensor, condition: Tensor, value: float) -> None:
-    """X <- value where the condition, one bool, holds. Does not wait for the device."""
+    """x <- value where the condition, one bool, holds. Does not wait for the device."""
     if x_N.device.type != "cpu":
         x_N.masked_fill_(condition, value)
     elif bool(condition):  # a pass over x is saved

@@ -85,7 +85,7 @@ def step(
 
 
 def propose_(g_N: Tensor, s: OneBitLambState, tensors: Iterable[TensorPart], beta1: float, runs: Runs = ()) -> None:
-    """Z <- k (beta1 m + (1 - beta1) g) in parts of tensors. z: modified. runs: read in place of g."""
+    """z <- k (beta1 m + (1 - beta1) g) in parts of tensors. z: modified. runs: read in place of g."""
     for tensor, offset, part in tensors:
         z, g, m = s.z_N[part], g_N[part], s.m_N[part]
         if runs and (own := runs[tensor]) is not None:
@@ -112,7 +112,7 @@ class _Found:
 
 
 def _receive_(p_N: Tensor, s: OneBitLambState, h: AdamHyper, segments: TensorSegments) -> _Found:
-    """M <- z / k, v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two received momenta imply.
+    """m <- z / k, v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two received momenta imply.
 
     s: m, v_fresh and z are modified; where it is a chain, u is in z then.
     """

@@ -167,7 +167,7 @@ def regroup(
 
 
 def _give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
-    """X of the ranks on the path <- x of its first. Others may be given it too, where nothing else is quicker."""
+    """x of the ranks on the path <- x of its first. Others may be given it too, where nothing else is quicker."""
     if isinstance(group, Relaying):
         group.relay_(x, path)
         return

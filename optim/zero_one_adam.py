@@ -336,7 +336,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.saved["last_sync"] = self.num_steps + 1
 
     def _exchange_(self, z_N: Tensor) -> None:
-        """Z <- its mean through the codec. Raises: PeerLost, NonFiniteInput; z is undefined then."""
+        """z <- its mean through the codec. Raises: PeerLost, NonFiniteInput; z is undefined then."""
         if self.settings.negated:
             z_N.neg_()
         self.reduce.compressed_(z_N, self.vectors.update_error)

@@ -84,7 +84,7 @@ class FlatSpace:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """P <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
+        """p <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
 
         Of a low-precision parameter only elements that are no longer the rounded master are taken, so that weights
         which are swapped out and back leave the master as it was. What is written through `param.data` cannot be seen.
@@ -170,7 +170,7 @@ class FlatSpace:
         return grad is not None and (tensor.param.dtype != view.dtype or _is_same(grad, view))
 
     def shorten_gradient(self, max_norm: float | None) -> None:
-        """G <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
+        """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
         if max_norm is not None:
             factor = (max_norm / (torch.linalg.vector_norm(self.g_N) + 1e-6)).clamp_(max=1.0)
             self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears

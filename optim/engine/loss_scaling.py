@@ -18,7 +18,7 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """G <- the gradient as it is without a scaler, not finite where the scaler has found so. Does not wait.
+    """g <- the gradient as it is without a scaler, not finite where the scaler has found so. Does not wait.
 
     found_inf counts even where clipping by hand has made the gradient finite again. Element 0 is always live.
     """

@@ -145,7 +145,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         return None
 
     def mean_gradient_(self) -> None:
-        """G <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
+        """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
         reduce, g_N = self.bucketed, self.space.g_N
         if reduce is None:
             self.reduce.full_(g_N)

@@ -26,7 +26,7 @@ def adam(
     keep: float,
     rate: float,
 ) -> None:
-    """M <- m + w1 (g - m); v <- beta2 v + w2 g^2; p <- keep p - rate m / (sqrt(v) / correction + eps)."""
+    """m <- m + w1 (g - m); v <- beta2 v + w2 g^2; p <- keep p - rate m / (sqrt(v) / correction + eps)."""
     weights1, betas2, weights2, corrections = splat8(weight1), splat8(beta2), splat8(weight2), splat8(correction)
     all_eps, keeps, rates = splat8(eps), splat8(keep), splat8(rate)
     for at in range(BYTE * first, BYTE * stop, BYTE):
@@ -51,7 +51,7 @@ def local(
     keep: float,
     rate: float,
 ) -> None:
-    """M <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d."""
+    """m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d."""
     weights, keeps, rates = splat8(weight), splat8(keep), splat8(rate)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
@@ -66,7 +66,7 @@ def local(
 def propose(
     first: int, stop: int, z: Array, g: Array, m: Array, u: Array, weight: float, keep: float, rate: float
 ) -> None:
-    """Z <- keep u + rate (m + w (g - m))."""
+    """z <- keep u + rate (m + w (g - m))."""
     weights, keeps, rates = splat8(weight), splat8(keep), splat8(rate)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
@@ -87,7 +87,7 @@ def receive(
     longest: float,
     keep: float,
 ) -> None:
-    """Z <- cut(z, longest d); m <- z / divisor; p <- keep start - z / d; u <- 0. z itself is not written."""
+    """z <- cut(z, longest d); m <- z / divisor; p <- keep start - z / d; u <- 0. z itself is not written."""
     divisors, bounds, keeps, zeros = splat8(divisor), splat8(longest), splat8(keep), splat8(divisor - divisor)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         d8 = load8(d, at)
@@ -99,7 +99,7 @@ def receive(
 
 @compiled
 def scaled_momentum(first: int, stop: int, z: Array, g: Array, m: Array, weight: float, scaling: Array) -> None:
-    """Z <- k (m + w (g - m)). scaling: float[1]."""
+    """z <- k (m + w (g - m)). scaling: float[1]."""
     weights, scalings = splat8(weight), splat8(scaling[0])
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
@@ -179,7 +179,7 @@ def lamb_move(
     decay: float,
     rates: Array,
 ) -> None:
-    """P <- p - rate (m / (sqrt(v) + eps) + decay p), with each tensor's rate, of the tiles [first, stop)."""
+    """p <- p - rate (m / (sqrt(v) + eps) + decay p), with each tensor's rate, of the tiles [first, stop)."""
     all_eps, decays = splat8(eps), splat8(decay)
     for tile in range(first, stop):
         rate = splat8(rates[tensors[tile]])

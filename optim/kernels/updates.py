@@ -70,7 +70,7 @@ def receive_(
 
 
 def scaled_momentum_(z_s: Tensor, g_s: Tensor, m_s: Tensor, beta1: float, scaling_1: Tensor) -> None:
-    """Z <- k (beta1 m + (1 - beta1) g). z: modified. scaling: float[1]."""
+    """z <- k (beta1 m + (1 - beta1) g). z: modified. scaling: float[1]."""
     _run(_loops().scaled_momentum, (z_s, g_s, m_s), (1 - beta1,), (scaling_1,))
     increment_version(z_s)
 
@@ -113,7 +113,7 @@ def lamb_measure_(
     scaling_t: Tensor,
     h: AdamHyper,
 ) -> None:
-    """M <- z / k, the fresh variance, and what LAMB's factors need, into `tiles`. m, fresh_v: modified."""
+    """m <- z / k, the fresh variance, and what LAMB's factors need, into `tiles`. m, fresh_v: modified."""
     vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, z_N, m_N, v_N, fresh_v_N, scaling_t
     numbers = h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
     _split(_loops().lamb_measure, len(tiles.starts_k), LEAST_TILES, vectors, numbers, (tiles.found_4k,), p_N)
@@ -121,7 +121,7 @@ def lamb_measure_(
 
 
 def lamb_move_(tiles: Tiles, p_N: Tensor, m_N: Tensor, v_N: Tensor, rate_t: Tensor, h: AdamHyper) -> None:
-    """P <- p - rate_l (m / (sqrt(v) + eps) + weight_decay p). p: modified."""
+    """p <- p - rate_l (m / (sqrt(v) + eps) + weight_decay p). p: modified."""
     vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, m_N, v_N
     _split(_loops().lamb_move, len(tiles.starts_k), LEAST_TILES, vectors, (h.eps, h.weight_decay), (rate_t,), p_N)
     increment_version(p_N)

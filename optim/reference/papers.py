@@ -359,7 +359,7 @@ class ReferenceZeroOneAdam:
                 own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
 
     def update_variance(self, gradients: Sequence[Vectors]) -> None:
-        """V <- b2 v + (1 - b2) (mean_i g_i)^2, exchanged in full."""
+        """v <- b2 v + (1 - b2) (mean_i g_i)^2, exchanged in full."""
         for at, g in enumerate(mean_gradient(gradients)):
             b2 = self.hyper[at].betas[1]
             self.v[at] = b2 * self.v[at] + (1 - b2) * g**2
@@ -371,7 +371,7 @@ class ReferenceZeroOneAdam:
         return [v.sqrt() + h.eps if self.eps_outside else (v + h.eps).sqrt() for v, h in pairs]
 
     def agreed(self, residual: Tensor | None) -> Vectors:
-        """Y = mean_i x_i - R / root, what no exchange changes. residual: R of the slot "update", None where zero."""
+        """y = mean_i x_i - R / root, what no exchange changes. residual: R of the slot "update", None where zero."""
         means = [mean(xs) for xs in zip(*self.x, strict=True)]
         if residual is None:
             return means

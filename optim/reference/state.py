@@ -31,7 +31,7 @@ class Moments:
         self.t = 0
 
     def accumulate(self, g: Vectors) -> None:
-        """M <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2."""
+        """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2."""
         for at, h in enumerate(self.hyper):
             b1, b2 = h.betas
             self.m[at] = b1 * self.m[at] + (1 - b1) * g[at]
@@ -45,13 +45,13 @@ class Moments:
         return self.m[at] / (1 - b1**self.t), self.v[at] / (1 - b2**self.t)
 
     def adam_descend(self) -> None:
-        """X <- x - lr (m_hat / (sqrt(v_hat) + eps) + decay x)."""
+        """x <- x - lr (m_hat / (sqrt(v_hat) + eps) + decay x)."""
         for at, h in enumerate(self.hyper):
             m, v = self.corrected(at)
             self.x[at] = self.x[at] - h.lr * (m / (v.sqrt() + h.eps) + h.weight_decay * self.x[at])
 
     def exchange_momentum(self, gradients: Sequence[Vectors], exchange: Exchange, scale: Sequence[float]) -> None:
-        """M <- exchange of z_i = b1 m + (1 - b1) g_i, laid end to end, each tensor scaled meanwhile."""
+        """m <- exchange of z_i = b1 m + (1 - b1) g_i, laid end to end, each tensor scaled meanwhile."""
         zs = []
         for g in gradients:
             b1s = [h.betas[0] for h in self.hyper]
@@ -61,7 +61,7 @@ class Moments:
         self.m = [m / k for m, k in zip(out, scale, strict=True)]
 
     def freeze_variance(self, floor: Floor | None) -> list[Tensor]:
-        """V <- floor(v_hat), used as it is from here on, like m. Returns which elements were raised."""
+        """v <- floor(v_hat), used as it is from here on, like m. Returns which elements were raised."""
         kept = [self.corrected(at)[1] for at in range(len(self.v))]
         self.v = floor(kept) if floor else kept
         self.bias_correction = False

@@ -84,7 +84,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
 
     def as_momentum_(self, residual_N: Tensor) -> None:
-        """Residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
+        """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
 
     @property
     def corrects_bias(self) -> bool:

@@ -115,7 +115,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         return self.variance.is_early(self.saved["variance_updates"])
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
-        """V from the mean gradient in g."""
+        """v from the mean gradient in g."""
         v_N = self.vectors.v_N
         for h in groups:
             adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
@@ -123,7 +123,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.derive_divisor(groups)
 
     def derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
-        """D <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
+        """d <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
         s, updates = self.vectors, self.saved["variance_updates"]
         if self.frozen_at is None:
             raised = self.variance.divisor_(s.divisor_N, s.v_N, groups, updates, coming_N)

@@ -39,14 +39,14 @@ class StaleVariance:
         return self.settings.fresh is not Fresh.AT_FIRST or updates > 0 or bool(v_N.any())
 
     def use_(self, v_N: Tensor, groups: Sequence[AdamHyper], updates: int) -> int:
-        """V <- v_used. Returns how many elements the floor raised, for which it waits for the device."""
+        """v <- v_used. Returns how many elements the floor raised, for which it waits for the device."""
         if self.settings.bias_correction:
             for h in groups:
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, updates)
         return int(floor_variance_(v_N, self.tensors, self.blocks).sum()) if self.settings.floor else 0
 
     def root_(self, v_N: Tensor, groups: Sequence[AdamHyper]) -> None:
-        """V <- d, of a v that is as it is used."""
+        """v <- d, of a v that is as it is used."""
         if self.settings.eps_outside:
             v_N.sqrt_()
         for h in groups:
@@ -57,7 +57,7 @@ class StaleVariance:
     def divisor_(
         self, out_N: Tensor, v_N: Tensor, groups: Sequence[AdamHyper], updates: int, coming_N: Tensor | None = None
     ) -> int:
-        """Out <- d before the freeze, of v or of v after an update by the mean gradient `coming`.
+        """out <- d before the freeze, of v or of v after an update by the mean gradient `coming`.
 
         Returns how many elements the floor raised. While there is no v that gives a scale d is infinite, so that
         nothing moves; with Fresh.NEVER it is of v = 0.
