@@ -14,9 +14,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refu
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.schedule import StepPlan, dense_plan
-from thinwire.optim.engine.segments import tensor_segments
 from thinwire.optim.engine.state import Replicated, Scratch
-from thinwire.optim.lamb_math import BOUNDS, LambHyper
+from thinwire.optim.lamb_math import BOUNDS, LambHyper, tensor_segments
 
 
 @dataclass(slots=True)

@@ -31,10 +31,9 @@ from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.segments import TensorSegments, tensor_segments
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
-from thinwire.optim.lamb_math import BOUNDS, LambHyper
+from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 

@@ -21,17 +21,15 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import BucketedReducer, Group, Reducer
 from thinwire.optim.engine import saving
-from thinwire.optim.engine.agreement import describe, refuse_other_models
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import replicated
-from thinwire.optim.engine.views import show_state
+from thinwire.optim.engine.state import replicated, show_state
 
 logger = logging.getLogger(__name__)
 
