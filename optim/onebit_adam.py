@@ -93,7 +93,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
-    when the variance has become stable (variance/stability.py); total_steps and lr_warmup_steps of the run sharpen it.
+    when the variance has become stable (variance/when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen
+    it.
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.

@@ -58,7 +58,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
-    the rates that come; total_steps of the run sharpens it (optim.variance.freeze_step).
+    the rates that come; total_steps of the run sharpens it (optim.variance.when_to_freeze).
     var_update_scaler: updates of the variance until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
     fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.

@@ -18,8 +18,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.stability import VarianceStability, Verdict, memory_steps
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.when_to_freeze import VarianceStability, Verdict, memory_steps
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     """A WarmupOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
-    when the variance has become stable (stability.py); total_steps and lr_warmup_steps of the run sharpen it.
+    when the variance has become stable (when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen it.
     After a large change of the global batch (set_global_batch) the warm-up begins again.
     """
 

@@ -11,7 +11,7 @@ from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import SIZES, gradients, start
 from thinwire.comm import PeerLost, run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb
-from thinwire.optim.variance.stability import VarianceStability, Verdict
+from thinwire.optim.variance.when_to_freeze import VarianceStability, Verdict
 
 CLASSES = {"adam": OneBitAdam, "lamb": OneBitLamb}
 SETTINGS = {"ours": {}, "deepspeed": {"parity": "deepspeed"}}

@@ -8,7 +8,7 @@ import torch
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb
-from thinwire.optim.variance.stability import PASSES, VarianceStability, Verdict
+from thinwire.optim.variance.when_to_freeze import PASSES, VarianceStability, Verdict
 
 
 def first_verdict(rule, norms, lr=lambda step: 1.0):

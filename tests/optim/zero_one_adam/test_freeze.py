@@ -7,7 +7,7 @@ import torch
 
 from tests.optim.zero_one_adam.problem import HYPER, backward, make
 from thinwire.comm import run_threads
-from thinwire.optim.variance.freeze_step import FrozenBy, VarianceFreeze
+from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceFreeze
 
 
 def frozen(freeze, rate, steps=10_000):

@@ -8,7 +8,7 @@ import torch
 
 from tests.optim.zero_one_adam.problem import backward, bits, make, synced, train
 from thinwire.comm import run_threads
-from thinwire.optim.variance.freeze_step import FEWEST_STEPS, VarianceFreeze
+from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS
 
 BETA2 = 0.95  # v remembers 20 steps
