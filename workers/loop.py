@@ -11,7 +11,7 @@ import torch
 from pydantic import JsonValue
 
 from thinwire.comm import PeerLost, SoloGroup
-from thinwire.contract.reports import Health
+from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim.engine.health import health
@@ -185,7 +185,7 @@ class Course:
         self.step = self.attended = self._saving.resume(training, meter)
         self._reporter.resumed(self.step)
         if training.optimizer.set_global_batch(self._spec.global_batch):  # a run with another global batch was saved
-            self._reporter.event("warmup_rearmed", self.step, global_batch=self._spec.global_batch)
+            self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=self._spec.global_batch)
         self._log = StepLog(training, meter, self._reporter, self.step)
         if self.step == 0:
             meter.seconds["startup"] = time.time() - self._run.created_at
@@ -250,7 +250,7 @@ class Course:
             self.log.flush(step, validation_loss, found)
         frozen_at = training.optimizer.frozen_at
         if frozen_at is not None and self.attended < frozen_at <= step:
-            self._reporter.event("phase_change", frozen_at, **training.optimizer.stats())
+            self._reporter.event(EventKind.PHASE_CHANGE, frozen_at, **training.optimizer.stats())
             if training.group.rank == 0:
                 logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
         if saving:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from thinwire.comm.protocol import Group
+from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.build import Training
@@ -105,9 +106,9 @@ class Saving:
         """Report those that have become whole, or have not, since the last time."""
         for ticket in self._writer.ended():
             if ticket.failure is not None:
-                self._reporter.event("checkpoint_failed", ticket.which.step, reason=ticket.failure)
+                self._reporter.event(EventKind.CHECKPOINT_FAILED, ticket.which.step, reason=ticket.failure)
             else:
-                self._reporter.event("checkpoint_saved", ticket.which.step, path=ticket.address)
+                self._reporter.event(EventKind.CHECKPOINT_SAVED, ticket.which.step, path=ticket.address)
 
     def wait(self, look: Callable[[], None]) -> None:
         """Wait until all that is being written is whole, or has failed, or CLOSE_S are over. Raises what `look` raises.

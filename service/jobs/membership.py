@@ -11,13 +11,12 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 
 from thinwire.contract.jobs import WaitingForWorkers
-from thinwire.contract.reports import Event
+from thinwire.contract.reports import Event, EventKind
 from thinwire.contract.states import JobState
 from thinwire.service.jobs.models import JobRow
 
-WAITING = "waiting_for_workers"
-KINDS = frozenset({"regrouped", "resized", "resumed", WAITING})
-"""Events after which another number of workers trains together, or none; worker_lost leads to one of them."""
+KINDS = frozenset({EventKind.REGROUPED, EventKind.RESUMED, EventKind.WAITING_FOR_WORKERS})
+"""Events after which another number of workers trains together, or none."""
 
 
 class Membership(BaseModel):
@@ -38,7 +37,7 @@ def newest_membership(row: JobRow, attempt: int, events: Sequence[Event]) -> dic
     event = said[-1]
     have, least = _count(event.fields.get("have")), _count(event.fields.get("min"))
     waiting = None
-    if event.kind == WAITING and have is not None and least is not None:
+    if event.kind == EventKind.WAITING_FOR_WORKERS and have is not None and least is not None:
         waiting = WaitingForWorkers(have=have, min=least)
     size = _count(event.fields.get("world_size")) if waiting is None else have
     return Membership(attempt=attempt, time=event.time, world_size=size, waiting=waiting).model_dump()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import Problem, TakesEffect, WorkersChange
-from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.reports import EventKind, WantedWorkers
 from thinwire.contract.spec import Workers
 from thinwire.contract.states import JobState
 from thinwire.service.db import Database
@@ -19,8 +19,6 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.transitions import last_step
-
-RESIZE_REQUESTED = "resize_requested"
 
 
 def wanted_workers(row: JobRow) -> WantedWorkers:
@@ -62,7 +60,7 @@ def resize(session: Session, row: JobRow, change: WorkersChange, now: float) -> 
         "revision": new.revision,
         "takes_effect": takes_effect(row),
     }
-    event = {"kind": RESIZE_REQUESTED, "step": last_step(row), "time": now, "fields": fields}
+    event = {"kind": EventKind.RESIZE_REQUESTED.value, "step": last_step(row), "time": now, "fields": fields}
     JobRepository(session).put_events(row.id, row.attempt, [event])
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from thinwire.contract.reports import EventKind
 from thinwire.contract.states import JobState
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository
@@ -26,7 +27,7 @@ def transition(session: Session, row: JobRow, to: JobState, now: float, reason: 
 def record(session: Session, row: JobRow, now: float) -> None:
     """Write the event that the job has come to its state: kind job_submitting, job_running and so on."""
     fields = {"reason": row.reason} if row.reason else {}
-    event = {"kind": f"job_{row.state.lower()}", "step": last_step(row), "time": now, "fields": fields}
+    event = {"kind": EventKind(f"job_{row.state.lower()}").value, "step": last_step(row), "time": now, "fields": fields}
     JobRepository(session).put_events(row.id, row.attempt, [event])
 
 

@@ -288,13 +288,12 @@ def test_each_change_of_the_workers_is_told_once_when_it_comes(terminal: bool) -
         1: [event("regrouped", 10, world_size=7)],
         2: [event("resize_requested", 20, old=old, new=new, takes_effect="in_place")],
         3: [event("regrouped", 31, world_size=3, reason="worker_joined", seconds=1.5)],
-        4: [event("error_memory_lost", 40, norm=0.5), event("regrouped", 41)],
+        4: [event("regrouped", 41)],
     }
     _, text = watched([job(step=step) for step in (20, 30, 40, 50)] + [END], events=events, terminal=terminal)
     for line in (
         "resize requested: 2..8 workers, before 2; the job follows while it runs",
         "regrouped: 3 workers from step 31 in 1.5 s (worker_joined)",
-        "error memory lost with a worker: norm 0.5",
         "regrouped: unknown workers from step 41",
     ):
         assert text.count(line) == 1, f"{line} in\n{text}"

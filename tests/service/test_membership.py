@@ -20,7 +20,7 @@ def test_the_world_size_is_that_of_the_newest_sample_or_event(service: Service) 
     assert service.job(job_id)["world_size"] is None
     service.post(job_id, samples=[sample(5, at=5.0, world_size=4)])
     assert service.job(job_id)["world_size"] == 4
-    service.post(job_id, events=[event("worker_lost", 6.0, rank=3), event("regrouped", 7.0, world_size=3, seconds=1.5)])
+    service.post(job_id, events=[event("checkpoint_saved", 6.0), event("regrouped", 7.0, world_size=3, seconds=1.5)])
     assert service.job(job_id)["world_size"] == 3
     service.post(job_id, samples=[sample(6, at=6.5, world_size=4)])  # a batch that was held up
     assert service.job(job_id)["world_size"] == 3
@@ -41,7 +41,7 @@ def test_the_world_size_is_that_of_the_newest_sample_or_event(service: Service) 
 def test_a_job_waits_for_workers_until_it_says_otherwise(service: Service, after: dict[str, Any]) -> None:
     job_id = service.running(workers=ELASTIC)
     service.post(job_id, samples=[sample(5, at=5.0, world_size=2)])
-    service.post(job_id, events=[event("waiting_for_workers", 6.0, have=1, min=2), event("worker_lost", 6.5)])
+    service.post(job_id, events=[event("waiting_for_workers", 6.0, have=1, min=2), event("checkpoint_saved", 6.5)])
     job = service.job(job_id)
     assert (job["waiting_for_workers"], job["world_size"]) == ({"have": 1, "min": 2}, 1)
     service.post(job_id, **after)

@@ -36,10 +36,10 @@ from thinwire.cli.quantities import loss_text, seconds_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
 from thinwire.cli.regroups import workers_rows
 from thinwire.cli.resize import resize
-from thinwire.cli.restarts import RESUMED
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
 from thinwire.contract.jobs import Job, JobList
+from thinwire.contract.reports import EventKind
 from thinwire.contract.states import JobState
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
@@ -181,7 +181,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     """
     with Client() as client:
         job = client.resolve(job_id)
-        resumed = [] if as_json else client.events(job.id, [RESUMED])
+        resumed = [] if as_json else client.events(job.id, [EventKind.RESUMED])
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return

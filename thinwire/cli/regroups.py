@@ -9,11 +9,10 @@ from pydantic import JsonValue
 
 from thinwire.cli.quantities import seconds_text
 from thinwire.contract.jobs import Job
-from thinwire.contract.reports import Event
+from thinwire.contract.reports import Event, EventKind
 
-REGROUPED, REQUESTED, MEMORY_LOST = "regrouped", "resize_requested", "error_memory_lost"
-KINDS = (REGROUPED, REQUESTED, MEMORY_LOST)
-"""The events that tell of changes. What comes before a regrouping, a worker lost or joined, is told with it."""
+KINDS = (EventKind.REGROUPED, EventKind.RESIZE_REQUESTED)
+"""The events that tell of changes."""
 EFFECTS = {
     "at_start": "the job starts with that",
     "in_place": "the job follows while it runs",
@@ -70,12 +69,10 @@ def workers_rows(job: Job) -> list[tuple[str, str]]:
 
 def _line(event: Event) -> str:
     fields = event.fields
-    if event.kind == REQUESTED:
+    if event.kind == EventKind.RESIZE_REQUESTED:
         words = f"resize requested: {_limits(fields.get('new'))} workers, before {_limits(fields.get('old'))}"
         effect = fields.get("takes_effect")
         return f"{words}; {EFFECTS[effect]}" if isinstance(effect, str) and effect in EFFECTS else words
-    if event.kind == MEMORY_LOST:
-        return f"error memory lost with a worker: norm {fields.get('norm', 'unknown')}"
     seconds, reason = fields.get("seconds"), fields.get("reason")
     took = f" in {seconds_text(seconds)}" if isinstance(seconds, int | float) else ""
     why = f" ({reason})" if reason else ""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.contract.jobs import Job
-from thinwire.contract.reports import Event
+from thinwire.contract.reports import Event, EventKind
 
-SUBMITTING, RESUMED = "job_submitting", "resumed"
-KINDS = (SUBMITTING, RESUMED)
+KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
 """The events that tell of restarts."""
 
 
@@ -43,10 +42,10 @@ def _resumes(job: Job, events: Sequence[Event]) -> list[str]:
     wanted = job.wanted_workers
     cause = "worker lost" if wanted.min == wanted.max and not wanted.revision else "workers restarted"
     for event in events:
-        if event.kind == SUBMITTING:
+        if event.kind == EventKind.JOB_SUBMITTING:
             attempt += 1
             begun = attempt == 1
-        elif event.kind == RESUMED:
+        elif event.kind == EventKind.RESUMED:
             lines.append(f"{cause if begun else f'attempt {attempt}'}: resumed from step {event.step}")
             begun = True
     return lines

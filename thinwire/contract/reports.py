@@ -13,6 +13,7 @@ The run folder is the other border: contract/run_folder.py.
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
@@ -110,13 +111,31 @@ class Sample(_Report):
         return _finite_or_none(loss)
 
 
-class Event(_Report):
-    """Something that happened once: phase_change, warmup_rearmed, checkpoint_saved, resumed...
+class EventKind(StrEnum):
+    """Every kind of event that is told. docs/operations.md lists them with their fields.
 
-    Of the number of workers: regrouped {generation, world_size, reason, lost, seconds}, resized {world_size},
-    waiting_for_workers {have, min}, worker_lost, worker_joined, error_memory_lost {norm}. The service itself writes
-    job_submitting and so on, and resize_requested {old, new, revision, takes_effect}.
+    The job's workers and driver tell the first ones; the service the rest: a job_ for each of a job's states.
     """
+
+    RESUMED = "resumed"
+    REGROUPED = "regrouped"
+    WAITING_FOR_WORKERS = "waiting_for_workers"
+    PHASE_CHANGE = "phase_change"
+    WARMUP_REARMED = "warmup_rearmed"
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    RESIZE_REQUESTED = "resize_requested"
+    JOB_SUBMITTING = "job_submitting"
+    JOB_PENDING = "job_pending"
+    JOB_RUNNING = "job_running"
+    JOB_CANCELLING = "job_cancelling"
+    JOB_SUCCEEDED = "job_succeeded"
+    JOB_FAILED = "job_failed"
+    JOB_CANCELLED = "job_cancelled"
+
+
+class Event(_Report):
+    """Something that happened once. kind: an EventKind, or one of workers of a later version."""
 
     kind: str = Field(max_length=64)
     step: int = Field(ge=0)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from thinwire.contract.reports import Event, Sample
+from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.workers.drill.killer import Kill
 
 
@@ -80,8 +80,8 @@ def account(
 ) -> Account:
     """The figures. samples, undisturbed: whole histories, step 0 included. Raises: ValueError without a step."""
     steps, other = _steps(samples), _steps(undisturbed)
-    regroups = [event for event in events if event.kind == "regrouped"]
-    restarts = [event for event in events if event.kind == "resumed"]
+    regroups = [event for event in events if event.kind == EventKind.REGROUPED]
+    restarts = [event for event in events if event.kind == EventKind.RESUMED]
     wall_s = _wall_s(steps)
     inside_s = sum(sample.step_seconds for sample in steps)
     lost = [

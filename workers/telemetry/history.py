@@ -1,6 +1,9 @@
-"""What happened at each step, kept in the run folder: one reports.Sample a line of history.jsonl, written by rank 0.
+"""What happened, kept in the run folder whatever becomes of the service: each step, and what happened once.
 
-The file is append-only but for a resume, which forgets the steps that will be done again. A crash can leave its
+    history.jsonl   one reports.Sample a line, written by rank 0
+    events.jsonl    one reports.Event a line, appended by whoever tells it
+
+The history is append-only but for a resume, which forgets the steps that will be done again. A crash can leave its
 last line torn; that line is dropped, for its step is after the checkpoint and will be done again too.
 """
 
@@ -14,7 +17,8 @@ from typing import BinaryIO, Self
 from pydantic import ValidationError
 
 from thinwire.contract.files import write_whole
-from thinwire.contract.reports import Sample
+from thinwire.contract.reports import Event, Sample
+from thinwire.contract.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,15 @@ def read(path: Path) -> list[Sample]:
     lines = _complete_lines(path).splitlines()
     by_step = {sample.step: sample for sample in (_parse(path, number, line) for number, line in enumerate(lines, 1))}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def keep_event(run_dir: Path, event: Event) -> None:
+    """Add a line to events.jsonl. A disk that refuses is logged."""
+    try:
+        with RunFolder(run_dir).events.open("a") as file:
+            file.write(event.model_dump_json() + "\n")
+    except OSError as error:
+        logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
 
 
 def _complete_lines(path: Path) -> bytes:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import JsonValue
 
 from thinwire.comm.wire.link_classes import exchange_boxes
-from thinwire.contract.reports import Event, Failure, Sample
+from thinwire.contract.reports import Event, EventKind, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
-from thinwire.workers.telemetry.event_log import keep_event
-from thinwire.workers.telemetry.history import History
+from thinwire.workers.telemetry.history import History, keep_event
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Reporter(Protocol):
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
 
-    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+    def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Something that happened once."""
 
     def close(
@@ -89,9 +88,16 @@ class Silent:
 
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """An event."""
-        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
+        self.event(
+            EventKind.REGROUPED,
+            step,
+            generation=generation,
+            seconds=seconds,
+            error_lost_norm=lost_norm,
+            **fields,
+        )
 
-    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+    def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Nothing."""
 
     def close(
@@ -155,7 +161,7 @@ class ServiceReporter:
         if self._history is not None:
             self._history.truncate_after(step or -1)
         if step:
-            self.event("resumed", step)
+            self.event(EventKind.RESUMED, step)
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """Write, post and export. Raises: RunSuperseded once the service has said so."""
@@ -189,9 +195,16 @@ class ServiceReporter:
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """Export it, and tell it as an event."""
         self._metrics.regrouped(generation, seconds, lost_norm)
-        self.event("regrouped", step, generation=generation, seconds=seconds, error_lost_norm=lost_norm, **fields)
+        self.event(
+            EventKind.REGROUPED,
+            step,
+            generation=generation,
+            seconds=seconds,
+            error_lost_norm=lost_norm,
+            **fields,
+        )
 
-    def event(self, kind: str, step: int, **fields: JsonValue) -> None:
+    def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Post it, and write it into the run folder. A disk that refuses is logged."""
         if self._poster is None:
             return

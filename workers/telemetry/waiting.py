@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.reports import Event
+from pydantic import JsonValue
+
+from thinwire.contract.reports import Event, EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.event_log import keep_event
+from thinwire.workers.telemetry.history import keep_event
 from thinwire.workers.telemetry.service_client import ServiceClient
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,6 @@ START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
 LAST_WORDS_S = 10.0
 """At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
-KIND = "waiting_for_workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class WaitingTeller:
 
     def _tell(self, now: Waiting) -> None:
         logger.warning("waiting_for_workers have=%d min=%d step=%d", now.have, now.least, now.step)
-        event = Event(kind=KIND, step=now.step, time=time.time(), fields={"have": now.have, "min": now.least})
+        fields: dict[str, JsonValue] = {"have": now.have, "min": now.least}
+        event = Event(kind=EventKind.WAITING_FOR_WORKERS, step=now.step, time=time.time(), fields=fields)
         keep_event(self._run_dir, event)
         if self._poster is not None:
             self._poster.add_event(event)
