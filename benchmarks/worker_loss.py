@@ -25,6 +25,7 @@ from benchmarks.convergence.study import ROOT
 from tests.workers.elastic_job import ElasticJob
 from tests.workers.test_elastic_loop import OPTIMIZERS
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.summary import Summary
 from thinwire.workers.membership import Limits
 from thinwire.workers.telemetry import history
 
@@ -93,11 +94,11 @@ def undisturbed(optimizer: str, phase: str) -> list[float]:
         with TemporaryDirectory(prefix="thinwire-loss-") as name:
             with ElasticJob(Path(name), Limits(size, size), pause_s=PAUSE_S, **spec(optimizer, phase, seed)) as job:
                 job.start(*range(size)).wait(LIMIT_S)
-            losses.append(float(_summary(Path(name))["loss"]["validation_last"]))
+            losses.append(_last_loss(_summary(Path(name))))
     return losses
 
 
-def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Kill], dict[str, Any], int]:
+def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Kill], Summary, int]:
     """Kill and replace. The kills, the summary of the run, and how many committed steps were made again."""
     draw = random.Random(f"{optimizer} {phase} {size}")
     struck: list[tuple[int, int, float]] = []
@@ -129,17 +130,21 @@ def killed(optimizer: str, phase: str, size: int, folder: Path) -> tuple[list[Ki
     return kills, _summary(folder), redone
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RunFolder(folder).summary.read_text())
-    return found
+def _summary(folder: Path) -> Summary:
+    return Summary.model_validate_json(RunFolder(folder).summary.read_text())
+
+
+def _last_loss(summary: Summary) -> float:
+    assert summary.loss.validation_last is not None
+    return summary.loss.validation_last
 
 
 def measure(optimizer: str, phase: str, size: int, folder: Path) -> Case:
     """Both."""
     kills, summary, redone = killed(optimizer, phase, size, folder)
     losses = undisturbed(optimizer, phase)
-    loss, equal = float(summary["loss"]["validation_last"]), bool(summary["replicas_bit_equal"])
-    return Case(optimizer, phase, size, kills, redone, equal, loss, losses)
+    equal = summary.replicas_bit_equal
+    return Case(optimizer, phase, size, kills, redone, equal, _last_loss(summary), losses)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
+from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.build import Training, build, rehearse
@@ -43,10 +44,10 @@ class Run:
     attempt: int = 1
 
 
-def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> dict[str, JsonValue]:
+def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> Summary | None:
     """Train to spec.steps, going on from the newest whole checkpoint of the run's folder. Collective.
 
-    Returns the summary, for which rank 0's history.jsonl must be in the folder; an empty one on the other ranks.
+    Returns the summary, for which rank 0's history.jsonl must be in the folder; None on the other ranks.
     Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer, which no restart can
     mend, with the last checkpoint kept; PeerLost where the ranks are fixed, after which a restart goes on from the
     checkpoint; MembershipError where they are elastic and there is no place for this worker any more: Dismissed, where
@@ -143,7 +144,7 @@ class Course:
         """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
         self._saving.close(patience_s)
 
-    def finish(self) -> dict[str, JsonValue]:
+    def finish(self) -> Summary | None:
         """Compare the replicas a last time. Returns the summary on rank 0. Collective. Raises: PeerLost."""
         training = self.training
         with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
@@ -152,7 +153,7 @@ class Course:
             equal = replicas_bit_equal(training.optimizer, training.group)
         self._saving.close()
         self._ranks.leave()
-        return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else {}
+        return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else None
 
     def _hand_over(self, stop: Stop) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
@@ -270,7 +271,7 @@ def _health(training: Training, meter: Meter) -> Health:
         return Health.model_validate(health(training.optimizer))
 
 
-def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -> dict[str, JsonValue]:
+def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -> Summary:
     """What summary.json says. `replicas_equal`: as compared at the end, not as the last checkpoint found them."""
     return report.summarise(
         history.read(RunFolder(run.directory).history),

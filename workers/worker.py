@@ -65,9 +65,9 @@ def train_worker(config: dict[str, Any]) -> None:
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
         summary = train(spec, run, ranks, device, reporter)
-        if summary:
+        if summary is not None:
             report.write_report(run_dir, summary)
-        reporter.close(summary=summary or None)
+        reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))
         reporter.close(timeout_s=2.0)

@@ -111,7 +111,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
             TrainSpec.model_validate(spec), loop.Run(run_dir, time.time()), ranks, torch.device("cpu"), reporter
         )
         reporter._tell(kind="ended", step=-1)
-        if summary:
+        if summary is not None:
             write_report(run_dir, summary)
     except (Dismissed, RunEnded) as reason:
         reporter._tell(kind="left", step=-1, reason=f"{type(reason).__name__}: {reason}")

@@ -61,6 +61,6 @@ def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: grou
     def work(group):
         reporter = Recording(run_dir, group.rank)
         summary = train(spec, Run(run_dir, time.time()), FixedRanks(wrap(group)), torch.device("cpu"), reporter)
-        return summary, reporter.samples, reporter.events
+        return summary and summary.as_json(), reporter.samples, reporter.events
 
     return run_threads(size, work)

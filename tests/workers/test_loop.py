@@ -8,6 +8,7 @@ import torch
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.summary import Summary
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
@@ -52,7 +53,7 @@ def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, si
         assert sent["warmup_phase"] == pytest.approx(6 * dense, rel=0.01)
         assert sent["compressed_phase_fp32"] / sent["compressed_phase"] == pytest.approx(32, rel=0.06)  # a tiny model
     assert ("phase_change", 6) in events
-    write_report(tmp_path, summary)
+    write_report(tmp_path, Summary.model_validate(summary))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -196,7 +197,7 @@ def test_zero_one_adam_skips_rounds_and_is_evaluated_where_all_ranks_hold_the_sa
     assert ratios["compressed_phase"] > 60
     for _, theirs, _ in others:
         assert [s.validation_loss for s in theirs] == [s.validation_loss for s in samples]
-    write_report(tmp_path, summary)
+    write_report(tmp_path, Summary.model_validate(summary))
 
 
 def test_a_resumed_run_of_zero_one_adam_repeats_the_run_that_went_on_bit_for_bit(tmp_path):

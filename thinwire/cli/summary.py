@@ -1,88 +1,20 @@
-"""The summary of a run that succeeded, as the command line shows it: which parts of summary.json it needs, as a table.
-
-The workers may add keys; a key that is missing is an error that names it, since a table with holes would look like a
-result.
-"""
+"""The summary of a run that succeeded, as the command line shows it: as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+from thinwire.contract.summary import Losses, Seconds, Summary
 
 
 class SummaryError(Exception):
     """The summary lacks a key or holds a wrong value; the message names it."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Losses(_Part):
-    """Nats a byte; None where none was taken."""
-
-    train_first: float | None
-    train_last: float | None
-    validation_first: float | None
-    validation_last: float | None
-
-
-class PayloadBytes(_Part):
-    """Bytes one rank sent, counted by the transport; fp32, bf16: what a ring all-reduce would have sent instead."""
-
-    sent: float
-    warmup_phase: float
-    compressed_phase: float
-    compressed_phase_fp32: float
-    fp32: float
-    bf16: float
-    checkpoints: float
-    control: float
-
-
-class CompressionRatios(_Part):
-    """fp32 ring all-reduce over sent; None where nothing was sent: no such phase, or one worker."""
-
-    compressed_phase: float | None
-    overall: float | None
-
-
-class Rounds(_Part):
-    """Steps in which workers could exchange something, and how many of them sent nothing."""
-
-    total: int = 0
-    skipped: int = 0
-
-
-class Seconds(_Part):
-    """Wall time by part; a part that is new to this version is shown too."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, float]
-
-    total: float
-
-
-class Summary(_Part):
-    """What is needed of summary.json. frozen_at: the last uncompressed step; None where nothing was compressed."""
-
-    steps: int
-    frozen_at: int | None
-    world_size: int
-    parameters: int
-    replicas_bit_equal: bool
-    loss: Losses
-    payload_bytes: PayloadBytes
-    compression_ratio: CompressionRatios
-    rounds: Rounds = Rounds()
-    """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
-    seconds: Seconds
 
 
 def read_summary(found: Mapping[str, JsonValue]) -> Summary:
@@ -157,7 +89,7 @@ def _seconds(seconds: Seconds) -> Table:
     table = Table(
         "time", _right("duration"), _right("share"), title="Where the time went, rank 0", title_justify="left"
     )
-    for name, value in seconds.__pydantic_extra__.items():
+    for name, value in seconds.parts.items():
         share = f"{value / seconds.total:.0%}" if seconds.total else ""
         table.add_row(name.replace("_", " "), seconds_text(value), share)
     table.add_section()

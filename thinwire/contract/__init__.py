@@ -2,6 +2,7 @@
 
 spec           the job file: everything a user may ask for
 jobs, states   a job as the REST API shows it
+summary        how a run went that succeeded
 reports        what a running job says back to the service
 run_folder     which file of a run is where
 metric_names   what a worker exports to Prometheus

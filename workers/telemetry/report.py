@@ -6,18 +6,16 @@ with is a ring all-reduce of the gradient, which sends 2 (n-1)/n values a parame
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING
 
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told
 from thinwire.workers.telemetry import history
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def summarise(
     control_bytes: int,
     seconds: Mapping[str, float],
     attempts: int,
-) -> dict[str, JsonValue]:
+) -> Summary:
     """What summary.json says of a run that succeeded.
 
     samples: its history in order of step, step 0 included; each counts its own world size, so a resized run is
@@ -64,62 +62,56 @@ def summarise(
     compressed_fp32 = _ring_total(compressed, parameters, 4)
     losses = [sample.loss for sample in steps if sample.loss is not None]
     validation = [sample.validation_loss for sample in samples if sample.validation_loss is not None]
-    parts: dict[str, JsonValue] = {name: round(seconds.get(name, 0.0), 3) for name in PARTS}
+    parts = {name: round(seconds.get(name, 0.0), 3) for name in PARTS}
     measured = sum(seconds.get(name, 0.0) for name in PARTS)
-    return {
-        "state": "SUCCEEDED",
-        "steps": samples[-1].step,
-        "frozen_at": frozen_at,
-        "world_size": samples[-1].world_size,
-        "parameters": parameters,
-        "replicas_bit_equal": replicas_bit_equal,
-        "loss": {
-            "train_first": losses[0] if losses else None,
-            "train_last": losses[-1] if losses else None,
-            "validation_first": validation[0] if validation else None,
-            "validation_last": validation[-1] if validation else None,
-        },
-        "payload_bytes": {
-            "sent": sent,
-            "warmup_phase": sent - sent_compressed,
-            "compressed_phase": sent_compressed,
-            "compressed_phase_fp32": compressed_fp32,
-            "fp32": fp32,
-            "bf16": _ring_total(steps, parameters, 2),
-            "checkpoints": checkpoint_bytes,
-            "control": control_bytes,
-        },
-        "rounds": {"total": len(rounds), "skipped": sum(sample.skipped_round for sample in rounds)},
-        "compression_ratio": {
-            "compressed_phase": _ratio(compressed_fp32, sent_compressed),
-            "overall": _ratio(fp32, sent),
-        },
-        "seconds": {
-            "total": round(seconds["total"], 3),
-            **parts,
-            "other": round(max(0.0, seconds["total"] - measured), 3),
-        },
-        "health": _health(samples),
-        "attempts": attempts,
-    }
+    other = round(max(0.0, seconds["total"] - measured), 3)
+    return Summary(
+        steps=samples[-1].step,
+        frozen_at=frozen_at,
+        world_size=samples[-1].world_size,
+        parameters=parameters,
+        replicas_bit_equal=replicas_bit_equal,
+        loss=Losses(
+            train_first=losses[0] if losses else None,
+            train_last=losses[-1] if losses else None,
+            validation_first=validation[0] if validation else None,
+            validation_last=validation[-1] if validation else None,
+        ),
+        payload_bytes=PayloadBytes(
+            sent=sent,
+            warmup_phase=sent - sent_compressed,
+            compressed_phase=sent_compressed,
+            compressed_phase_fp32=compressed_fp32,
+            fp32=fp32,
+            bf16=_ring_total(steps, parameters, 2),
+            checkpoints=checkpoint_bytes,
+            control=control_bytes,
+        ),
+        rounds=Rounds(total=len(rounds), skipped=sum(sample.skipped_round for sample in rounds)),
+        compression_ratio=CompressionRatios(
+            compressed_phase=_ratio(compressed_fp32, sent_compressed), overall=_ratio(fp32, sent)
+        ),
+        seconds=Seconds.model_validate({"total": round(seconds["total"], 3), **parts, "other": other}),
+        health=_health(samples),
+        attempts=attempts,
+    )
 
 
-def _health(samples: Sequence[Sample]) -> dict[str, JsonValue]:
+def _health(samples: Sequence[Sample]) -> dict[str, Told]:
     """Of each number of reports.Health that was ever known: the first, the last and the largest."""
     told = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
     names = dict.fromkeys(name for health in told for name in health)
     values = {name: [health[name] for health in told if name in health] for name in names}
-    return {name: {"first": found[0], "last": found[-1], "max": max(found)} for name, found in values.items()}
+    return {name: Told(first=found[0], last=found[-1], max=max(found)) for name, found in values.items()}
 
 
-def write_report(run_dir: Path, summary: Mapping[str, JsonValue]) -> None:
+def write_report(run_dir: Path, summary: Summary) -> None:
     """Write summary.json and loss.png into the run folder, each whole or not at all.
 
     The picture is drawn from history.jsonl. Raises HistoryError, ValueError for an empty history, OSError.
     """
     folder = RunFolder(run_dir)
-    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    write_whole(folder.summary, text)
+    write_whole(folder.summary, summary.as_text())
     picture = BytesIO()
     _draw(history.read(folder.history), summary).savefig(picture, format="png", dpi=150)
     write_whole(folder.picture, picture.getvalue())
@@ -137,7 +129,7 @@ def _ratio(would_have_sent: int, sent: int) -> float | None:
 _TRAIN, _VALIDATION, _SENT, _FP32, _BF16 = "#9ab8d8", "#1f4e79", "#1a7f37", "#b3261e", "#d9822b"
 
 
-def _draw(samples: Sequence[Sample], summary: Mapping[str, Any]) -> Figure:
+def _draw(samples: Sequence[Sample], summary: Summary) -> Figure:
     """Two panels over steps. Without pyplot: it keeps every figure of the process, and needs its main thread."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -149,29 +141,29 @@ def _draw(samples: Sequence[Sample], summary: Mapping[str, Any]) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(_title(summary), fontsize=13, fontweight="bold")
     _draw_losses(upper, samples)
-    _draw_bytes(lower, [sample for sample in samples if sample.step > 0], summary["parameters"])
+    _draw_bytes(lower, [sample for sample in samples if sample.step > 0], summary.parameters)
     lower.set_xlabel("step", fontsize=11)
     for axes in (upper, lower):
         axes.set_xlim(0, max(1, samples[-1].step))
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    if summary["frozen_at"] is not None:
-        _shade_warmup((upper, lower), summary["frozen_at"])
+    if summary.frozen_at is not None:
+        _shade_warmup((upper, lower), summary.frozen_at)
     upper.legend(fontsize=10, frameon=False, loc="upper right")
     return figure
 
 
-def _title(summary: Mapping[str, Any]) -> str:
-    ratios, workers = summary["compression_ratio"], summary["world_size"]
-    if ratios["overall"] is None:
+def _title(summary: Summary) -> str:
+    ratios, workers = summary.compression_ratio, summary.world_size
+    if ratios.overall is None:
         return "One worker: nothing was sent"
-    where = f"{workers} workers, {summary['parameters'] / 1e6:.1f} M parameters"
-    if ratios["compressed_phase"] is None:
-        return f"{where}: not compressed, fp32 / sent = {ratios['overall']:.2f}"
+    where = f"{workers} workers, {summary.parameters / 1e6:.1f} M parameters"
+    if ratios.compressed_phase is None:
+        return f"{where}: not compressed, fp32 / sent = {ratios.overall:.2f}"
     return (
-        f"{where}: compressed {ratios['compressed_phase']:.1f}x against fp32 after the warm-up,\n"
-        f"{ratios['overall']:.1f}x over the whole run"
+        f"{where}: compressed {ratios.compressed_phase:.1f}x against fp32 after the warm-up,\n"
+        f"{ratios.overall:.1f}x over the whole run"
     )
 
 

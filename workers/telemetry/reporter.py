@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from thinwire.comm.wire.link_classes import exchange_boxes
 from thinwire.contract.reports import Event, EventKind, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
 from thinwire.workers.telemetry.history import History, keep_event
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
@@ -58,7 +59,7 @@ class Reporter(Protocol):
 
     def close(
         self,
-        summary: Mapping[str, JsonValue] | None = None,
+        summary: Summary | None = None,
         failure: Failure | None = None,
         timeout_s: float = DELIVER_S,
     ) -> None:
@@ -102,7 +103,7 @@ class Silent:
 
     def close(
         self,
-        summary: Mapping[str, JsonValue] | None = None,
+        summary: Summary | None = None,
         failure: Failure | None = None,
         timeout_s: float = DELIVER_S,
     ) -> None:
@@ -214,13 +215,13 @@ class ServiceReporter:
 
     def close(
         self,
-        summary: Mapping[str, JsonValue] | None = None,
+        summary: Summary | None = None,
         failure: Failure | None = None,
         timeout_s: float = DELIVER_S,
     ) -> None:
         """Post the rest with the last word, end the registration, stop serving metrics."""
         if self._poster is not None:
-            last_word = dict(summary) if summary is not None else None
+            last_word = summary.as_json() if summary is not None else None
             self._poster.close(summary=last_word, failure=failure, timeout_s=timeout_s)
         self._heartbeat.close()
         self._client.close()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.contract.reports import Sample
+from thinwire.contract.reports import Health, Sample
+from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.history import History, HistoryError
 from thinwire.workers.telemetry.report import ring_bytes, summarise, write_report
@@ -38,6 +39,10 @@ def run(
 
 
 def summary_of(samples: list[Sample], frozen_at: int | None = 5) -> dict[str, Any]:
+    return made(samples, frozen_at).as_json()
+
+
+def made(samples: list[Sample], frozen_at: int | None = 5) -> Summary:
     return summarise(
         samples,
         parameters=PARAMETERS,
@@ -54,9 +59,9 @@ def write(folder: Path, samples: list[Sample], frozen_at: int | None = 5) -> dic
     with History(folder / "history.jsonl") as history:
         for sample in samples:
             history.append(sample)
-    summary = summary_of(samples, frozen_at)
+    summary = made(samples, frozen_at)
     write_report(folder, summary)
-    return summary
+    return summary.as_json()
 
 
 @pytest.mark.parametrize(("n", "values"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
@@ -126,7 +131,7 @@ def test_an_optimizer_that_never_compresses_has_no_phase_ratio() -> None:
 def test_empty_history_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no samples to summarise"):
         summary_of([])
-    summary = summary_of(run())
+    summary = made(run())
     (tmp_path / "history.jsonl").touch()
     with pytest.raises(ValueError, match="no samples to draw"):
         write_report(tmp_path, summary)
@@ -150,7 +155,7 @@ def test_report_writes_the_summary_and_a_picture(
 
 def test_picture_shows_losses_bytes_and_the_warmup() -> None:
     samples = run()
-    upper, lower = report._draw(samples, summary_of(samples)).axes
+    upper, lower = report._draw(samples, made(samples)).axes
     train, validation, *_ = upper.lines
     assert list(train.get_xdata()) == list(range(1, 21))
     assert list(validation.get_xdata()) == [0, 5, 10, 15, 20]
@@ -171,10 +176,12 @@ def test_picture_shows_losses_bytes_and_the_warmup() -> None:
 
 
 def test_a_value_that_is_not_a_number_never_reaches_the_summary_file(tmp_path: Path) -> None:
-    summary = summary_of(run())
-    summary["loss"]["train_last"] = math.nan
+    summary = made(run())
+    loss = summary.loss.model_copy(update={"train_last": math.nan})  # a copy is not validated
+    with pytest.raises(ValueError, match="finite number"):
+        summary.loss.model_validate(loss.model_dump())
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_report(tmp_path, summary)
+        write_report(tmp_path, summary.model_copy(update={"loss": loss}))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,7 +190,7 @@ def test_damaged_history_is_an_error_and_the_summary_stands(tmp_path: Path) -> N
     (tmp_path / "summary.json").unlink()
     (tmp_path / "history.jsonl").write_text("{}\n" + run()[0].model_dump_json() + "\n")
     with pytest.raises(HistoryError):
-        write_report(tmp_path, summary)
+        write_report(tmp_path, Summary.model_validate(summary))
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
@@ -191,9 +198,73 @@ def test_drawing_uses_no_pyplot(tmp_path: Path) -> None:
     """pyplot keeps every figure of the process and picks a window system; and matplotlib is loaded to draw only."""
     write(tmp_path, run())
     program = (
-        "import json, sys, pathlib; from thinwire.workers.telemetry.report import write_report; "
+        "import sys, pathlib; from thinwire.workers.telemetry.report import write_report; "
+        "from thinwire.contract.summary import Summary; "
         "assert 'matplotlib' not in sys.modules; folder = pathlib.Path(sys.argv[1]); "
-        "write_report(folder, json.loads((folder / 'summary.json').read_text())); "
+        "write_report(folder, Summary.model_validate_json((folder / 'summary.json').read_text())); "
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+def test_the_file_has_the_text_that_it_always_had() -> None:
+    samples = run()
+    samples[10] = samples[10].model_copy(update={"health": Health(error_to_momentum=1.5, rounds_skipped=3)})
+    assert made(samples).as_text() == TEXT
+
+
+TEXT = """{
+  "state": "SUCCEEDED",
+  "steps": 20,
+  "frozen_at": 5,
+  "world_size": 2,
+  "parameters": 1000000,
+  "replicas_bit_equal": true,
+  "loss": {
+    "train_first": 5.5,
+    "train_last": 0.275,
+    "validation_first": 5.55,
+    "validation_last": 0.25
+  },
+  "payload_bytes": {
+    "sent": 21875000,
+    "warmup_phase": 20000000,
+    "compressed_phase": 1875000,
+    "compressed_phase_fp32": 60000000,
+    "fp32": 80000000,
+    "bf16": 40000000,
+    "checkpoints": 123,
+    "control": 45
+  },
+  "rounds": {
+    "total": 20,
+    "skipped": 0
+  },
+  "compression_ratio": {
+    "compressed_phase": 32.0,
+    "overall": 3.657142857142857
+  },
+  "seconds": {
+    "total": 100.0,
+    "startup": 10.0,
+    "forward_backward": 50.0,
+    "optimizer": 20.0,
+    "evaluation": 5.0,
+    "checkpoint": 0.0,
+    "other": 15.0
+  },
+  "health": {
+    "error_to_momentum": {
+      "first": 1.5,
+      "last": 1.5,
+      "max": 1.5
+    },
+    "rounds_skipped": {
+      "first": 3,
+      "last": 3,
+      "max": 3
+    }
+  },
+  "attempts": 2
+}
+"""

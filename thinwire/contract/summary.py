@@ -1,0 +1,105 @@
+"""How a run that succeeded went: summary.json. Rank 0 writes it, the service hands it on, the command line shows it.
+
+A reader takes summaries of other versions: keys that it does not know are passed over, parts of the time shown; one
+that came later than the first summaries has a default. Any other key that is missing is an error that names it, since
+a table with holes would look like a result.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Losses(_Part):
+    """Nats a byte; None where none was taken."""
+
+    train_first: float | None
+    train_last: float | None
+    validation_first: float | None
+    validation_last: float | None
+
+
+class PayloadBytes(_Part):
+    """Bytes one rank sent, counted by the transport; fp32, bf16: what a ring all-reduce would have sent instead.
+
+    Those of checkpoints and control are not in `sent`.
+    """
+
+    sent: int
+    warmup_phase: int
+    compressed_phase: int
+    compressed_phase_fp32: int
+    fp32: int
+    bf16: int
+    checkpoints: int
+    control: int
+
+
+class Rounds(_Part):
+    """Steps in which workers could exchange something, and how many of them sent nothing."""
+
+    total: int = 0
+    skipped: int = 0
+
+
+class CompressionRatios(_Part):
+    """fp32 ring all-reduce over sent; None where nothing was sent: no such phase, or one worker."""
+
+    compressed_phase: float | None
+    overall: float | None
+
+
+class Seconds(_Part):
+    """Wall time of rank 0, in all and by part; the parts are what the writer has measured, and `other`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float]
+
+    total: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """All but the total, in their order."""
+        return self.__pydantic_extra__
+
+
+class Told(_Part):
+    """One number of reports.Health over the run."""
+
+    first: int | float
+    last: int | float
+    max: int | float
+
+
+class Summary(_Part):
+    """summary.json. Its fields stand in the file in this order."""
+
+    state: Literal["SUCCEEDED"] = "SUCCEEDED"
+    steps: int
+    frozen_at: int | None = Field(description="the last uncompressed step; None where nothing was compressed")
+    world_size: int = Field(description="of the last step")
+    parameters: int
+    replicas_bit_equal: bool
+    loss: Losses
+    payload_bytes: PayloadBytes
+    rounds: Rounds = Rounds()
+    """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
+    compression_ratio: CompressionRatios
+    seconds: Seconds
+    health: dict[str, Told] = Field(default_factory=dict, description="by the names of reports.Health")
+    attempts: int = 1
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """What stands in the file."""
+        return self.model_dump(mode="json")
+
+    def as_text(self) -> str:
+        """The file."""
+        return json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n"
