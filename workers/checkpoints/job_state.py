@@ -56,9 +56,7 @@ def restored(content: Content) -> dict[str, Any]:
         "vectors": _under("vectors.", content),
         "residuals": _under("residuals.", content),
     }
-    if "master" in content.flat:  # of format 1
-        optimizer["master"] = content.flat["master"]
-    elif masters:
+    if masters:
         optimizer["master"] = torch.cat(masters)
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 

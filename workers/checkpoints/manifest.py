@@ -21,7 +21,7 @@ class CheckpointRefused(ValueError):
 class CheckpointId(NamedTuple):
     """Which checkpoint: ordered by the generation that wrote it, then by step, so that the last in time is the largest.
 
-    token: 0 for a checkpoint of format 1, else what CheckpointStore.draw_token gave to the generation.
+    token: what CheckpointStore.draw_token gave to the generation.
     """
 
     token: int
@@ -112,7 +112,7 @@ def unseal(data: bytes) -> JsonValue:
     if not isinstance(whole, dict) or "format" not in whole:
         raise ValueError("says no format")
     if whole["format"] != FORMAT:
-        raise ValueError(f"has format {whole['format']!r}, this version reads 1 and {FORMAT}")
+        raise ValueError(f"has format {whole['format']!r}, this version reads {FORMAT}")
     content: JsonValue = whole.get("content")
     if whole.get("sha256") != _sha256(content):
         raise ValueError("does not match its checksum")

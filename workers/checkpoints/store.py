@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from thinwire.workers.checkpoints import format_one
 from thinwire.workers.checkpoints.manifest import (
     MANIFEST,
     CheckpointId,
@@ -31,8 +30,8 @@ from thinwire.workers.checkpoints.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{12}))?")
-"""With a token format 2, without one format 1. What else lies there is not ours and is left alone."""
+_FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
+"""What else lies there is not ours and is left alone."""
 
 
 class CheckpointStore:
@@ -83,8 +82,6 @@ class CheckpointStore:
                 "home on storage that all nodes share"
             )
         try:
-            if not which.token:
-                return format_one.load(self.storage, folder, device)
             manifest = self._manifest(which)
             whole = {
                 name: torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype], device=device)
@@ -193,8 +190,6 @@ class CheckpointStore:
         """Is it whole as far as sizes tell? Raises: OSError, but for a file that is not there."""
         if MANIFEST not in files:
             return False
-        if not which.token:
-            return format_one.STATE in files
         try:
             manifest = self._manifest(which)
         except (FileNotFoundError, ValueError):
@@ -202,13 +197,10 @@ class CheckpointStore:
         return all(files.get(shard.file) == shard.size_bytes for shard in manifest.shards)
 
     def _defect(self, which: CheckpointId) -> str | None:
-        folder = _folder(which)
         try:
-            if not which.token:
-                return format_one.defect(self.storage, folder)
             for shard in self._manifest(which).shards:
                 tally = Tally()
-                with self.storage.read(folder, shard.file) as stream:
+                with self.storage.read(_folder(which), shard.file) as stream:
                     for _ in tally.through(read(stream)):
                         pass
                 check(shard, tally)
@@ -231,11 +223,11 @@ class CheckpointStore:
     def _all(self) -> list[CheckpointId]:
         """All that look like a checkpoint, whole or not, oldest first. Raises: OSError."""
         found = filter(None, map(_FOLDER.fullmatch, self.storage.folders()))
-        return sorted(CheckpointId(int(match[2] or "0", 16), int(match[1])) for match in found)
+        return sorted(CheckpointId(int(match[2], 16), int(match[1])) for match in found)
 
 
 def _folder(which: CheckpointId) -> str:
-    return f"step-{which.step:08d}" + (f"-{which.token:012x}" if which.token else "")
+    return f"step-{which.step:08d}-{which.token:012x}"
 
 
 def _shard(rank: int, world_size: int) -> str:
