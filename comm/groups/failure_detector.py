@@ -20,21 +20,78 @@ it is not ours to destroy what the user made. Hence the note in the store.
 
 Every question to the store is asked in a thread that is not waited for longer than a bound: a store whose host hangs
 answers never. It is part of rank 0's process, or of its host's agent; where it is out of reach, rank 0 is the lost one.
+
+A process is named by host, pid and when it began (`Birth`), never by pid alone. That is read from Linux's /proc;
+elsewhere, and of processes of other hosts or containers, nothing is known.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.birth import Birth
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A process of some host.
+
+    host: boot and container (the namespace of pids), "" where unknown. began: in ticks since boot."""
+
+    host: str
+    pid: int
+    began: int
+
+    @classmethod
+    def own(cls) -> Birth:
+        """This process."""
+        state = _state(os.getpid())
+        return cls(_host(), os.getpid(), state[1]) if state else cls("", os.getpid(), 0)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Birth:
+        """What to_json wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """As text, for a store."""
+        return json.dumps(asdict(self))
+
+    def ending(self) -> str | None:
+        """How it ended, in words; None where it lives, or nothing is known of it."""
+        if not self.host or self.host != _host():
+            return None
+        state = _state(self.pid)
+        if state is None or state[1] != self.began or state[0] in "ZX":
+            return f"its process {self.pid} has ended"
+        return None
+
+
+def _host() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """The letter of its state and when it began; None where there is no such process, or no /proc."""
+    try:
+        # The name, in brackets, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
+
 
 T = TypeVar("T")
 LOOK_S = 0.25

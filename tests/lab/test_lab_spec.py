@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from thinwire.lab import HostCounters, Lab, LabError, LabSpec, network
+from thinwire.lab.cli import rate_mbit, time_ms
 from thinwire.lab.counters import token_buckets
-from thinwire.lab.quantities import rate_mbit, time_ms
-from thinwire.lab.shaping import shaping_of
+from thinwire.lab.network import shaping_of
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """A lab in a box: hosts joined by shaped links, as network namespaces of one Linux machine. See docs/lab.md."""
 
 from thinwire.lab.counters import HostCounters, difference
-from thinwire.lab.errors import LabError, LabRunFailed
 from thinwire.lab.lab import Lab
 from thinwire.lab.run import Line, RunResult
-from thinwire.lab.spec import LabSpec
+from thinwire.lab.spec import LabError, LabRunFailed, LabSpec
 
 __all__ = [
     "HostCounters",

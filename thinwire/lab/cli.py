@@ -1,24 +1,26 @@
-"""`thinwire lab`: a lab from the command line."""
+"""`thinwire lab`: a lab from the command line, and what this machine can do as one."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from thinwire.lab.check import check_machine
+from thinwire.lab import network
 from thinwire.lab.counters import HostCounters
-from thinwire.lab.errors import LabError
-from thinwire.lab.lab import Lab
+from thinwire.lab.goodput import MOST_OF_RATE, PATTERNS, measure
+from thinwire.lab.lab import Lab, require_machine
 from thinwire.lab.leftovers import end_lab, find_labs
-from thinwire.lab.quantities import rate_mbit, time_ms
 from thinwire.lab.run import Line
-from thinwire.lab.spec import LabSpec
+from thinwire.lab.spec import LabError, LabSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -192,3 +194,65 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+RATE_MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+TIME_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def rate_mbit(text: str) -> float:
+    """100mbit, 2.7gbit -> 10^6 bit/s. Raises: ValueError."""
+    return _read(text, RATE_MBIT, "a rate with its unit, such as 100mbit or 2.7gbit")
+
+
+def time_ms(text: str) -> float:
+    """0.1ms, 100us, 0 -> milliseconds. Raises: ValueError."""
+    return 0.0 if text.strip() == "0" else _read(text, TIME_MS, "a time with its unit, such as 0.1ms or 100us, or 0")
+
+
+def _read(text: str, units: dict[str, float], what: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([a-z]+)(?:/s)?", text.strip().lower())
+    if not found or found[2] not in units:
+        raise ValueError(f"{text!r} is not {what}; the units are {', '.join(units)}")
+    return float(found[1]) * units[found[2]]
+
+
+BUSY_LOAD = 0.5
+
+
+def check_machine(spec: LabSpec, seconds: float, say: Callable[[str], object]) -> bool:
+    """Say line by line what is there and what the hosts of this spec reach; False where a lab cannot be made.
+
+    seconds: time to send, for each pattern. Raises: LabRunFailed where the measurement itself fails.
+    """
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    say(f"machine       Linux {platform.release()}, {cores} cores, load {load:.1f}")
+    try:
+        require_machine()
+        say(f"root, tools   yes: {', '.join(network.tool(name) for name in ('ip', 'tc', 'bridge'))}")
+    except LabError as error:
+        say(f"root, tools   no: {error}")
+        return False
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = stack.enter_context(Lab(spec))
+        except LabError as error:
+            say(f"a lab         no: {error}")
+            return False
+        say("a lab         yes: namespaces, veth, bridge, token bucket (sch_tbf)")
+        if network.has_netem(lab.holder):
+            say("loss, delay   yes, exact: netem (sch_netem)")
+        else:
+            say("loss          no: this kernel has no netem. " + network.kernel_module_hint("sch_netem"))
+            say("delay         by the receiver's NAPI timer: round trip of twice the delay + 0.07 ms, with jitter")
+        for pattern in PATTERNS:
+            found = measure(lab, pattern, seconds)
+            reached = ", ".join(f"{rate:.1f}" for rate in found.received_mbit)
+            direction = "one way" if pattern == "one-way" else "both ways"
+            say(
+                f"{direction:13} asked {spec.rate_mbit:g} Mbit/s, reached {reached} = {found.least_share:.3f} of it "
+                f"(most possible: {MOST_OF_RATE:.3f}); round trip {found.round_trip_ms:.3f} ms"
+            )
+    if load > BUSY_LOAD * cores:
+        say(f"The machine was busy (load {load:.1f} on {cores} cores): these rates may be its own, not the links'.")
+    return True

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.lab.errors import LabError
+from thinwire.lab.spec import LabError
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from types import TracebackType
 
 from thinwire.lab import network
 from thinwire.lab.counters import HostCounters, host_counters, token_buckets
-from thinwire.lab.errors import LabError
+from thinwire.lab.network import Shaping, shaping_of
 from thinwire.lab.processes import Holder, HostProcess
 from thinwire.lab.run import Line, RunResult, run_ranks
-from thinwire.lab.shaping import Shaping, shaping_of
-from thinwire.lab.spec import LabSpec
+from thinwire.lab.spec import LabError, LabSpec
 
 FIRST_PORT, NUM_PORTS = 29500, 1000
 

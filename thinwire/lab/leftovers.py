@@ -13,8 +13,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.lab.errors import LabError
 from thinwire.lab.processes import birth
+from thinwire.lab.spec import LabError
 
 MARKER = re.compile(r"thinwire-lab-(\d+-[0-9a-f]{8})")
 PROGRAM = "/thinwire/lab/holder.py"

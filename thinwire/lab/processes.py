@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.errors import LabError
+from thinwire.lab.spec import LabError
 
 START_TIME_LIMIT_S = 30.0
 END_TIME_LIMIT_S = 10.0

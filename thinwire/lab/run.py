@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from thinwire.lab.counters import HostCounters, difference
-from thinwire.lab.errors import LabRunFailed
 from thinwire.lab.processes import HostProcess, readable
+from thinwire.lab.spec import LabRunFailed
 
 TAIL_BYTES = 1 << 20
 SHOWN_BYTES = 4000

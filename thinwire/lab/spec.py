@@ -1,9 +1,18 @@
-"""What is asked of a lab: how many hosts, joined by which links?"""
+"""What is asked of a lab: how many hosts, joined by which links? And the errors that it may answer with."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+
+class LabError(Exception):
+    """A lab cannot be made or used here. The message says what is missing and how to get it."""
+
+
+class LabRunFailed(LabError):
+    """A command in the lab failed or ran out of time. The message holds the end of what the rank wrote."""
+
 
 MAX_HOSTS = 128
 MIN_RATE_MBIT, MAX_RATE_MBIT = 1.0, 100_000.0

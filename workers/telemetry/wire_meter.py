@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.headers import HeaderModel
 from thinwire.comm.wire.interface_counters import InterfaceCounters, read_interface, read_mtu
-from thinwire.comm.wire.ledger import Ledger, unexplained_ratio
+from thinwire.comm.wire.ledger import HeaderModel, Ledger, unexplained_ratio
 from thinwire.comm.wire.link_classes import Boxes
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from thinwire.comm.groups import failure_detector
-from thinwire.comm.groups.birth import Birth
-from thinwire.comm.groups.failure_detector import StoreDetector
+from thinwire.comm.groups.failure_detector import Birth, StoreDetector
 
 SIZE = 3
 OTHER_HOST = Birth("elsewhere", 1, 1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.comm.wire.headers import Frames, HeaderModel
+from thinwire.comm.wire.ledger import Frames, HeaderModel
 
 
 def test_ordinary_ethernet_carries_1448_bytes_behind_66() -> None:

@@ -13,11 +13,20 @@ import torch
 
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
 from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.headers import Frames, HeaderModel
 from thinwire.comm.wire.interface_counters import read_interface, read_interfaces
-from thinwire.comm.wire.ledger import Calls, Ledger, entries, leaving, unexplained_ratio
+from thinwire.comm.wire.ledger import (
+    KINDS,
+    Calls,
+    Frames,
+    HeaderModel,
+    Ledger,
+    Send,
+    entries,
+    leaving,
+    sends,
+    unexplained_ratio,
+)
 from thinwire.comm.wire.link_classes import Box, Boxes, LinkClass, exchange_boxes, this_box
-from thinwire.comm.wire.routes import KINDS, Send, sends
 from thinwire.lab import Lab, LabError, LabSpec
 
 SIZES = [1, 2, 3, 4, 8]
