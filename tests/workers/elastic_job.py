@@ -66,7 +66,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
 
     from thinwire.workers import loop
     from thinwire.workers.checkpoints import CheckpointStore
-    from thinwire.workers.elastic.notice import heed_sigterm, told_to_leave
+    from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on

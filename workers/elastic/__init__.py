@@ -3,13 +3,13 @@
 Ray Train's own answer to a lost worker, or to another number of them, is to stop all and start all again. Here Ray
 Train's controller, `fit()`, storage and state pages stay, over a worker group of our own (group.py):
 
-    trainer.py           ElasticTrainer: what a driver calls; controller.py: what it changes of Ray Train
+    trainer.py           ElasticTrainer: what a driver calls, and what it changes of Ray Train's controller
     group.py             the worker group: drops the dead, brings up the missing, lets the surplus leave
     bring_up.py          one slot from nothing, or from a living worker, to a running train function
-    failures.py          how often a slot may die early before the job ends
+    decisions.py         who is gone, whether a slot dies too often, whom to start or to let go
     worker.py, lease.py  the worker's process: can be adopted, ends when nobody asks for it any more
-    worker_side.py       what a train function asks: its slot, the membership server's address, its lease
-    membership_actor.py  the actor that holds the membership server, the number wanted, and the janitor
+    worker_side.py       what a train function asks: its slot, the membership server's address, whether to leave
+    membership_actor.py  the actor that holds the membership server, the number wanted, and the janitor; the line to it
     plan.py, leftovers.py  how the job's actors and placement groups are called, found and removed
 
 Nothing is imported here: worker_side must stay cheap, and Ray Train takes seconds.

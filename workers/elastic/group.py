@@ -15,33 +15,82 @@ import dataclasses
 import logging
 import queue
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, _shutdown_workers
 from ray.train.v2._internal.util import invoke_context_managers, time_monotonic
 from ray.train.v2.api.exceptions import ControllerError
 from ray.util.placement_group import remove_placement_group
 
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.bring_up import Arrival, BringUp, Unit
-from thinwire.workers.elastic.failures import EarlyDeaths, WorkersKeepDying
-from thinwire.workers.elastic.group_state import ElasticGroupState, Units
-from thinwire.workers.elastic.health import Health, Loss
-from thinwire.workers.elastic.membership_actor import Beat
-from thinwire.workers.elastic.membership_link import MembershipLink
+from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, WorkersKeepDying, decide
+from thinwire.workers.elastic.membership_actor import Beat, MembershipLink
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.state_page import ElasticStatePage
-from thinwire.workers.elastic.steering import decide
 from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
 from thinwire.workers.elastic.worker_side import Left
 
 logger = logging.getLogger(__name__)
+
+
+class Units(PlacementGroupHandle):  # type: ignore[misc]
+    """A placement group for each worker. remove: frees all of them."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove = remove
+
+    @property
+    def placement_group(self) -> Any:
+        """There is no single one."""
+        raise NotImplementedError("an elastic job has a placement group for each worker, not one for all")
+
+    def ready(self) -> Any:
+        """There is no single one."""
+        raise NotImplementedError("an elastic job has a placement group for each worker, not one for all")
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        """Nobody waits but bring-ups."""
+        return True
+
+    def shutdown(self) -> None:
+        """Give up what is on its way, and free everything."""
+        self._remove()
+
+
+class ElasticGroupState(WorkerGroupState):  # type: ignore[misc]
+    """Ray Train's, without the synchronisation actor."""
+
+    def shutdown(self) -> None:
+        """Kill the workers and free all."""
+        _shutdown_workers(self.workers)
+        self.placement_group_handle.shutdown()
+
+
+class ElasticStatePage(StateManagerCallback):  # type: ignore[misc]
+    """Ray Train's, told of each change of the workers."""
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """No worker is there yet, whom the inherited method would ask for versions."""
+        self.workers_changed(worker_group)
+
+    def workers_changed(self, worker_group: Any) -> None:
+        """These are the workers now."""
+        self._state_manager.update_train_run_attempt_running(
+            run_id=self._run_id,
+            attempt_id=worker_group.get_worker_group_context().run_attempt_id,
+            workers=worker_group.get_workers(),
+        )
+
 
 CANCEL_S = 5.0
 DRAINS_S = 2.0

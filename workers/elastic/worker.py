@@ -20,8 +20,8 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from thinwire.workers.elastic import worker_side
 from thinwire.workers.elastic.lease import Lease, lease_expired
-from thinwire.workers.elastic.notice import heed_sigterm
 from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.worker_side import heed_sigterm
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,124 @@
+"""Who is gone, whether a slot dies too often (early deaths are counted in a row), whom to start or to let go."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.train.v2._internal.exceptions import (
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+
+from thinwire.workers.elastic import decisions
+from thinwire.workers.elastic.decisions import Decision, EarlyDeaths, WorkersKeepDying, decide
+from thinwire.workers.elastic.membership_actor import Beat, Gone
+
+
+def unit(age_s=100.0):
+    return SimpleNamespace(slot=1, name="u", started=time.monotonic() - age_s)
+
+
+def failed(error):
+    return WorkerStatus(running=False, error=WorkerHealthCheckFailedError("poll failed", failure=error))
+
+
+def test_a_dead_actor_and_one_that_hangs_are_gone():
+    reader = decisions.Health(leave_s=30.0)
+    assert "ActorDiedError" in reader.read(unit(), failed(ActorDiedError()), None)[1].why
+    hangs = WorkerStatus(running=True, error=WorkerHealthCheckTimeoutError("hanging for 600 s"))
+    assert "hanging" in reader.read(unit(), hangs, None)[1].why
+
+
+def test_an_unreachable_worker_counts_as_running_for_a_while(monkeypatch):
+    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    counted, why = reader.read(unit(), status, None)
+    assert counted.running
+    assert counted.error is None
+    assert why is None
+    monkeypatch.setattr(decisions, "UNAVAILABLE_S", -1.0)
+    assert "unreachable" in reader.read(unit(), status, None)[1].why
+
+
+def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may_its_node_be():
+    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    beat = Beat(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(0.1, "lost: its connection ended")})
+    loss = reader.read(unit(), status, beat)[1]
+    assert "no member any more" in loss.why
+    assert not loss.node_lives
+
+
+def test_an_exception_of_the_train_function_is_not_death():
+    status = WorkerStatus(running=False, error=ValueError("a bug"))
+    assert decisions.Health(leave_s=30.0).read(unit(), status, None) == (status, None)
+
+
+@pytest.mark.parametrize(("since_s", "age_s", "gone"), [(31.0, 100.0, True), (5.0, 100.0, False), (31.0, 20.0, False)])
+def test_a_process_that_goes_on_long_after_it_was_counted_out_must_go(since_s, age_s, gone):
+    beat = Beat(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(since_s, "fenced: it hangs")})
+    _, loss = decisions.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), beat)
+    assert (loss is not None) is gone
+
+
+def test_more_early_deaths_of_one_slot_than_are_borne_raise_with_the_last_cause():
+    deaths = EarlyDeaths(early_s=30.0, most=2)
+    deaths.died(0, time.monotonic(), "first")
+    deaths.died(1, time.monotonic(), "another slot")
+    deaths.died(0, time.monotonic(), "second")
+    with pytest.raises(WorkersKeepDying, match=r"slot 0 died 3 times in a row within 30 s.*the 2 that.*last: third"):
+        deaths.died(0, time.monotonic(), "third")
+
+
+def test_a_worker_that_lived_long_ends_the_row():
+    deaths = EarlyDeaths(early_s=30.0, most=1)
+    for _ in range(5):
+        deaths.died(0, time.monotonic(), "early")
+        assert deaths.in_a_row(0) == 1
+        deaths.died(0, time.monotonic() - 31.0, "late")
+        assert deaths.in_a_row(0) == 0
+
+
+def test_the_first_replacement_waits_for_nothing_and_further_ones_longer_and_longer():
+    deaths, pauses = EarlyDeaths(early_s=30.0, most=100), []
+    for _ in range(8):
+        pauses.append(deaths.pause_s(0))
+        deaths.died(0, time.monotonic(), "early")
+    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "running", "coming", "ending", "seated", "expected"),
+    [
+        (3, [], {}, [], [], Decision(start=(0, 1, 2))),
+        (3, [0, 2], {}, [], [0, 2], Decision(start=(1,))),
+        (4, [0, 2], {1: False}, [], [0, 2], Decision(start=(3,))),
+        (3, [0, 1], {2: False}, [], [0, 1], Decision()),
+        (2, [0, 1, 2], {}, [], [0, 1, 2], Decision()),  # the membership server asks one of them itself
+        (2, [0, 1], {2: True, 3: False}, [], [0, 1], Decision(cancel=(3, 2))),
+        (3, [0, 1], {2: True, 3: False}, [], [0, 1], Decision(cancel=(3,))),
+        (2, [0, 1, 2], {}, [], [0, 1], Decision(dismiss=(2,))),  # 2 waits for a seat that it will not get
+        (2, [0, 1, 2], {}, [], [], Decision(dismiss=(2,))),
+        (1, [0, 1, 2], {}, [], [0, 1], Decision(dismiss=(2,))),
+        (2, [0, 1, 3], {2: False}, [], [0, 1, 3], Decision(cancel=(2,))),
+        (3, [0, 1], {}, [2], [0, 1], Decision()),  # its slot is free in a moment
+        (4, [0, 1], {}, [2], [0, 1], Decision(start=(3,))),
+    ],
+)
+def test_the_number_wanted_is_reached_by_the_least_change(target, running, coming, ending, seated, expected):
+    assert decide(target, running, coming, ending, seated) == expected
+
+
+@pytest.mark.parametrize("target", range(1, 6))
+@pytest.mark.parametrize("lost", range(5))
+def test_it_ends_with_the_number_wanted_from_whatever_it_was(target, lost):
+    running = {0, 1, 2, 3, 4} - {lost}
+    for _ in range(3):
+        seated = sorted(running)[:target]  # as the membership server does
+        running = set(seated) | (running - set(seated) if len(running) <= target else set())
+        decision = decide(target, running, {}, [], seated)
+        running = (running | set(decision.start)) - set(decision.dismiss)
+    assert len(running) == target

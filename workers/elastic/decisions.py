@@ -1,0 +1,139 @@
+"""What the worker group decides at a poll: who is gone, whether a slot dies too often, whom to start or to let go.
+
+Nothing here calls Ray.
+
+Which of Ray Train's answers to a poll mean that a worker is gone: a worker that Ray cannot reach may be alive, so that
+is death after UNAVAILABLE_S, or as soon as the membership server has lost its connection too. A worker whose process
+lives but that the server has counted out long ago hangs: it must make room. An exception of a train function is none of
+these: Ray Train decides.
+
+How often a slot may die soon after its start: a bug must not crash and start for ever. Whom to start and whom to let
+go: the membership server itself asks the surplus of those that are seated; `decide` asks those that wait for a seat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+
+from thinwire.workers.elastic.bring_up import Unit
+from thinwire.workers.elastic.membership_actor import Beat
+
+UNAVAILABLE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a worker is gone. node_lives: its place can be filled again; else the node may be gone with it."""
+
+    why: str
+    node_lives: bool = True
+
+
+class Health:
+    """Remembers since when a worker cannot be reached."""
+
+    def __init__(self, leave_s: float) -> None:
+        self._leave_s = leave_s
+        self._unavailable_since: dict[str, float] = {}
+
+    def read(self, unit: Unit, status: Any, beat: Beat | None) -> tuple[Any, Loss | None]:
+        """The status as it counts, and why this worker is gone; None where it is not."""
+        now = time.monotonic()
+        error = status.error
+        failure = error.health_check_failure if isinstance(error, WorkerHealthCheckFailedError) else None
+        gone = None if beat is None else beat.gone.get(unit.slot)
+        if gone is not None and gone.since_s > now - unit.started:
+            gone = None  # its predecessor
+        if isinstance(failure, ActorUnavailableError):
+            since = self._unavailable_since.setdefault(unit.name, now)
+            if gone is not None:
+                return status, Loss(f"unreachable, and no member any more ({gone.why})", node_lives=False)
+            if now - since > UNAVAILABLE_S:
+                return status, Loss(f"unreachable for {now - since:.0f} s", node_lives=False)
+            return WorkerStatus(running=True), None
+        self._unavailable_since.pop(unit.name, None)
+        if isinstance(failure, RayActorError):
+            return status, Loss(_in_short(failure))
+        if isinstance(error, WorkerHealthCheckTimeoutError):
+            return status, Loss(_in_short(error))
+        if status.running and gone is not None and gone.since_s > self._leave_s:
+            why = f"its process goes on {gone.since_s:.0f} s after the membership counted it out ({gone.why})"
+            return status, Loss(why)
+        return status, None
+
+
+def _in_short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
+
+
+class WorkersKeepDying(RuntimeError):
+    """A slot died early too often; whatever kills it will kill the next one too."""
+
+
+class EarlyDeaths:
+    """Counts, for each slot, deaths in a row within `early_s` of the worker's start."""
+
+    def __init__(self, early_s: float, most: int) -> None:
+        self._early_s = early_s
+        self._most = most
+        self._in_a_row: dict[int, int] = {}
+
+    def died(self, slot: int, started: float, why: str) -> None:
+        """A worker that was started at this monotonic time is gone. Raises: WorkersKeepDying."""
+        if time.monotonic() - started > self._early_s:
+            self._in_a_row[slot] = 0
+            return
+        self._in_a_row[slot] = self._in_a_row.get(slot, 0) + 1
+        if self._in_a_row[slot] > self._most:
+            raise WorkersKeepDying(
+                f"slot {slot} died {self._in_a_row[slot]} times in a row within {self._early_s:g} s of its start, more "
+                f"than the {self._most} that are borne: mend what kills it (see its log) and submit the job again. "
+                f"The last: {why}"
+            )
+
+    def pause_s(self, slot: int) -> float:
+        """How long to wait before the next worker of this slot: nothing at first, then longer."""
+        in_a_row = self._in_a_row.get(slot, 0)
+        return 0.0 if in_a_row <= 1 else min(0.5 * 2.0 ** (in_a_row - 2), 8.0)
+
+    def in_a_row(self, slot: int) -> int:
+        """Early deaths of this slot since a worker of it lived longer."""
+        return self._in_a_row.get(slot, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Slots."""
+
+    start: tuple[int, ...] = ()
+    cancel: tuple[int, ...] = ()
+    dismiss: tuple[int, ...] = ()
+
+
+def decide(
+    target: int, running: Collection[int], coming: dict[int, bool], ending: Collection[int], seated: Collection[int]
+) -> Decision:
+    """What brings the job to `target` workers.
+
+    running: slots whose worker lives. coming: slots on their way, and whether they have their resources. ending: slots
+    on their way that were cancelled. seated: slots of the present generation. The lowest free slots are started; what
+    waits for resources is cancelled first, then the highest slots.
+    """
+    surplus = len(running) + len(coming) - target
+    if surplus < 0:
+        taken = {*running, *coming, *ending}
+        missing = -surplus - len(ending)  # their slots are free in a moment
+        free = (slot for slot in range(len(taken) + max(missing, 0)) if slot not in taken)
+        return Decision(start=tuple(slot for slot, _ in zip(free, range(missing), strict=False)))
+    cancel = sorted(coming, key=lambda slot: (coming[slot], -slot))[:surplus]
+    asked_by_server = max(sum(slot in seated for slot in running) - target, 0)
+    idle = sorted((slot for slot in running if slot not in seated), reverse=True)
+    return Decision(cancel=tuple(cancel), dismiss=tuple(idle[: max(surplus - len(cancel) - asked_by_server, 0)]))
