@@ -7,17 +7,6 @@ Neither torch nor ray: a member speaks to the server over one TCP connection, an
 of the member.
 """
 
-from thinwire.workers.membership.errors import (
-    Dismissed,
-    Ended,
-    Fenced,
-    GenerationOver,
-    JoinTimeout,
-    MembershipError,
-    NotSeated,
-    Refused,
-    StoreTimeout,
-)
 from thinwire.workers.membership.member import Member
 from thinwire.workers.membership.seats import (
     Change,
@@ -32,6 +21,17 @@ from thinwire.workers.membership.seats import (
     Standing,
 )
 from thinwire.workers.membership.server import MembershipServer
+from thinwire.workers.membership.state import (
+    Dismissed,
+    Ended,
+    Fenced,
+    GenerationOver,
+    JoinTimeout,
+    MembershipError,
+    NotSeated,
+    Refused,
+    StoreTimeout,
+)
 
 __all__ = [
     "Change",

@@ -1,6 +1,6 @@
 """The connection of one member to the server, which it makes again for ever, while training goes on.
 
-Nothing is kept for a server that is away: whoever is told of a new connection says again what still holds.
+Nothing is kept for a server that is away: at a new connection the member's state says again what still holds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +26,11 @@ LAST_RETRY_S = 1.0
 """Between tries. Well under the time that a restarted server waits for its members."""
 
 
-class Listener(Protocol):
-    """Who is told, from the thread of the link."""
-
-    def hello(self) -> m.Hello:
-        """What to say first."""
-
-    def heard(self, message: m.FromServer) -> list[m.FromMember]:
-        """The server said something; the answers. A Welcome begins a connection, a Refusal is the last word."""
-
-    def cut(self) -> None:
-        """The connection has ended; another one may come."""
-
-
 class Link:
     """Connects from a thread of its own until `close`."""
 
-    def __init__(self, resolve: Callable[[], tuple[str, int]], secret: str, listener: Listener, name: str) -> None:
-        self._resolve, self._secret, self._listener, self._name = resolve, secret, listener, name
+    def __init__(self, resolve: Callable[[], tuple[str, int]], secret: str, state: State, name: str) -> None:
+        self._resolve, self._secret, self._state, self._name = resolve, secret, state, name
         self._lines: Lines | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-member", daemon=True)
@@ -84,7 +71,7 @@ class Link:
             if self._closing.is_set():
                 return
             logger.info("membership_unreachable worker=%s why=%r retry_s=%.2f", self._name, why, retry_s)
-            self._listener.cut()
+            self._state.cut()
             if time.monotonic() - began > LAST_RETRY_S:
                 retry_s = FIRST_RETRY_S
             self._closing.wait(retry_s * random.uniform(0.5, 1.0))
@@ -95,7 +82,7 @@ class Link:
         lines = Lines(socket.create_connection(self._resolve(), CONNECT_S))
         try:
             lines.write(m.Key(secret=self._secret))
-            lines.write(self._listener.hello())
+            lines.write(self._state.hello())
             until: float | None = time.monotonic() + CONNECT_S
             while not self._closing.is_set():
                 message = lines.read(m.from_server, m.LONGEST_LINE_BYTES, until)
@@ -103,7 +90,7 @@ class Link:
                     return "the server ended the connection"
                 if isinstance(message, m.Welcome):
                     until, self._lines = None, lines
-                for answer in self._listener.heard(message):
+                for answer in self._state.heard(message):
                     lines.write(answer)
                 if isinstance(message, m.Refusal):
                     self._closing.set()

@@ -3,11 +3,11 @@
 Two threads: one reads what the server says (link.py), one sends beats. The training loop only looks at what they left,
 under a lock that nobody holds while sending.
 
-A planned stop takes a promise (plans.py). Once this member has said yes to a step, its loop does not go past that step
-before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between, nobody
-can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as if a
-member had been lost, and it goes through join() like all the others. The same happens where the server says nothing for
-DECIDE_S.
+A planned stop takes a promise (register.py). Once this member has said yes to a step, its loop does not go past that
+step before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between,
+nobody can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as
+if a member had been lost, and it goes through join() like all the others. The same happens where the server says
+nothing for DECIDE_S.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from thinwire.workers.membership import errors
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.link import Link
 from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
-from thinwire.workers.membership.state import State
+from thinwire.workers.membership.state import Ended, GenerationOver, JoinTimeout, NotSeated, State, StoreTimeout
 
 DECIDE_S = 30.0
 """How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
@@ -63,7 +62,7 @@ class Member:
             while self._state.standing is not None:
                 self._raise_if_ended()
                 if not self._wait_until(until):
-                    raise errors.JoinTimeout(
+                    raise JoinTimeout(
                         f"{worker_name(self._identity)} waited {timeout_s:g} s for the generation after {after}: "
                         "call join() again, or look at the membership server for whom it waits"
                     )
@@ -87,11 +86,9 @@ class Member:
             seat = self._seated()
             while self._state.store is None:
                 if self._state.over is not None:
-                    raise errors.GenerationOver(
-                        f"generation {seat.generation} is over: {self._state.over}; call join()"
-                    )
+                    raise GenerationOver(f"generation {seat.generation} is over: {self._state.over}; call join()")
                 if not self._wait_until(until):
-                    raise errors.StoreTimeout(
+                    raise StoreTimeout(
                         f"rank 0 of generation {seat.generation} did not announce its store within {timeout_s:g} s: "
                         "look at its log, or wait longer"
                     )
@@ -152,9 +149,7 @@ class Member:
     def close(self) -> None:
         """End the connection without a goodbye: if nothing was said before, the others count this member as lost."""
         with self._state.changed:
-            self._state.end(
-                errors.Ended(f"{worker_name(self._identity)} was closed: make another Member, with a new id")
-            )
+            self._state.end(Ended(f"{worker_name(self._identity)} was closed: make another Member, with a new id"))
         self._closing.set()
         self._link.stop()
         self._link.join(CLOSE_S)
@@ -191,7 +186,7 @@ class Member:
 
     def _seated(self) -> Seat:
         if self._state.seat is None:
-            raise errors.NotSeated(f"{worker_name(self._identity)} has no seat: call join() first")
+            raise NotSeated(f"{worker_name(self._identity)} has no seat: call join() first")
         return self._state.seat
 
     def _raise_if_ended(self) -> None:
@@ -204,7 +199,7 @@ class Member:
         with self._state.changed:
             if self._state.ended is not None:
                 return
-            self._state.end(errors.Ended(f"{worker_name(self._identity)} has left: {what}"))
+            self._state.end(Ended(f"{worker_name(self._identity)} has left: {what}"))
         self._closing.set()
         self._link.send(goodbye)
         self._link.stop()

@@ -1,20 +1,141 @@
 """Who is here, who has gone and why, and what has happened to the present generation; with what it takes to lose one.
 
-An id that has gone is never taken again: `past` says what it is told when it comes back.
+An id that has gone is never taken again: `past` says what it is told when it comes back. What the rules ask the server
+to do is left here as effects.
+
+At which step all members stop (`Plans`) takes two phases, without a collective. The server proposes a step a little
+beyond the largest that it knows. A member says yes unless its loop has passed it, and its yes binds it: it will not go
+past that step before it has heard the outcome. All yes: confirmed. One no, or a death: cancelled, and proposed again
+further on. The server's knowledge is as old as the last beat, but each no brings the step of the loop, and each try
+doubles the distance, so that quick loops are caught in a few round trips.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
-from thinwire.workers.membership.effects import Close, Effect, Happened, Send
-from thinwire.workers.membership.plans import Plans
+from thinwire.workers.membership.messages import FromServer
 from thinwire.workers.membership.roster import Worker
-from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Lost, Seat, Seated, worker_name
+from thinwire.workers.membership.seats import (
+    LONGEST_REASON,
+    Identity,
+    Limits,
+    Lost,
+    Seat,
+    Seated,
+    Snapshot,
+    Status,
+    worker_name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long the rules wait. quiet_s: no first generation closes earlier than this after the start of the server."""
+
+    start_wait_s: float = 20.0
+    beat_timeout_s: float = 10.0
+    join_timeout_s: float = 10.0
+    adopt_s: float = 5.0
+    quiet_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to that worker, after what was sent before."""
+
+    to: str
+    message: FromServer
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the connection of that worker when all is sent."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """For the log and the metrics."""
+
+    kind: str
+    generation: int
+    fields: dict[str, JsonValue]
+
+
+Effect = Send | Close | Happened
+
+
+FIRST_MARGIN_STEPS = 2
+TRIES = 10
+"""In a row; then REST_S are let pass. The last try is 1024 steps ahead."""
+REST_S = 1.0
+SOON_S = 0.1
+"""While a member of a new generation has not begun to step: where it will begin, after a resume, nobody else knows."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A proposal that is not decided. leaving: id -> why."""
+
+    number: int
+    step: int
+    leaving: dict[str, str]
+    reason: str
+    voters: frozenset[str]
+    yes: set[str] = field(default_factory=set)
+
+
+class Plans:
+    """The proposals of one server, one at a time."""
+
+    def __init__(self) -> None:
+        self.open: Plan | None = None
+        self._number = 0
+        self._tries = 0
+        self._rest_until = 0.0
+
+    def propose(
+        self, voters: Collection[str], largest_step: int, leaving: dict[str, str], reason: str, now: float
+    ) -> Plan | None:
+        """A new open plan; None while it should rest."""
+        if now < self._rest_until:
+            return None
+        self._number += 1
+        step = largest_step + FIRST_MARGIN_STEPS * 2**self._tries
+        self.open = Plan(self._number, step, leaving, reason, frozenset(voters))
+        return self.open
+
+    def hold(self, until: float) -> None:
+        """Propose nothing before."""
+        self._rest_until = max(self._rest_until, until)
+
+    def refused(self, now: float, *, stepping: bool) -> None:
+        """A member said no: the next proposal goes further; soon, and no further, where it is not stepping yet."""
+        self.open = None
+        if not stepping:
+            self.hold(now + SOON_S)
+            return
+        self._tries += 1
+        if self._tries == TRIES:
+            self._tries, self._rest_until = 0, now + REST_S
+
+    def vote(self, voter: str, number: int) -> Plan | None:
+        """Count a yes. The plan, once all have said yes."""
+        if self.open is None or self.open.number != number:
+            return None
+        self.open.yes.add(voter)
+        return self.open if self.open.yes >= self.open.voters else None
+
+    def reset(self) -> None:
+        """Nothing is open, and the next proposal is a first one."""
+        self.open, self._tries, self._rest_until = None, 0, 0.0
 
 
 @dataclass(slots=True)
@@ -134,6 +255,41 @@ class Register:
         self.send(worker.identity.id, m.Refusal(verdict="fenced", why=why))
         self.effects.append(Close(worker.identity.id))
         self.lose(worker, why, "fenced", now)
+
+    def snapshot(self, limits: Limits, *, finished: bool, events: int) -> Snapshot:
+        """All that people are told. events: how many there have been."""
+        present, workers = self.members(), list(self.workers.values())
+        joined = len(roster.seating(workers))
+        status, text = self._status(limits, joined, finished=finished)
+        steps = [w.step for w in present] or [seated.standing.step for seated in self.present.seats]
+        return Snapshot(
+            generation=self.present.generation,
+            status=status,
+            status_text=text,
+            limits=limits,
+            members=tuple(w.occupant() for w in present),
+            waiting=tuple(w.occupant() for w in sorted(workers, key=lambda w: w.identity.slot) if w.rank is None),
+            joined=joined,
+            last_step=max(steps, default=0),
+            events=events,
+        )
+
+    def _status(self, limits: Limits, num_joined: int, *, finished: bool) -> tuple[Status, str]:
+        """One word, and one line."""
+        generation, members, num_awaited = self.present.generation, self.members(), len(self.awaited)
+        if finished:
+            return "finished", f"finished in generation {generation}"
+        if num_awaited:
+            of = len(self.present.seats)
+            return "regrouping", f"restarted; waiting for {num_awaited} of {of} workers to come back"
+        if members and self.present.regroup_since is None:
+            return "training", f"training with {len(members)} workers in generation {generation}"
+        coming = sum(w.standing is None for w in members)
+        if coming:
+            return "regrouping", f"regrouping after generation {generation}: waiting for {coming} of {len(members)}"
+        if num_joined < limits.min:
+            return "waiting for workers", f"waiting for workers: {num_joined} of {limits.min}"
+        return "forming", f"forming: {num_joined} of at most {limits.max} workers have come"
 
     def _count_lost(self, who: Identity, rank: int, why: str, now: float) -> None:
         present = self.present

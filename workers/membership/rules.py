@@ -5,7 +5,7 @@
     the first             also waits for limits.max workers, or start_wait_s
     a member is lost      when its connection ends; when it has not been heard of for beat_timeout_s; when it does not
                           come to a regroup within join_timeout_s, or 3 of the longest steps. The last two are fenced
-    a change is planned   (plans.py) while all is well and newcomers wait, or members should leave (roster.py)
+    a change is planned   (register.py) while all is well and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back, and waits adopt_s for the others
 
 A worker is living while its connection is open. What is to be done comes out of take().
@@ -16,9 +16,8 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership import roster, status
-from thinwire.workers.membership.effects import Close, Effect, Timing
-from thinwire.workers.membership.register import Present, Register
+from thinwire.workers.membership import roster
+from thinwire.workers.membership.register import Close, Effect, Present, Register, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
 
@@ -203,9 +202,7 @@ class Rules:
 
     def snapshot(self, events: int) -> Snapshot:
         """What is known now. events: how many there have been."""
-        register = self._register
-        seen = status.Seen(self.limits, register.present, len(register.awaited), self.finished)
-        return status.snapshot(seen, list(register.workers.values()), events)
+        return self._register.snapshot(self.limits, finished=self.finished, events=events)
 
     def _let_go(self, worker: Worker, reason: str, now: float) -> None:
         register = self._register

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.effects import Close, Happened, Send, Timing
 from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.register import Close, Happened, Send, Timing
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
 

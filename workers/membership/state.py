@@ -1,6 +1,16 @@
-"""What a member knows, and what it does about what the server says. No sockets, no threads of its own.
+"""What a member knows, what it does about what the server says, and what can go wrong. No sockets, no threads.
 
 `changed` guards all of it: the thread that reads changes it here, the training loop looks at it in member.py.
+
+MembershipError
+|-- JoinTimeout      no generation closed in the time that join() was given; join() may be called again
+|-- GenerationOver   a member was lost while this one waited for something of the present generation
+|-- StoreTimeout     rank 0 has not said in time where its store is
+|-- NotSeated        a call that needs a seat came before join() gave one
+`-- Ended            there is no way back for this member: its process must end
+    |-- Fenced       the others have gone on without it; a new process may come as a newcomer
+    |-- Dismissed    it was asked to leave, or the job has finished
+    `-- Refused      the server does not take it: wrong secret, or its id or slot is filled
 """
 
 from __future__ import annotations
@@ -9,11 +19,47 @@ import math
 import threading
 from dataclasses import dataclass
 
-from thinwire.workers.membership import errors
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.seats import Identity, Seat, Standing, worker_name
 
-_VERDICTS = {"fenced": errors.Fenced, "dismissed": errors.Dismissed, "refused": errors.Refused}
+
+class MembershipError(RuntimeError):
+    """The membership did not give what was asked."""
+
+
+class JoinTimeout(MembershipError):
+    """No generation closed in time. This member still waits at the server; call join() again, or end the process."""
+
+
+class GenerationOver(MembershipError):
+    """A member was lost meanwhile: call join() for the next generation."""
+
+
+class StoreTimeout(MembershipError):
+    """Rank 0 did not announce its store in time."""
+
+
+class NotSeated(MembershipError):
+    """This member has no seat yet: call join() first."""
+
+
+class Ended(MembershipError):
+    """This member will not be seated again."""
+
+
+class Fenced(Ended):
+    """The server has gone on without this member. End the process; a new one with a new id may join."""
+
+
+class Dismissed(Ended):
+    """This member was asked to leave, or came when the job had finished. End the process, without an error."""
+
+
+class Refused(Ended):
+    """The server does not take this member: the message says why."""
+
+
+_VERDICTS = {"fenced": Fenced, "dismissed": Dismissed, "refused": Refused}
 
 
 @dataclass(slots=True)
@@ -31,7 +77,7 @@ class Promise:
 
 
 class State:
-    """Of one member. It is what the link tells (link.py)."""
+    """Of one member. The link tells it what it hears (link.py)."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -41,7 +87,7 @@ class State:
         """join() has returned the seat."""
         self.standing: Standing | None = None
         """While joining."""
-        self.ended: errors.Ended | None = None
+        self.ended: Ended | None = None
         self.over: str | None = None
         self.lost: dict[int, str] = {}
         self.store: tuple[str, int] | None = None
@@ -56,7 +102,7 @@ class State:
         self.stepped_at = 0.0
         self.longest_step_s = 0.0
 
-    def end(self, error: errors.Ended) -> None:
+    def end(self, error: Ended) -> None:
         """There is no way back. Under the lock."""
         if self.ended is None:
             self.ended = error

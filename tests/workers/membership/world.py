@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from thinwire.workers.membership import Identity, Limits, Seat, Standing
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.effects import Close, Send, Timing
+from thinwire.workers.membership.register import Close, Send, Timing
 from thinwire.workers.membership.rules import Rules
 
 TIMING = Timing(start_wait_s=2.0, beat_timeout_s=3.0, join_timeout_s=3.0, adopt_s=1.0, quiet_s=1.5)
