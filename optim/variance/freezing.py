@@ -24,10 +24,6 @@ from thinwire.optim.variance.when_to_freeze import VarianceStability, Verdict, m
 logger = logging.getLogger(__name__)
 
 
-LARGE_CHANGE = 2
-"""Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
-
-
 class HasMoments(Protocol):
     """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
 
@@ -72,9 +68,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
-        self.evidence["floored_elements"] = 0
+        super().begin()
         if self.warmup == "auto":
-            self.stability = VarianceStability(self._beta2, self.total_steps, self.lr_warmup_steps)
+            self.stability = VarianceStability(self.beta2, self.total_steps, self.lr_warmup_steps)
 
     @abstractmethod
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -113,23 +109,12 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.frozen_at = now
         self.on_freeze(floored_N, now)
 
-    @torch.no_grad()
-    def set_global_batch(self, size: int) -> bool:
-        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+    def begin_again(self) -> None:
+        """m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected.
 
-        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
-        again: m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected, and is frozen
-        anew, by the automatic rule from there on or after min(warmup, 1 / (1 - beta2)) steps. The first call, and those
-        in warm-up, only note the size. Returns whether it began again. Collective where it does.
-        Raises: ValueError; PeerLost, and then nothing has changed.
+        It is frozen anew by the automatic rule from here on, or after min(warmup, 1 / (1 - beta2)) steps.
+        Collective. Raises: PeerLost, and then nothing has changed.
         """
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
-        before = self.saved.get("global_batch", size)
-        if self.frozen_at is None or max(size, before) < LARGE_CHANGE * min(size, before):
-            if self.frozen_at is None or "global_batch" not in self.saved:
-                self.saved["global_batch"] = size
-            return False
         self.overlap.refuse_between("set_global_batch")
         s = self.vectors
         m_N, residual_N = s.m_N, s.momentum_error.residual()
@@ -137,14 +122,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.handed_over = None  # what was handed over is in m from here on
         self.as_momentum_(residual_N)
         m_N.add_(residual_N)
-        now, self.frozen_at = self.num_steps, None
-        self.saved.update(global_batch=size, warmup_from=now)
-        self.evidence.setdefault("rearmed", []).append([now, before, size])
-        self.evidence.pop("warmup_ended_by", None)
+        self.frozen_at = None
         if self.stability is not None:
-            self.stability = self.stability.restarted(now)
-        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
-        return True
+            self.stability = self.stability.restarted(self.num_steps)
 
     def prepare_to_save(self) -> None:
         """Put the evidence of the automatic rule among the saved values."""
@@ -179,11 +159,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             return None
         if not self.warmup_from:
             return self.warmup
-        return self.warmup_from + min(self.warmup, memory_steps(self._beta2))
-
-    @property
-    def _beta2(self) -> float:
-        return max(float(group["betas"][1]) for group in self.param_groups)
+        return self.warmup_from + min(self.warmup, memory_steps(self.beta2))
 
     def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
         """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""

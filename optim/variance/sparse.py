@@ -21,7 +21,6 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.freezing import LARGE_CHANGE
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import Fresh, ZeroOneSettings
@@ -116,7 +115,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
-        self.freeze = replace(self.freeze, beta2=max(group["betas"][1] for group in self.param_groups))
+        super().begin()
+        self.freeze = replace(self.freeze, beta2=self.beta2)
         layout = self.space.layout
         self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
         self.saved |= {
@@ -125,7 +125,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             "last_lrs": [0.0] * len(self.param_groups),
             "lr_rose_at": 0,
         }
-        self.evidence["floored_elements"] = 0
         self.derive_divisor(self._groups())
 
     def waits_for(self, plan: StepPlan) -> str | None:
@@ -138,37 +137,26 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return step >= self.freeze.second_end(self.warmup_from)
         return self.freeze.reason(step, self._rose_at(step)) is not None
 
-    @torch.no_grad()
-    def set_global_batch(self, size: int) -> bool:
-        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+    @property
+    def can_begin_again(self) -> bool:
+        """Not with settings.gradient_stage: there is no way back from sums to gradients."""
+        return not self.settings.gradient_stage
 
-        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
-        again: the round ends (prepare_to_save), v moves again at the steps of T_v, counted from here, and is frozen
-        anew (VarianceFreeze.second_end). Until then it has the weight of FEWEST_STEPS updates, so that new gradients
-        soon count; steps are divided by what they were. R waits in units of u, whatever v does. The first call, and
-        those in warm-up, only note the size, as do all with settings.gradient_stage. Returns whether it began again.
-        Collective where it does. Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+    def begin_again(self) -> None:
+        """End the round (prepare_to_save); v moves again at the steps of T_v, counted from here.
+
+        It is frozen anew by VarianceFreeze.second_end. Until then it has the weight of FEWEST_STEPS updates, so that
+        new gradients soon count; steps are divided by what they were. R waits in units of u, whatever v does.
+        Collective. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
-        if type(size) is not int or size < 1:
-            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
-        before = self.saved.get("global_batch", size)
-        fixed = self.frozen_at is None or self.settings.gradient_stage
-        if fixed or max(size, before) < LARGE_CHANGE * min(size, before):
-            if fixed or "global_batch" not in self.saved:
-                self.saved["global_batch"] = size
-            return False
         self.prepare_to_save()
-        groups, now = self._groups(), self.num_steps
+        groups = self._groups()
         if self.settings.bias_correction:
             for h in groups:
                 self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
         self.frozen_at = None
-        self.saved.update(global_batch=size, warmup_from=now, variance_updates=FEWEST_STEPS)
-        self.evidence.setdefault("rearmed", []).append([now, before, size])
-        self.evidence.pop("warmup_ended_by", None)
+        self.saved["variance_updates"] = FEWEST_STEPS
         self.derive_divisor(groups)
-        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
-        return True
 
     @property
     def updates_early(self) -> bool:

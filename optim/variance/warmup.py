@@ -1,10 +1,16 @@
-"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: settings, scales, and a warm-up that ends with a frozen variance."""
+"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: settings, scales, and a warm-up that ends with a frozen variance.
+
+When it ends is in when_to_freeze.py; that it begins again after a large change of the global batch is here.
+"""
 
 from __future__ import annotations
 
+import logging
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.reference import Scale
@@ -15,6 +21,11 @@ from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.scales import scaled_reducer
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.zero_one_settings import ZeroOneSettings
+
+logger = logging.getLogger(__name__)
+
+LARGE_CHANGE = 2
+"""Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
 Parity = Literal["deepspeed"]
 """Whose numbers are to be met, to rounding."""
@@ -75,6 +86,27 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         self.scale: Scale = scale
         super().__init__(params, defaults, **options)
 
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
+        self.evidence["floored_elements"] = 0
+
+    @abstractmethod
+    def begin_again(self) -> None:
+        """Undo the freeze: v moves again after this step, and frozen_at is None. Collective.
+
+        Raises: PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Does the algorithm, as it is set, have a way back to its warm-up?"""
+        return True
+
+    @property
+    def beta2(self) -> float:
+        """The largest of the groups: how long the variance remembers."""
+        return max(float(group["betas"][1]) for group in self.param_groups)
+
     @property
     def warmup_from(self) -> int:
         """The step after which the present warm-up, or the one that the variance was frozen by, began."""
@@ -92,3 +124,28 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             self.bucket_elements,
             shadow=self.shadow,
         )
+
+    @torch.no_grad()
+    def set_global_batch(self, size: int) -> bool:
+        """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
+
+        While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
+        again (begin_again). The first call, and those in warm-up, only note the size, as do all where there is no way
+        back. Returns whether it began again. Collective where it does.
+        Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+        if type(size) is not int or size < 1:
+            raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
+        before = self.saved.get("global_batch", size)
+        fixed = self.frozen_at is None or not self.can_begin_again
+        if fixed or max(size, before) < LARGE_CHANGE * min(size, before):
+            if fixed or "global_batch" not in self.saved:
+                self.saved["global_batch"] = size
+            return False
+        self.begin_again()
+        now = self.num_steps
+        self.saved.update(global_batch=size, warmup_from=now)
+        self.evidence.setdefault("rearmed", []).append([now, before, size])
+        self.evidence.pop("warmup_ended_by", None)
+        logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
+        return True

@@ -190,7 +190,7 @@ def test_a_peer_lost_while_it_begins_again_changes_nothing():
 
 
 def test_it_is_logged_and_told_with_its_reason(caplog):
-    caplog.set_level(logging.INFO, logger="thinwire.optim.variance.freezing")
+    caplog.set_level(logging.INFO, logger="thinwire.optim.variance")
 
     def work(group):
         optimizer, parameters = made("adam", group, warmup="auto", total_steps=40)
