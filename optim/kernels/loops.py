@@ -1,6 +1,6 @@
 """Updates as loops over the elements [8 first, 8 stop) of a slice, compiled by numba: float32 and float64.
 
-What they compute is said, and done in torch, by adam_math, local_steps and onebit_lamb; here every vector is read and
+What they compute is said, and done in torch, by adam_math, zero_one_adam and onebit_lamb; here every vector is read and
 written once. Rounding is as written, without a fused multiply-add, so replicas on different processors stay equal.
 """
 

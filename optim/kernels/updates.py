@@ -42,13 +42,13 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
 
 
 def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, divisor_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """local_steps.local_step of one slice. p, m, u: modified."""
+    """zero_one_adam.local_step of one slice. p, m, u: modified."""
     _run(_loops().local, (p_s, g_s, m_s, u_s, divisor_s), (1 - h.beta1, keep, h.lr))
     increment_version((p_s, m_s, u_s))
 
 
 def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """local_steps.propose_ of one slice. z: modified."""
+    """zero_one_adam.propose_ of one slice. z: modified."""
     _run(_loops().propose, (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
     increment_version(z_s)
 
@@ -64,7 +64,7 @@ def receive_(
     longest: float,
     kept: float,
 ) -> None:
-    """local_steps.receive_ of one slice. p, m, u: modified. start may be p."""
+    """zero_one_adam.receive_ of one slice. p, m, u: modified. start may be p."""
     _run(_loops().receive, (p_s, start_s, z_s, divisor_s, m_s, u_s), (weight, longest, kept))
     increment_version((p_s, m_s, u_s))
 

@@ -8,7 +8,7 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
-from thinwire.optim.local_steps import cut_
+from thinwire.optim.zero_one_adam import cut_
 
 TYPES = [torch.float32, torch.float64]
 SIZES = [8, 24, 8 * 1001, 8 * (2 * LEAST + 3)]
