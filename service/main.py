@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +13,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
@@ -23,10 +27,68 @@ from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
-from thinwire.service.launch.protocol import Launcher
-from thinwire.service.launch.starter import LauncherStarter
-from thinwire.service.limits import BodyLimit
+from thinwire.service.launch.protocol import Launcher, LauncherError
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
+
+logger = logging.getLogger(__name__)
+
+BODY_LIMIT_BYTES = 1 << 20
+TELEMETRY_LIMIT_BYTES = 8 << 20
+
+
+class LauncherStarter:
+    """Calls `launcher.start` in a thread until it has worked, `retry_s` seconds apart."""
+
+    def __init__(self, launcher: Launcher, retry_s: float = 5.0) -> None:
+        self._launcher = launcher
+        self._retry_s = retry_s
+        self._stop = threading.Event()
+        self._waiting: str | None = "it is starting"
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread = threading.Thread(target=self._loop, name="thinwire-launcher", daemon=True)
+        self._thread.start()
+
+    def reason(self) -> str | None:
+        """None when jobs can be submitted, else why not. May block as `launcher.ready` does."""
+        return self._waiting if self._waiting is not None else self._launcher.ready()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Close the launcher, and whatever a start that is under way brings up. Safe to call twice.
+
+        Raises: LauncherError, where the launcher could not end everything.
+        """
+        self._stop.set()
+        self._waiting = "the service is ending"
+        self._launcher.close()  # makes a slow start give up
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("launcher_still_starting timeout_s=%g", timeout_s)
+            self._launcher.close()  # a start that began just as the first close ended
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._launcher.start()
+            except LauncherError as error:
+                logger.warning(
+                    "launcher_start_failed name=%s retry_s=%g error=%s", self._launcher.name, self._retry_s, error
+                )
+                why = str(error)
+            except Exception as error:
+                logger.exception("launcher_start_failed name=%s retry_s=%g", self._launcher.name, self._retry_s)
+                why = f"{type(error).__name__}: {error}"
+            else:
+                logger.info("launcher_started name=%s", self._launcher.name)
+                if not self._stop.is_set():
+                    self._waiting = None
+                return
+            if not self._stop.is_set():
+                self._waiting = why
+            self._stop.wait(self._retry_s)
 
 
 class ControlPlane:
@@ -94,6 +156,45 @@ class ControlPlane:
             return f"database: {type(error).__name__}; see the service's log"
         reason = self.starter.reason()
         return f"launcher: {reason}" if reason is not None else None
+
+
+class BodyLimit:
+    """Reads the body up to its limit and hands it on; above the limit, 413.
+
+    The length header is believed when it says too much; otherwise the bytes are counted, because a chunked body
+    has no length.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose body is within the limit."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        limit = TELEMETRY_LIMIT_BYTES if scope["path"].endswith("/telemetry") else BODY_LIMIT_BYTES
+        declared = Headers(scope=scope).get("content-length", "")
+        size = int(declared) if declared.isdecimal() else 0
+        held: list[Message] = []
+        counted = 0
+        more = size <= limit
+        while more:
+            message = await receive()
+            held.append(message)
+            counted += len(message.get("body", b""))
+            size = max(size, counted)
+            more = message["type"] == "http.request" and message.get("more_body", False) and size <= limit
+        if size > limit:
+            error = errors.BodyTooLarge(f"the body has at least {size} bytes; {scope['path']} takes at most {limit}")
+            await errors.error_response(error)(scope, receive, send)
+            return
+        waiting = iter(held)
+
+        async def replay() -> Message:
+            return next(waiting, None) or await receive()
+
+        await self.app(scope, replay, send)
 
 
 def create_app(

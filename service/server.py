@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -25,8 +26,8 @@ from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.service.auth import TokenFileError
 from thinwire.service.config import Settings
 from thinwire.service.db import DatabaseUnusable
+from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
-from thinwire.service.launch.registry import make_launcher
 from thinwire.service.main import ControlPlane, create_app
 
 logger = logging.getLogger(__name__)
@@ -192,3 +193,21 @@ def _url(listener: socket.socket) -> str:
     if address.is_unspecified:  # 0.0.0.0 and :: are not addresses that one can connect to
         address = ip_address("127.0.0.1" if address.version == 4 else "::1")
     return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+
+
+def _local(home: Path) -> Launcher:
+    from thinwire.service.launch.local import LocalLauncher
+
+    return LocalLauncher(home)
+
+
+def _fake(home: Path) -> Launcher:
+    return FakeLauncher(timeline=Timeline())
+
+
+LAUNCHERS: dict[str, Callable[[Path], Launcher]] = {"local": _local, "fake": _fake}
+
+
+def make_launcher(name: str, home: Path) -> Launcher:
+    """The launcher of this name, not started. home: where it may keep its state. Raises KeyError."""
+    return LAUNCHERS[name](home)

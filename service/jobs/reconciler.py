@@ -33,11 +33,10 @@ from thinwire.service.jobs.decide import (
     decide,
 )
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.resize import wanted_workers, write_wanted
+from thinwire.service.jobs.repository import JobRepository, transition
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.transitions import job_json, transition
-from thinwire.service.jobs.views import submission_id
+from thinwire.service.jobs.views import job_json, submission_id
+from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, LaunchStatus
 
 logger = logging.getLogger(__name__)

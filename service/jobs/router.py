@@ -14,13 +14,16 @@ from thinwire.service.auth import job_or_operator, operator
 from thinwire.service.errors import (
     BodyTooLarge,
     Forbidden,
+    IdempotencyKeyReused,
     InvalidRequest,
+    JobNotFound,
+    JobOver,
+    StaleAttempt,
     Unauthorized,
     Unavailable,
     UnsupportedMediaType,
     documented,
 )
-from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 

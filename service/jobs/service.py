@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs
+from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs, Problem
 from thinwire.contract.reports import Sample
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.contract.states import JobState
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
-from thinwire.service.errors import Unavailable
-from thinwire.service.jobs.data_file import check_data
-from thinwire.service.jobs.errors import IdempotencyKeyReused, JobNotFound, JobOver
+from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobOver, Unavailable
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.resize import resize, wanted_workers, write_wanted
+from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.transitions import job_json, record, transition
-from thinwire.service.jobs.views import event_view, job_view, submission_id
+from thinwire.service.jobs.views import event_view, job_json, job_view, submission_id
+from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class JobService:
         earlier = self._earlier(idempotency_key, digest)
         if earlier is not None:
             return earlier
-        check_data(spec)
+        _check_data(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
@@ -249,3 +248,44 @@ def _found(session: Session, job_id: str) -> JobRow:
     if row is None:
         raise JobNotFound(job_id)
     return row
+
+
+def _check_data(spec: TrainSpec) -> None:
+    """Refuse a data file that this machine cannot read, or too short a one. Raises InvalidRequest."""
+    if not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
+        return
+    path = spec.data.path
+    impossible = "\0" in path or not os.path.isabs(path)
+    wrong = "must be an absolute path" if impossible else _unusable(spec.data, spec.recipe.context)
+    if wrong:
+        raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])
+
+
+def parts(size: int, validation_fraction: float) -> tuple[int, int]:
+    """Bytes of the training and of the validation part, as thinwire.workers.data.corpus splits a file of `size`."""
+    validation = round(size * validation_fraction)
+    return size - validation, validation
+
+
+def _unusable(data: TextFile, context: int) -> str | None:
+    """Why this machine cannot train on the file; None where it can."""
+    try:
+        found = os.stat(data.path)
+    except FileNotFoundError:
+        return "there is no such file on the service's machine"
+    except OSError as error:
+        return f"the service cannot reach this file: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return "must be a regular file, not a folder or a device"
+    if not os.access(data.path, os.R_OK):
+        return "the service may not read this file; change its permissions, or name another"
+    if found.st_size == 0:
+        return "the file is empty; training needs text"
+    training, validation = parts(found.st_size, data.validation_fraction)
+    if min(training, validation) <= context:
+        return (
+            f"the file has {found.st_size} bytes: {training} for training and {validation} for validation at "
+            f"data.validation_fraction = {data.validation_fraction}; each part needs at least {context + 1}, one more "
+            f"than recipe.context = {context}"
+        )
+    return None

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from thinwire.contract.jobs import Job, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.states import JobState
-from thinwire.service.jobs.membership import membership_now
 from thinwire.service.jobs.models import EventRow, JobRow
-from thinwire.service.jobs.resize import takes_effect, wanted_workers
+from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 
 
 def submission_id(job_id: str, attempt: int) -> str:
     """The launcher's name of one attempt of a job; the first has the job's own id."""
     return job_id if attempt == 1 else f"{job_id}-attempt{attempt}"
+
+
+def job_json(row: JobRow) -> dict[str, Any]:
+    """What job.json in the run folder holds."""
+    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec}
 
 
 def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> Job:

@@ -18,12 +18,10 @@ from thinwire.contract.jobs import Problem, TargetGroup
 from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
 from thinwire.contract.states import JobState
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest
-from thinwire.service.jobs.errors import JobNotFound, JobOver, StaleAttempt
-from thinwire.service.jobs.membership import newest_membership
+from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.models import JobRow, LeaseRow
-from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.transitions import transition
+from thinwire.service.jobs.repository import JobRepository, transition
+from thinwire.service.jobs.worker_numbers import newest_membership
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
-from thinwire.service.launch.registry import LAUNCHERS, make_launcher
+from thinwire.service.server import LAUNCHERS, make_launcher
 
 RUN = Path("/tmp/run")
 

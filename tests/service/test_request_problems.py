@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.jobs import ErrorBody
 from thinwire.contract.spec import TextFile
-from thinwire.service.limits import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
+from thinwire.service.main import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.data.windows import Windows, validation_windows
 

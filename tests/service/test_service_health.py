@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.control_plane_harness import Service, TestClient, wait_until
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.launch.starter import LauncherStarter
-from thinwire.service.main import create_app
+from thinwire.service.main import LauncherStarter, create_app
 
 
 def _values(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

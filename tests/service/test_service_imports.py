@@ -17,12 +17,12 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import thinwire.service.main
 import thinwire.service.server
-import thinwire.service.launch.registry
+import thinwire.service.server
 import tempfile, pathlib
 from thinwire.service.config import Settings
 with tempfile.TemporaryDirectory() as home:
     settings = Settings(home=pathlib.Path(home), launcher="fake")
-    launcher = thinwire.service.launch.registry.make_launcher("fake", settings.home)
+    launcher = thinwire.service.server.make_launcher("fake", settings.home)
     app = thinwire.service.main.create_app(settings, launcher)
     app.state.plane.db.upgrade()
     app.openapi()

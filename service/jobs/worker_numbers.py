@@ -1,24 +1,30 @@
-"""How many workers a job is wanted to have: what a resize may ask, what it leaves in the row, and the run's file of it.
+"""How many workers a job is wanted to have, and how many train together now.
 
-The spec stays as it was submitted. What is wanted instead stands beside it in the row. workers.json in the run folder
-is written from the row once that is committed; where a crash came between the two, the reconciler writes it.
+Wanted: what a resize may ask, what it leaves in the row, and the run's file of it. The spec stays as it was submitted.
+What is wanted instead stands beside it in the row. workers.json in the run folder is written from the row once that is
+committed; where a crash came between the two, the reconciler writes it.
+
+Now: what the run has last said, a sample, or an event. What is needed of the newest event is kept in the job's row, so
+that a list of jobs need not search all events.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, JsonValue
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import Problem, TakesEffect, WorkersChange
-from thinwire.contract.reports import EventKind, WantedWorkers
+from thinwire.contract.jobs import Problem, TakesEffect, WaitingForWorkers, WorkersChange
+from thinwire.contract.reports import Event, EventKind, WantedWorkers
 from thinwire.contract.spec import Workers
 from thinwire.contract.states import JobState
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest
-from thinwire.service.jobs.errors import JobOver
+from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.repository import JobRepository, last_step
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.transitions import last_step
 
 
 def wanted_workers(row: JobRow) -> WantedWorkers:
@@ -89,3 +95,49 @@ def _impossible(change: WorkersChange, least: int, most: int, global_batch: int)
         words = f"must be at most global_batch = {global_batch}: at least one sample a worker"
         found.append(Problem(path="workers.max", value=most, message=words))
     return found
+
+
+KINDS = frozenset({EventKind.REGROUPED, EventKind.RESUMED, EventKind.WAITING_FOR_WORKERS})
+"""Events after which another number of workers trains together, or none."""
+
+
+class Membership(BaseModel):
+    """What is kept of such an event. world_size: None where it named none."""
+
+    attempt: int
+    time: float
+    world_size: int | None
+    waiting: WaitingForWorkers | None
+
+
+def newest_membership(row: JobRow, attempt: int, events: Sequence[Event]) -> dict[str, Any] | None:
+    """What the row is to keep of these events; None where they say nothing newer."""
+    said = sorted((event for event in events if event.kind in KINDS), key=lambda event: event.time)
+    known = row.newest_membership
+    if not said or (known is not None and (attempt, said[-1].time) < (known["attempt"], known["time"])):
+        return None
+    event = said[-1]
+    have, least = _count(event.fields.get("have")), _count(event.fields.get("min"))
+    waiting = None
+    if event.kind == EventKind.WAITING_FOR_WORKERS and have is not None and least is not None:
+        waiting = WaitingForWorkers(have=have, min=least)
+    size = _count(event.fields.get("world_size")) if waiting is None else have
+    return Membership(attempt=attempt, time=event.time, world_size=size, waiting=waiting).model_dump()
+
+
+def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:
+    """The world size, None where this attempt has not said it; and what the job waits for, where it does."""
+    size, since = None, float("-inf")
+    if row.newest_sample is not None and row.newest_sample["attempt"] == row.attempt:
+        sample = row.newest_sample["sample"]
+        size, since = sample["world_size"], sample["time"]
+    said = Membership.model_validate(row.newest_membership) if row.newest_membership is not None else None
+    if said is None or said.attempt != row.attempt or said.time < since:
+        return size, None
+    waits = JobState(row.state) in (JobState.PENDING, JobState.RUNNING)
+    return said.world_size if said.world_size is not None else size, said.waiting if waits else None
+
+
+def _count(value: JsonValue) -> int | None:
+    """The value where it is a number of workers: events hold any JSON."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 4096 else None
