@@ -28,8 +28,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
-from thinwire.contract.jobs import ErrorBody, Problem
-from thinwire.contract.states import JobState
+from thinwire.contract.jobs import ErrorBody, JobState, Problem
 from thinwire.service.problems import describe_problems
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thinwire.contract.states import JobState
+from thinwire.contract.jobs import JobState
 
 logger = logging.getLogger(__name__)
 

@@ -13,20 +13,24 @@ import logging
 import os
 import secrets
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers.telemetry.waiting import WaitingTeller
-from thinwire.workers.wanted import WantedFollower, wanted_workers
 from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.5
 UNTOLD = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 
@@ -91,6 +95,46 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
         ),
     )
+
+
+def wanted_workers(run_dir: Path, workers: Workers) -> WantedWorkers:
+    """What workers.json says; what the spec says where there is no such file, or it cannot be read."""
+    file = RunFolder(run_dir).workers
+    if file.exists():
+        try:
+            return WantedWorkers.model_validate_json(file.read_text())
+        except (OSError, ValidationError) as error:
+            logger.warning("wanted_workers_unreadable path=%s reason=%r: the spec's are taken", file, str(error))
+    return WantedWorkers(min=workers.min, max=workers.max, revision=0)
+
+
+class WantedFollower:
+    """Looks at workers.json every LOOK_S, in a thread, and hands on what has changed. `tell` may raise; then again."""
+
+    def __init__(self, run_dir: Path, workers: Workers, tell: Callable[[WantedWorkers], None]) -> None:
+        self._run_dir, self._workers, self._tell = run_dir, workers, tell
+        self._told = wanted_workers(run_dir, workers)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire-wanted", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            now = wanted_workers(self._run_dir, self._workers)
+            if now == self._told:
+                continue
+            try:
+                self._tell(now)
+            except Exception:  # whatever Ray raises: the actor is being started again, and then it is told
+                logger.warning("wanted_workers_untold min=%d max=%d", now.min, now.max, exc_info=True)
+                continue
+            logger.info("wanted_workers min=%d max=%d revision=%d", now.min, now.max, now.revision)
+            self._told = now
 
 
 def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, **how: Any) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import Failure
-from thinwire.contract.states import JobState
 from thinwire.service.launch.protocol import LaunchState, LaunchStatus
 
 ABSENT_POLLS = 3

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
+from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import Failure
-from thinwire.contract.states import JobState
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.jobs.decide import (

@@ -9,8 +9,8 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Session
 
+from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.reports import EventKind
-from thinwire.contract.states import TERMINAL, JobState
 from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow
 
 

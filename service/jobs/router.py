@@ -6,10 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs, TargetGroup
+from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, TargetGroup
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import TrainSpec
-from thinwire.contract.states import JobState
 from thinwire.service.auth import job_or_operator, operator
 from thinwire.service.errors import (
     BodyTooLarge,

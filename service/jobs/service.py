@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, Logs, Problem
+from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem
 from thinwire.contract.reports import Sample
 from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
-from thinwire.contract.states import JobState
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobOver, Unavailable

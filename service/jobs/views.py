@@ -6,10 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.jobs import Job, Wanted
+from thinwire.contract.jobs import Job, JobState, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec
-from thinwire.contract.states import JobState
 from thinwire.service.jobs.models import EventRow, JobRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 

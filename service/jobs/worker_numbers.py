@@ -16,10 +16,9 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import Problem, TakesEffect, WaitingForWorkers, WorkersChange
+from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
 from thinwire.contract.reports import Event, EventKind, WantedWorkers
 from thinwire.contract.spec import Workers
-from thinwire.contract.states import JobState
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.models import JobRow

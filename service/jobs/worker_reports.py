@@ -14,9 +14,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import Problem, TargetGroup
+from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
-from thinwire.contract.states import JobState
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.models import JobRow, LeaseRow

@@ -25,7 +25,7 @@ from thinwire.cli.client import (
     WrongEnvironment,
     find_server,
 )
-from thinwire.contract.states import JobState
+from thinwire.contract.jobs import JobState
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from thinwire.cli.client import Client, Unreachable, server_of
 from thinwire.cli.interrupts import Interrupts
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.quickstart import INTERRUPTED, QuickstartError, results_in, run_quickstart
-from thinwire.contract.states import JobState
+from thinwire.contract.jobs import JobState
 from thinwire.service.launch.protocol import LaunchState
 
 

@@ -12,10 +12,9 @@ from rich.console import Console
 
 from thinwire.cli.client import Client, NotFound, Unreachable
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
-from thinwire.contract.jobs import Job, WaitingForWorkers, Wanted
+from thinwire.contract.jobs import Job, JobState, WaitingForWorkers, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec
-from thinwire.contract.states import JobState
 
 SPEC = TrainSpec.model_validate({"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}})
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import EventKind
-from thinwire.contract.states import JobState
 
 ROOT = Path(__file__).parents[2]
 

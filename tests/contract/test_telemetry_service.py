@@ -17,8 +17,8 @@ from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
-from thinwire.workers.telemetry.service_client import ServiceUnavailable, Superseded
+from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, ServiceUnavailable, Superseded
+from thinwire.workers.telemetry.exporter import WorkerMetrics
 
 SPEC = {"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam"}}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import Failure
-from thinwire.contract.states import JobState
 from thinwire.service.jobs.decide import (
     ABSENT_POLLS,
     LONGEST_REASON,

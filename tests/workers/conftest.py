@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.telemetry.stub_service import TOKEN, Service
-from thinwire.workers.telemetry.service_client import ServiceClient
+from thinwire.workers.telemetry.delivery import ServiceClient
 
 
 @pytest.fixture

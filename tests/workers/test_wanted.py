@@ -7,7 +7,7 @@ import pytest
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Workers
-from thinwire.workers.wanted import WantedFollower, wanted_workers
+from thinwire.workers.main import WantedFollower, wanted_workers
 
 SPEC = Workers(min=1, max=3)
 

@@ -32,15 +32,14 @@ from thinwire.cli.client import (
     home,
 )
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
+from thinwire.cli.news import workers_rows
 from thinwire.cli.quantities import loss_text, seconds_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
-from thinwire.cli.regroups import workers_rows
 from thinwire.cli.resize import resize
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
-from thinwire.contract.jobs import Job, JobList
+from thinwire.contract.jobs import Job, JobList, JobState
 from thinwire.contract.reports import EventKind
-from thinwire.contract.states import JobState
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
 

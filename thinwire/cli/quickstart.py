@@ -27,9 +27,8 @@ from thinwire.cli.quantities import seconds_text
 from thinwire.cli.summary import read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
 from thinwire.contract.files import unusable_home
-from thinwire.contract.jobs import Job
+from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.states import JobState
 from thinwire.service.config import default_home
 from thinwire.service.launch.protocol import LauncherError
 

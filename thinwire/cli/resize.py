@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.client import Client, Rejected, Unreachable
-from thinwire.cli.regroups import EFFECTS, limits_text, waiting_text, workers_text
+from thinwire.cli.news import EFFECTS, limits_text, waiting_text, workers_text
 from thinwire.cli.watch import outcome
-from thinwire.contract.jobs import Job
-from thinwire.contract.states import JobState
+from thinwire.contract.jobs import Job, JobState
 
 POLL_S = 1.0
 LINE_EVERY_S = 10.0

@@ -20,14 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
+from thinwire.cli.news import REGROUP_KINDS, RESTART_KINDS, Regroups, Restarts, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
-from thinwire.cli.regroups import KINDS as REGROUP_KINDS
-from thinwire.cli.regroups import Regroups, waiting_text, workers_text
-from thinwire.cli.restarts import KINDS as RESTART_KINDS
-from thinwire.cli.restarts import Restarts
-from thinwire.contract.jobs import Job
+from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, Sample
-from thinwire.contract.states import JobState
 
 POLL_S = 1.0
 LINE_EVERY_S = 10.0

@@ -1,7 +1,7 @@
 """What all rooms agree on, without torch: what a user asks for, what a worker reports, and where a run leaves it.
 
 spec           the job file: everything a user may ask for
-jobs, states   a job as the REST API shows it
+jobs           a job as the REST API shows it, and its states
 summary        how a run went that succeeded
 reports        what a running job says back to the service
 run_folder     which file of a run is where

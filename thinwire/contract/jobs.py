@@ -1,11 +1,17 @@
 """What the jobs API answers and what a change of a job asks, as pydantic models.
 
-A submission is a `thinwire.contract.spec.TrainSpec`.
+A submission is a `thinwire.contract.spec.TrainSpec`. A job's states, and the moves between them:
+
+SUBMITTING -> PENDING -> RUNNING -> SUCCEEDED
+     |           |          |-----> FAILED
+     |           |          |-----> SUBMITTING       (a new attempt: its processes were lost with their cluster)
+     +-----------+----------+-----> CANCELLING -> CANCELLED
 """
 
 from __future__ import annotations
 
 from datetime import datetime
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -13,9 +19,28 @@ from pydantic_core import PydanticCustomError
 
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec, WorkerCount
-from thinwire.contract.states import JobState
 
 TakesEffect = Literal["at_start", "in_place", "at_restart"]
+
+
+class JobState(StrEnum):
+    """Where a job is. The row is written SUBMITTING before any launcher is called."""
+
+    SUBMITTING = "SUBMITTING"
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    CANCELLING = "CANCELLING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def terminal(self) -> bool:
+        """True where nothing more will happen."""
+        return self in TERMINAL
+
+
+TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
 class WorkersChange(BaseModel):

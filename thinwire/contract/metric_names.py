@@ -1,6 +1,6 @@
 """The metrics that every worker exports: name, kind, unit, labels and help, declared once. Torch-free.
 
-The service documents them, the dashboards query them, `workers.telemetry.delivery` fills them. Adding one is a row here
+The service documents them, the dashboards query them, `workers.telemetry.exporter` fills them. Adding one is a row here
 and one line where its value is known.
 """
 

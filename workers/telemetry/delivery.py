@@ -1,27 +1,34 @@
-"""What a worker says about itself while it trains: metrics to be scraped, registrations and history for the service.
+"""What a worker says to the service: its registration, and on rank 0 history and events, with the job's token.
 
-    WorkerMetrics   (exporter.py) the metrics of this worker, scraped over HTTP
-    ServiceClient   (service_client.py) the three calls of reports.py, with the job's token
+    ServiceClient   the three calls of reports.py
     Heartbeat       a thread that keeps the registration alive
     Poster          a thread of rank 0 that posts history and events, through outages of the service
 
 Training never waits for any of them and no failure of the service reaches it: they are counted and logged.
+
+ServiceError            a call to the service came to nothing
+|- ServiceUnavailable   no answer, or one that may be another next time
+|- Superseded           a newer attempt of the job is running; this one has nothing more to say
+'- Refused              the service will never take this message
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import socket
 import threading
 import time
 from collections import deque
+from pathlib import Path
+from typing import Literal
 
-from pydantic import JsonValue
+import httpx
+from pydantic import BaseModel, JsonValue, ValidationError
 
-from thinwire.contract.reports import HEARTBEAT_S, Event, Failure, Sample, Telemetry
-from thinwire.workers.telemetry.exporter import WorkerMetrics
-from thinwire.workers.telemetry.service_client import Refused, ServiceClient, ServiceUnavailable, Superseded
-
-__all__ = ["Heartbeat", "Poster", "ServiceClient", "WorkerMetrics"]
+from thinwire.contract.reports import HEARTBEAT_S, Event, Failure, Sample, Telemetry, WorkerRegistration
+from thinwire.contract.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,157 @@ POST_AT_SAMPLES = 200
 MAX_PENDING = 500_000
 """Samples kept while the service does not answer, about half a gigabyte; beyond it the oldest go."""
 _MAX_BATCH = 1000  # reports.Telemetry takes 2000; half of it keeps a batch after an outage well under a second
+
+
+class ServiceError(Exception):
+    """A call to the service came to nothing. Never holds the token."""
+
+
+class ServiceUnavailable(ServiceError):
+    """No answer, or one that may be another next time: try again."""
+
+
+class Superseded(ServiceError):
+    """A newer attempt of the job is running."""
+
+
+class Refused(ServiceError):
+    """The service will never take this message."""
+
+
+class ServiceClient:
+    """The calls of one worker to the service. May be shared by threads.
+
+    The address and the token are read from the run folder before each call, since the service may have moved; and
+    so is the attempt, where a worker may be adopted by a later one (the file `attempt`). One
+    line is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, attempt: int, *, timeout_s: float = 5.0, adopt_s: float = 0.0) -> None:
+        """adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it."""
+        self.rank = rank
+        self._adopt_s, self._stale_since = adopt_s, math.inf
+        self._attempt = attempt
+        self.num_failures = 0
+        self._folder = RunFolder(run_dir)
+        self._silent_since: float | None = None
+        self._lock = threading.Lock()
+        # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        # trust_env: the token must not travel through a proxy that the environment happens to name.
+        self._http = httpx.Client(
+            timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), limits=limits, trust_env=False
+        )
+
+    @property
+    def attempt(self) -> int:
+        """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
+        try:
+            return max(self._attempt, int(self._folder.attempt.read_text()))
+        except (OSError, ValueError):  # no attempt adopts workers here
+            return self._attempt
+
+    def register(self, address: str) -> None:
+        """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""
+        registration = WorkerRegistration(
+            address=address, attempt=self.attempt, pid=os.getpid(), node=socket.gethostname()
+        )
+        self._call("PUT", f"workers/{self.rank}", registration)
+
+    def deregister(self) -> None:
+        """End the registration. Raises ServiceError."""
+        self._call("DELETE", f"workers/{self.rank}", None)
+
+    def post(self, telemetry: Telemetry) -> None:
+        """Hand over history; a batch the service has seen before changes nothing. Raises ServiceError."""
+        self._call("POST", "telemetry", telemetry)
+
+    def close(self) -> None:
+        """Close the connections. Safe to call twice."""
+        self._http.close()
+
+    def _call(self, method: Literal["PUT", "POST", "DELETE"], path: str, body: BaseModel | None) -> None:
+        try:
+            url = f"{self._read(self._folder.service_url).rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
+            answer = self._http.request(
+                method,
+                url,
+                # An older attempt must not end the registration of a newer one.
+                params={"attempt": self.attempt} if body is None else None,
+                content=None if body is None else body.model_dump_json(),
+                headers={
+                    "Authorization": f"Bearer {self._token()}",
+                    "Content-Type": "application/json",
+                },
+            )
+            _judge(answer)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            unavailable = ServiceUnavailable(f"{type(error).__name__}: {error}")
+            self._note(unavailable)
+            raise unavailable from error
+        except ServiceUnavailable as error:
+            self._note(error)
+            raise
+        except Superseded as error:
+            self._note(None)
+            self._stale_since = min(self._stale_since, time.monotonic())
+            if time.monotonic() - self._stale_since < self._adopt_s:
+                raise ServiceUnavailable(f"a newer attempt may adopt this worker: {error}") from error
+            raise
+        except ServiceError:
+            self._note(None)
+            raise
+        self._stale_since = math.inf
+        self._note(None)
+
+    def _job_id(self) -> str:
+        try:
+            return _JobFile.model_validate_json(self._read(self._folder.job)).job_id
+        except ValidationError as error:
+            raise ServiceUnavailable(f"{self._folder.job} holds no job_id") from error
+
+    def _token(self) -> str:
+        token = self._read(self._folder.token)
+        if not (token.isascii() and token.isprintable() and token and " " not in token):
+            # Checked here: the HTTP library would print the header that it refuses.
+            raise ServiceUnavailable(f"{self._folder.token} holds no token")
+        return token
+
+    @staticmethod
+    def _read(file: Path) -> str:
+        try:
+            return file.read_text().strip()
+        except OSError as error:
+            raise ServiceUnavailable(f"cannot read {file}: {error.strerror}") from error
+
+    def _note(self, failure: ServiceUnavailable | None) -> None:
+        """Count and log the passage from answering to silent and back."""
+        with self._lock:
+            now = time.monotonic()
+            if failure is not None:
+                self.num_failures += 1
+                if self._silent_since is None:
+                    self._silent_since = now
+                    logger.warning("service_silent rank=%d reason=%r; training goes on", self.rank, str(failure))
+            elif self._silent_since is not None:
+                logger.warning("service_back rank=%d silent_s=%.1f", self.rank, now - self._silent_since)
+                self._silent_since = None
+
+
+class _JobFile(BaseModel):
+    job_id: str
+
+
+def _judge(answer: httpx.Response) -> None:
+    """Raise what the answer's status means."""
+    if answer.is_success:
+        return
+    words = f"{answer.request.method} {answer.url.path} answered {answer.status_code}: {answer.text[:300]}"
+    if answer.status_code == httpx.codes.CONFLICT:
+        raise Superseded(words)
+    if answer.status_code in (400, 413, 422):
+        raise Refused(words)
+    raise ServiceUnavailable(words)
 
 
 class Heartbeat:

@@ -17,7 +17,8 @@ from thinwire.comm.wire.link_classes import exchange_boxes
 from thinwire.contract.reports import Event, EventKind, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
-from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, WorkerMetrics
+from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient
+from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.history import History, keep_event
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 

@@ -14,9 +14,8 @@ from pydantic import JsonValue
 
 from thinwire.contract.reports import Event, EventKind
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.telemetry.delivery import Poster
+from thinwire.workers.telemetry.delivery import Poster, ServiceClient
 from thinwire.workers.telemetry.history import keep_event
-from thinwire.workers.telemetry.service_client import ServiceClient
 
 logger = logging.getLogger(__name__)
 

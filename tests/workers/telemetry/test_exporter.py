@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.contract.metric_names import METRICS, PHASES
 from thinwire.contract.reports import Health
-from thinwire.workers.telemetry.delivery import WorkerMetrics
+from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.wire_meter import WireAccount
 
 
