@@ -19,7 +19,7 @@ from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
-from thinwire.optim.variance.when_to_freeze import VarianceStability, Verdict, memory_steps
+from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             return False
         self.evidence["warmup_ended_by"] = str(verdict)
         ratio = self.stability.evidence[-1][1] if self.stability.evidence else None
-        level = logging.WARNING if verdict is Verdict.CAP else logging.INFO
+        level = logging.WARNING if verdict is FrozenBy.CAP else logging.INFO
         logger.log(level, "warmup_ended step=%d by=%s ratio=%s window=%d", now, verdict, ratio, self.stability.window)
         return True
 

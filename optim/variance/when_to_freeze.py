@@ -43,9 +43,11 @@ FEWEST_STEPS = 10
 """Before them the variance of 0/1 Adam is of a handful of gradients; only var_freeze_step asks for that."""
 
 
-class Verdict(StrEnum):
-    """Why the variance was frozen."""
+class FrozenBy(StrEnum):
+    """Why the variance was frozen: the step was given, or the end of the rate's warm-up; the rule, or its cap."""
 
+    GIVEN = "given"
+    LR_WARMUP = "lr_warmup"
     RULE = "rule"
     CAP = "cap"
 
@@ -93,12 +95,12 @@ class VarianceStability:
         """The step at which the warm-up of the learning rate ends, as far as is known."""
         return self.lr_rose_at if self.lr_warmup_steps is None else self.lr_warmup_steps
 
-    def observe(self, step: int, norm: float, lrs: list[float]) -> Verdict | None:
+    def observe(self, step: int, norm: float, lrs: list[float]) -> FrozenBy | None:
         """Take N_t of step `step` (from 1) and the groups' rates; the reason to freeze after it, or None.
 
         The same on every rank, for v and the rates are. Modifies the fields.
         """
-        if any(now > before for now, before in zip(lrs, self.last_lrs or [0.0] * len(lrs), strict=True)):
+        if rose(lrs, self.last_lrs or [0.0] * len(lrs)):
             self.lr_rose_at = step
         self.last_lrs = list(lrs)
         self.norms.append(norm)
@@ -111,8 +113,8 @@ class VarianceStability:
             self.passes = 0
         left = self.steps_left
         if left is not None and step >= self.start + max(1, round(LATEST_FRACTION * left)):
-            return Verdict.RULE if self._may_freeze(step) else Verdict.CAP
-        return Verdict.RULE if self._may_freeze(step) else None
+            return FrozenBy.RULE if self._may_freeze(step) else FrozenBy.CAP
+        return FrozenBy.RULE if self._may_freeze(step) else None
 
     def _may_freeze(self, step: int) -> bool:
         earliest = 0 if self.steps_left is None else self.start + round(EARLIEST_FRACTION * self.steps_left)
@@ -135,15 +137,6 @@ class VarianceStability:
 def memory_steps(beta2: float) -> int:
     """Steps that a variance remembers: 1 / (1 - beta2), at least 1."""
     return max(1, round(1 / (1 - beta2)))
-
-
-class FrozenBy(StrEnum):
-    """Why the variance was frozen."""
-
-    GIVEN = "given"
-    LR_WARMUP = "lr_warmup"
-    RULE = "rule"
-    CAP = "cap"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import SIZES, gradients, start
 from thinwire.comm import PeerLost, run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb
-from thinwire.optim.variance.when_to_freeze import VarianceStability, Verdict
+from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability
 
 CLASSES = {"adam": OneBitAdam, "lamb": OneBitLamb}
 SETTINGS = {"ours": {}, "deepspeed": {"parity": "deepspeed"}}
@@ -286,8 +286,8 @@ def test_lamb_corrects_its_average_coefficients_once():
 def test_the_automatic_rule_counts_from_where_the_warmup_began_again():
     rule = VarianceStability(0.9, total_steps=None, last_lrs=[1.0], lr_rose_at=1).restarted(100)
     verdicts = [rule.observe(step, 1.0, [1.0]) for step in range(101, 120)]
-    assert verdicts.index(Verdict.RULE) + 101 == 100 + 10 + 5
+    assert verdicts.index(FrozenBy.RULE) + 101 == 100 + 10 + 5
     capped = VarianceStability(0.999, total_steps=1000).restarted(600)
     assert capped.window == 20
     assert capped.observe(699, 1.0, [1.0]) is None
-    assert capped.observe(700, 9.0, [1.0]) is Verdict.CAP
+    assert capped.observe(700, 9.0, [1.0]) is FrozenBy.CAP

@@ -8,7 +8,7 @@ import torch
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb
-from thinwire.optim.variance.when_to_freeze import PASSES, VarianceStability, Verdict
+from thinwire.optim.variance.when_to_freeze import PASSES, FrozenBy, VarianceStability
 
 
 def first_verdict(rule, norms, lr=lambda step: 1.0):
@@ -27,7 +27,7 @@ def stationary(steps):
 def test_stationary_gradients_freeze_after_the_window_and_the_passes_not_after_15_steps():
     rule = VarianceStability(beta2=0.99)
     assert rule.window == 100
-    assert first_verdict(rule, stationary(200)) == (100 + PASSES, Verdict.RULE)
+    assert first_verdict(rule, stationary(200)) == (100 + PASSES, FrozenBy.RULE)
 
 
 def test_the_raw_norm_of_the_paper_could_not_have_fired_so_early():
@@ -58,15 +58,15 @@ def test_a_turning_point_is_not_stability():
 def test_no_freeze_before_the_learning_rate_has_warmed_up(given):
     rule = VarianceStability(beta2=0.9, lr_warmup_steps=50 if given else None)
     step, verdict = first_verdict(rule, stationary(200), lr=lambda step: min(step, 50) / 50)
-    assert verdict is Verdict.RULE
+    assert verdict is FrozenBy.RULE
     assert step == 50 + rule.window + PASSES - 1
 
 
 def test_never_before_10_percent_and_always_at_25_percent():
     early = VarianceStability(beta2=0.9, total_steps=1000, lr_warmup_steps=1)
-    assert first_verdict(early, stationary(1000)) == (100, Verdict.RULE)
+    assert first_verdict(early, stationary(1000)) == (100, FrozenBy.RULE)
     restless = VarianceStability(beta2=0.9, total_steps=1000)
-    assert first_verdict(restless, [1.1**t for t in range(1000)]) == (250, Verdict.CAP)
+    assert first_verdict(restless, [1.1**t for t in range(1000)]) == (250, FrozenBy.CAP)
 
 
 def test_the_evidence_stays_bounded_and_keeps_the_whole_span():
