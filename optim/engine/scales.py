@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.comm import default_reducer
 from thinwire.comm.exchange.vector_scales import deepspeed_reducer, whole_vector_reducer
 from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
-from thinwire.comm.layout import DEFAULT_BUCKET, Span
+from thinwire.comm.layout import Span
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine.flat import FlatSpace
 
@@ -34,10 +34,10 @@ def scaled_reducer(
     space: FlatSpace,
     param_groups: list[dict[str, Any]],
     block: int,
-    scale: Scale = "l2",
-    bucket_elements: int = DEFAULT_BUCKET,
+    scale: Scale,
+    bucket_elements: int,
     *,
-    shadow: bool = False,
+    shadow: bool,
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
