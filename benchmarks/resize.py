@@ -26,7 +26,7 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.build import Training, build
-from thinwire.workers.regroup import Progress, regroup_training
+from thinwire.workers.loop import Progress, regroup_training
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.telemetry.meter import Meter
 

@@ -1,7 +1,15 @@
-"""From a spec to what trains: model, optimizer, data, learning rate. Each the same on every rank."""
+"""From a spec to what trains: model, optimizer, data, learning rate. Each the same on every rank.
+
+The size of buckets is what suits the network at a run's first start; then the same at every restart: scales end where
+buckets do, so with another size a restarted run would go on from the same state, but not bit-equal.
+
+    buckets.json    in the run's folder, by rank 0: the size, the network it was chosen for, ranks and elements
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.bucket_size import measured_bucket
+from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.files import write_whole
+from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.spec import BertRecipe, Digits, GptRecipe, PythonStdlib, ResnetRecipe, TextFile, TrainSpec
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.workers.bucket_choice import kept_bucket
 from thinwire.workers.data.batches import Batches, Data
-from thinwire.workers.data.corpus import DataError
-from thinwire.workers.data.load import load
+from thinwire.workers.data.corpus import DataError, load_corpus
+from thinwire.workers.data.digits import digit_images
+from thinwire.workers.data.masked import masked_bytes
+from thinwire.workers.data.windows import next_bytes
 from thinwire.workers.recipes import REGISTRY as RECIPES
 from thinwire.workers.replicas import ranks_that_differ
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,7 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
     run_dir: where the size of buckets is kept, so that a restart has the same.
     Raises: DataError, ValueError for what the spec cannot have; PeerLost, WireMismatch.
     """
-    data = load(spec)
+    data = load_data(spec)
     refuse_other_data(group, data, device)
     inputs, targets = data.validation
     model = RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(device, PRECISIONS[spec.precision])
@@ -60,6 +75,19 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
         **_hyper(spec),
     )
     return Training(spec, group, device, model, optimizer, data, (inputs.to(device), targets.to(device)))
+
+
+def load_data(spec: TrainSpec) -> Data:
+    """Read the data of a spec, whole, into memory, in the form that its recipe trains on. Raises: DataError."""
+    sizes = spec.global_batch, spec.evaluation.windows, spec.seed
+    match spec.recipe, spec.data:
+        case GptRecipe(context=context), PythonStdlib() | TextFile() as text:
+            return next_bytes(load_corpus(text), context, *sizes)
+        case BertRecipe(context=context), PythonStdlib() | TextFile() as text:
+            return masked_bytes(load_corpus(text), context, *sizes)
+        case ResnetRecipe(shift=shift), Digits(validation_fraction=fraction):
+            return digit_images(fraction, shift, *sizes)
+    raise ValueError(f"no data for {spec.recipe!r} from {spec.data!r}; a spec that was validated has none such")
 
 
 def rehearse(training: Training) -> None:
@@ -123,3 +151,48 @@ OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What parameters are made of, by `precision` of the spec."""
+
+
+def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.device) -> int:
+    """Elements of a bucket, alike on every rank. Collective. run_dir: None: not kept, and the default.
+
+    Raises: PeerLost; OSError on rank 0 where the folder cannot be written.
+    """
+    if run_dir is None or group.size == 1:
+        return DEFAULT_BUCKET
+    file = RunFolder(run_dir).buckets
+    known = torch.tensor([_kept_size(file, group.size, numel) if group.rank == 0 else 0], device=device)
+    group.broadcast_(known)
+    if int(known):
+        return int(known)
+    size, network = measured_bucket(group, numel, device)
+    if group.rank == 0 and network is not None:
+        logger.info(
+            "buckets_chosen elements=%d of=%d latency_us=%.0f mbyte_per_s=%.1f",
+            size,
+            numel,
+            1e6 * network.latency_s,
+            network.bytes_per_s / 1e6,
+        )
+        chosen = {
+            "bucket_elements": size,
+            "elements": numel,
+            "ranks": group.size,
+            "latency_s": network.latency_s,
+            "bytes_per_s": network.bytes_per_s,
+        }
+        write_whole(file, json.dumps(chosen, indent=2) + "\n")
+    return size
+
+
+def _kept_size(file: Path, ranks: int, numel: int) -> int:
+    """What the file says; 0 where there is none for so many ranks and elements, or it is damaged."""
+    if not file.exists():
+        return 0
+    try:
+        found = json.loads(file.read_text())
+        alike = (found["ranks"], found["elements"]) == (ranks, numel)
+        return int(found["bucket_elements"]) if alike else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("buckets_unreadable path=%s reason=%r: they are chosen anew", file, error)
+        return 0

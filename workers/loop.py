@@ -1,26 +1,31 @@
-"""The run of one rank from first step to last: resume, train, evaluate, save, report. Knows no Ray and no service."""
+"""The run of one rank from first step to last: resume, train, evaluate, save, report, and go on with other ranks.
+
+Knows no Ray and no service.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from pydantic import JsonValue
 
 from thinwire.comm import PeerLost, SoloGroup
+from thinwire.comm.groups.texts import gather_texts
+from thinwire.comm.protocol import Group
 from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
-from thinwire.optim.regroup import hand_over
-from thinwire.workers.build import Training, build, rehearse
+from thinwire.optim.regroup import Regrouped, hand_over, regroup
+from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
 from thinwire.workers.membership import Dismissed
 from thinwire.workers.ranks import Ranks, Stop
-from thinwire.workers.regroup import Joined, Progress, regroup_training
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
 from thinwire.workers.step import evaluate, train_step
@@ -30,6 +35,7 @@ from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
 
 REPORT_EVERY_STEPS = 5
 """How often losses are averaged over ranks and reported: one small collective for so many steps."""
@@ -283,3 +289,58 @@ def _summary(training: Training, meter: Meter, run: Run, replicas_equal: bool) -
         seconds={**meter.seconds, "total": time.time() - run.created_at},
         attempts=run.attempt,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a worker has done: the last step committed, reported, attended to. due: an evaluation waits."""
+
+    step: int
+    reported: int
+    attended: int
+    due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The training over the new group, what the optimizer says of it, and the progress that all go on from.
+
+    redone: committed steps of some survivor that will be run again.
+    """
+
+    training: Training
+    change: Regrouped
+    progress: Progress
+    redone: int
+
+
+def regroup_training(
+    training: Training, group: Group, run_dir: Path, progress: Progress | None, bucket_elements: int | None
+) -> Joined:
+    """Go on over `group`. Collective. progress: None for a newcomer. bucket_elements: as the spec has it.
+
+    What one survivor has done and another has not is done again: reports and checkpoints of a step are the same.
+    Raises: PeerLost, WireMismatch, DataError; then everything is as before.
+    """
+    device = training.device
+    own = None if progress is None else [progress.step, progress.reported, progress.attended, progress.due]
+    all_n = [json.loads(text) for text in gather_texts(group, json.dumps(own).encode(), device)]
+    refuse_other_data(group, training.data, device)
+    known = [Progress(*one) for one in all_n if one is not None]
+    numel = training.optimizer.space.layout.num_live
+    size = None if known else bucket_elements or kept_bucket(run_dir, group, numel, device)
+    change = regroup(
+        training.optimizer,
+        group,
+        has_state=progress is not None,
+        bucket_elements=size,
+        buffers=training.model.buffers(),
+    )
+    common = Progress(
+        change.step,
+        min((one.reported for one in known), default=0),
+        min((one.attended for one in known), default=0),
+        any(one.due for one in known),
+    )
+    redone = max(0, max((one.step for one in known), default=0) - change.step)
+    return Joined(replace(training, group=group), change, common, redone)

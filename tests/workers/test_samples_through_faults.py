@@ -10,7 +10,7 @@ from tests.workers.small_job import small_spec
 from tests.workers.threads_job import Plan, ThreadsJob, retained
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.data.load import load
+from thinwire.workers.build import load_data
 from thinwire.workers.telemetry import history
 
 STEPS = 64
@@ -85,7 +85,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
     if name != "zero_one_adam":
         assert not missing
         assert lost == 0
-        order = load(job.spec).batches.order
+        order = load_data(job.spec).batches.order
         numbers = [number for counted in used.values() for number in counted.elements()]
         epochs = len(numbers) // order.num_samples
         assert epochs > 5

@@ -9,8 +9,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from thinwire.workers.checkpoints.manifest import CheckpointId, Piece, TensorRecord
-from thinwire.workers.checkpoints.plain import to_json
+from thinwire.workers.checkpoints.manifest import CheckpointId, Piece, TensorRecord, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
 
 FLAT, BUFFER = "flat.", "buffer."

@@ -20,10 +20,10 @@ from thinwire.workers.checkpoints.manifest import (
     Piece,
     Refusal,
     ShardRecord,
+    from_json,
     seal,
     unseal,
 )
-from thinwire.workers.checkpoints.plain import from_json
 from thinwire.workers.checkpoints.shard import DTYPE_OF, Tally, check, chunks, read, take_in
 from thinwire.workers.checkpoints.snapshot import BUFFER, FLAT, Content, Snapshot
 from thinwire.workers.checkpoints.storage import Storage, open_storage

@@ -1,10 +1,19 @@
-"""The drill: a job whose workers are killed, then the same job undisturbed up to the same step, on a Ray of its own."""
+"""The drill: a job whose workers are killed, then the same job undisturbed up to the same step, on a Ray of its own.
+
+A job is a run folder, and the driver that Ray Jobs would run. The worker that is killed next is any that trains, at
+random, by SIGKILL to its process on this machine.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import random
+import secrets
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +22,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from thinwire.workers.drill.account import Account, account
-from thinwire.workers.drill.job import Job
-from thinwire.workers.drill.killer import Killer
+from thinwire.contract.reports import Event, Sample
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.drill.account import Account, Kill, account, draw
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.history import HistoryError
 
 START_S = 300.0
 """How long a job may take to its first step."""
 LOOK_S = 0.2
+STOP_S = 60.0
 GLOBAL_BATCH = 16
 PICTURE_NAME = "drill.png"
 FIGURES_NAME = "drill.json"
@@ -67,8 +79,6 @@ def run(drill: Drill, say: Say) -> Account:
 
     Raises: DrillFailed; OSError.
     """
-    from thinwire.workers.drill.picture import draw
-
     with _ray(drill.workers) as address:
         killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", drill.spec, address)
         killer = _disturb(drill, killed, say)
@@ -189,3 +199,93 @@ def _snapshot(job_id: str) -> dict[str, Any] | None:
     except (ValueError, RayActorError, GetTimeoutError):
         return None
     return found
+
+
+class Job:
+    """A job that runs from start() to stop(); what it leaves is in its folder."""
+
+    def __init__(self, run_dir: Path, spec: dict[str, Any], ray_address: str) -> None:
+        self.run_dir, self.id = run_dir, run_dir.name
+        self._ray_address = ray_address
+        self._process: subprocess.Popen[bytes] | None = None
+        run_dir.mkdir(parents=True)
+        folder = RunFolder(run_dir)
+        folder.job.write_text(json.dumps({"job_id": self.id, "created_at": time.time(), "spec": spec}))
+        token = os.open(folder.token, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.write(token, secrets.token_hex(32).encode())
+        os.close(token)
+
+    def start(self) -> None:
+        """Start its driver, whose output goes to driver.log."""
+        with (self.run_dir / "driver.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "thinwire.workers.main", "--run-dir", str(self.run_dir)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # No dashboard runs that could show the Train run.
+                env={**os.environ, "RAY_ADDRESS": self._ray_address, "RAY_TRAIN_ENABLE_STATE_TRACKING": "0"},
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Has its driver not ended yet?"""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it, as a cancelled job is ended. Does nothing where it has ended."""
+        if self._process is None:
+            return
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def samples(self) -> list[Sample]:
+        """Its history so far."""
+        try:
+            return history.read(RunFolder(self.run_dir).history)
+        except (FileNotFoundError, HistoryError):  # not begun, or being rewritten
+            return []
+
+    def events(self) -> list[Event]:
+        """What has happened so far, without a line that is being written."""
+        try:
+            lines = RunFolder(self.run_dir).events.read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [Event.model_validate_json(line) for line in lines]
+
+    def why_it_ended(self) -> str:
+        """The last lines of its driver."""
+        return "\n".join((self.run_dir / "driver.log").read_text(errors="replace").splitlines()[-15:])
+
+
+class Killer:
+    """Kills every `every_s` seconds, from `every_s` after it was made. snapshot: of the membership, None where away."""
+
+    def __init__(self, snapshot: Callable[[], dict[str, Any] | None], every_s: float, seed: int) -> None:
+        self.kills: list[Kill] = []
+        self._snapshot, self._every_s, self._random = snapshot, every_s, random.Random(seed)
+        self._next = time.monotonic() + every_s
+
+    def look(self) -> Kill | None:
+        """Kill one, if it is time and there is one. Returns it."""
+        if time.monotonic() < self._next:
+            return None
+        known = self._snapshot() or {}
+        members = known.get("members") or []
+        if not members:
+            return None
+        chosen = self._random.choice(members)
+        try:
+            os.kill(chosen["pid"], signal.SIGKILL)
+        except ProcessLookupError:  # it has just died of something else
+            return None
+        self._next = time.monotonic() + self._every_s
+        kill = Kill(time.time(), chosen["slot"], chosen["rank"], known["last_step"])
+        self.kills.append(kill)
+        return kill

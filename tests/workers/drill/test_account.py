@@ -3,8 +3,8 @@
 import pytest
 
 from thinwire.contract.reports import Event, Sample
-from thinwire.workers.drill.account import account
-from thinwire.workers.drill.killer import Kill, Killer
+from thinwire.workers.drill.account import Kill, account
+from thinwire.workers.drill.run import Killer
 
 
 def step(number, at, world_size=2, seconds=0.8, **more):

@@ -10,7 +10,7 @@ from tests.workers.checkpoints.states import CPU, bits
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, ZeroOneAdam
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
-from thinwire.workers.checkpoints.job_state import collect, restored
+from thinwire.workers.saving import collect, restored
 from thinwire.workers.telemetry.meter import Meter
 
 TOKEN = 7

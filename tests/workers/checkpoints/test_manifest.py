@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.checkpoints.plain import from_json, to_json
+from thinwire.workers.checkpoints.manifest import from_json, to_json
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 KEYS = st.text(max_size=3) | st.integers() | st.sampled_from(["$tuple", "$dict", "$float", "$tensor"])
