@@ -26,7 +26,7 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Divisor, Momentum, next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
-from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, OURS
+from thinwire.optim.onebit_settings import DEEPSPEED_ADAM
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 
@@ -114,7 +114,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         **options: Unpack[OneBitOptions],
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED_ADAM, **options)
+        super().__init__(params, defaults, deepspeed=DEEPSPEED_ADAM, **options)
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""

@@ -34,7 +34,7 @@ from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
-from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OURS, OneBitSettings
+from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 
@@ -191,7 +191,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     ) -> None:
         self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
         defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED_LAMB, **options)
+        super().__init__(params, defaults, deepspeed=DEEPSPEED_LAMB, **options)
 
     def make_state(self) -> OneBitLambState:
         """Empty vectors and error memory; k and r are 1 until they are known."""

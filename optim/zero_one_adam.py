@@ -39,7 +39,7 @@ from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
-from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Decay, ZeroOneSettings
+from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -234,12 +234,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         super().__init__(
-            params,
-            adam_defaults(lr, betas, eps, weight_decay),
-            ours=OURS,
-            deepspeed=DEEPSPEED,
-            var_freeze_step=var_freeze_step,
-            **options,
+            params, adam_defaults(lr, betas, eps, weight_decay), var_freeze_step=var_freeze_step, **options
         )
 
     def begin(self) -> None:

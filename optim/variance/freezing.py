@@ -16,7 +16,7 @@ from thinwire.comm.exchange.error_feedback import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
-from thinwire.optim.onebit_settings import OneBitSettings
+from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability, memory_steps
@@ -50,6 +50,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen it.
     After a large change of the global batch (set_global_batch) the warm-up begins again.
+    deepspeed: the settings that parity="deepspeed" stands for. options: as in WarmupOptimizer.
     """
 
     def __init__(
@@ -57,14 +58,13 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        ours: OneBitSettings,
         deepspeed: OneBitSettings,
         warmup: int | Literal["auto"] = "auto",
         **options: Unpack[CompressedOptions[OneBitSettings]],
     ) -> None:
         self.warmup = _checked_warmup(warmup, options.get("total_steps"))
         self.stability: VarianceStability | None = None
-        super().__init__(params, defaults, ours=ours, deepspeed=deepspeed, **options)
+        super().__init__(params, defaults, ours=OURS, deepspeed=deepspeed, **options)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""

@@ -23,7 +23,7 @@ from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze, rose
-from thinwire.optim.zero_one_settings import Fresh, ZeroOneSettings
+from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +97,22 @@ SparseState = TypeVar("SparseState", bound=HasDivisor)
 
 
 class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
-    """A WarmupOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good."""
+    """A WarmupOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good.
+
+    var_freeze_step: as in VarianceFreeze. options: as in WarmupOptimizer.
+    """
 
     def __init__(
         self,
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        ours: ZeroOneSettings,
-        deepspeed: ZeroOneSettings,
         var_freeze_step: int | None = None,
         **options: Unpack[CompressedOptions[ZeroOneSettings]],
     ) -> None:
         of_run = options.get("total_steps"), options.get("lr_warmup_steps")
         self.freeze = VarianceFreeze(defaults["betas"][1], var_freeze_step, *of_run)
-        super().__init__(params, defaults, ours=ours, deepspeed=deepspeed, **options)
+        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED, **options)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
