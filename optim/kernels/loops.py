@@ -129,7 +129,7 @@ def lamb_measure(
 ) -> None:
     """1-bit LAMB's moments, and what its factors need, of the tiles [first, stop).
 
-    M <- z / k; v_fresh as in optim.onebit_lamb. found: float[4, tiles]: the largest ratio of roots, and the sums of
+    m <- z / k; v_fresh as in optim.onebit_lamb. found: float[4, tiles]: the largest ratio of roots, and the sums of
     squares of the direction u_0 = m / (sqrt(v) + eps), of u = u_0 + decay p and of p. A tile lies in one tensor; starts
     are multiples of 8.
     """
