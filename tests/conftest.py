@@ -18,8 +18,8 @@ from thinwire.service.launch.local import LocalLauncher, worker_command
 
 _COMMAND_FILE = "command"
 
-settings.register_profile("usual", max_examples=100, deadline=None)  # speed belongs in a benchmark
-settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: twice as many of each
+settings.register_profile("usual", max_examples=50, deadline=None)  # speed belongs in a benchmark
+settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: four times as many of each
 settings.load_profile("usual")
 
 

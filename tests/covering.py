@@ -42,7 +42,17 @@ def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...
     cases = []
     for place in itertools.product(*(range(len(axis)) for axis in values)):
         flat: list[Any] = []
-        for axis, at, wide in zip(values, place, width, strict=True):
-            flat += axis[at] if wide > 1 else [axis[at]]
-        cases.append(pytest.param(*flat, marks=() if place in always else pytest.mark.slow))
+        told = []
+        for name, axis, at, wide in zip(axes, values, place, width, strict=True):
+            own = axis[at] if wide > 1 else [axis[at]]
+            flat += own
+            told += [_told(value, f"{name}{at}") for value in own]
+        marks = () if place in always else pytest.mark.slow
+        cases.append(pytest.param(*flat, marks=marks, id="-".join(told)))
     return pytest.mark.parametrize(", ".join(axes), cases)
+
+
+def _told(value: Any, otherwise: str) -> str:
+    """How a value is called in the name of a case."""
+    plain = value is None or isinstance(value, str | int | float)
+    return str(value) if plain or type(value).__name__ == "dtype" else otherwise

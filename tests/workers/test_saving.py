@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.covering import every_pair
 from tests.optim.seeded import seeded
 from tests.workers.checkpoints.states import CPU, bits
 from thinwire.comm import run_threads
@@ -96,9 +97,7 @@ def loading_run(store, name, size, dtype, steps=AFTER):
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("size", SIZES)
+@every_pair({"size": SIZES, "name": OPTIMIZERS, "dtype": [torch.float32, torch.bfloat16]})
 def test_a_resumed_run_is_bit_equal_to_the_one_that_saved_and_went_on(tmp_path, name, size, dtype):
     store = CheckpointStore(tmp_path, keep=1)
     saved, resumed = saving_run(store, name, size, dtype), loading_run(store, name, size, dtype)

@@ -85,7 +85,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
     assert not any(slot.worker_N[dead].any() for slot in slots)
 
 
-@every_value({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
+@every_pair({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
 def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     rounds = inputs(size, 10, dtype)
     outs, _, slots = reduce_rounds(size, rounds, SignCodec(64, scale))

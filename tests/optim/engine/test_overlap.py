@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.covering import every_pair
 from tests.optim.reference.written_out import CLASSES, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -85,9 +86,7 @@ def everything(optimizer):
     return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", CLASSES)
+@every_pair({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]})
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
     """Both phases, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
 

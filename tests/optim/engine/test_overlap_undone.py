@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from tests.covering import every_pair
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
@@ -49,9 +50,13 @@ def skip_by(how, net, optimizer):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["zero_grad", "model.zero_grad", "second backward"])
-@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), FIRST, FIRST + 3])
-@pytest.mark.parametrize("name", ["adam", *COMPRESSED])
+@every_pair(
+    {
+        "name": ("adam", *COMPRESSED),
+        "steps": (2, FIRST, FIRST + 3),
+        "how": ("zero_grad", "model.zero_grad", "second backward"),
+    }
+)
 def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, steps, how):
     """Ranks have launched different numbers of buckets by then."""
 
@@ -76,9 +81,7 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("steps", [2, FIRST, FIRST + 3])
-@pytest.mark.parametrize("name", ["adam", *COMPRESSED])
-@pytest.mark.parametrize("policy", ["raise", "skip"])
+@every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "policy": ("raise", "skip")})
 def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, policy):
     def work(group):
         net = copy.deepcopy(NETS[0])
@@ -106,9 +109,7 @@ def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, poli
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in backward", "in step"])
-@pytest.mark.parametrize("steps", [2, FIRST, FIRST + 3])
-@pytest.mark.parametrize("name", ["adam", *COMPRESSED])
+@every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "late": (False, True)})
 def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late):
     held, ready = {}, threading.Event()
 

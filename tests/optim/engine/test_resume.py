@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+from tests.covering import every_pair, every_value
 from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -72,9 +73,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "phase", "saved_at"), CASES, ids=[f"{name}, {phase}" for name, phase, _ in CASES])
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-@pytest.mark.parametrize("weights_first", [True, False], ids=["weights first", "optimizer first"])
+@every_value({"name, phase, saved_at": CASES, "size, weights_first": [(3, True), (2, False), (2, True), (3, False)]})
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first):
     def work(group):
         net = network(seed=0)
@@ -149,9 +148,13 @@ def test_a_run_loaded_before_the_automatic_freeze_freezes_at_the_same_step(name,
     assert 8 <= frozen_at[0] <= 60
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 3), (1, 3), (4, 2)])
-@pytest.mark.parametrize("name", COMPRESSED)
+@every_pair(
+    {
+        "name": COMPRESSED,
+        "old, new": [(2, 2), (3, 3), (1, 3), (4, 2)],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
 def test_t9_replicas_are_bit_equal_1_2_and_10_steps_after_a_resume_in_the_compressed_phase(name, old, new, dtype):
     """All ranks load what rank 0 saved. Steps 8, 9 and 17 are syncs of 0/1 Adam."""
     saved_at = SAVED_AT["compressed"]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.covering import every_pair
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, groups_of, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import run_threads
@@ -121,9 +122,13 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
         assert kinds == [CompressedSum, FusedMomentum, CompressedSum, FusedMomentum, CompressedSum]
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("saved_at", [WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 4])
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
+@every_pair(
+    {
+        "name": ("onebit_adam", "onebit_lamb"),
+        "saved_at": (WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 4),
+        "overlap": (True, False),
+    }
+)
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on_with_many_buckets(name, saved_at, overlap):
     def work(group):
         net, other = (copy.deepcopy(one) for one in NETS)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.deepspeed_traces import load_trace
 from tests.optim.reference.parity import BLOCK, WARMUP, as_parameters, drive, follow
 from tests.optim.small_problem import SIZES
@@ -34,16 +35,14 @@ def deviation(size, settings):
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", PRESETS)
+@every_value({"size": SIZES, "name": PRESETS})
 def test_every_setting_equals_the_reference_in_float64(size, name):
     worst, optimizer, _ = deviation(size, PRESETS[name])
     assert worst <= 1e-12
     assert (optimizer.stats()["floored_elements"] > 0) == PRESETS[name].floor
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", SWITCHED)
+@every_value({"name": SWITCHED, "size": (3, 1)})
 def test_every_deviation_is_switchable_by_itself(size, name):
     worst, _, _ = deviation(size, SWITCHED[name])
     assert worst <= 1e-12

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Lamb, OneBitLamb
@@ -54,8 +55,7 @@ def follow(reference, results, steps):
     return reference
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@every_value({"size": SIZES, "decay": (0.0, 0.1)})
 def test_lamb_equals_the_literal_lamb(size, decay):
     bounds = {"min_coeff": 0.05, "max_coeff": 2.0}
     results = run(
@@ -66,8 +66,7 @@ def test_lamb_equals_the_literal_lamb(size, decay):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@every_value({"size": SIZES, "decay": (0.0, 0.1)})
 def test_onebit_lamb_equals_the_literal_one_in_both_phases(size, decay):
     make = lambda net, group: OneBitLamb(net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)  # noqa: E731
     results = run(make, 40, size)

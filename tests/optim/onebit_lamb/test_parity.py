@@ -6,6 +6,7 @@ from math import inf
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.deepspeed_traces import load_trace
 from tests.optim.reference.parity import BLOCK, WARMUP, drive, flat_tensor_order, flat_values, follow
 from tests.optim.small_problem import SIZES
@@ -49,8 +50,7 @@ def deviation(size, settings):
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", PRESETS)
+@every_value({"size": SIZES, "name": PRESETS})
 def test_every_setting_equals_the_reference_in_float64(size, name):
     worst, optimizer, reference = deviation(size, PRESETS[name])
     assert worst <= 1e-12
@@ -62,8 +62,7 @@ def test_every_setting_equals_the_reference_in_float64(size, name):
         assert got.tolist() == pytest.approx([theirs[at] for at in index], rel=1e-11), ours
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", SWITCHED)
+@every_value({"name": SWITCHED, "size": (3, 1)})
 def test_every_deviation_is_switchable_by_itself(size, name):
     worst, _, _ = deviation(size, SWITCHED[name])
     assert worst <= 1e-12

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.written_out import buckets_of
 from tests.optim.small_problem import EXACT, HYPER, SHAPES, SHARED, SIZES, assert_same, gradients, run, start
 from thinwire.comm import run_threads
@@ -47,8 +48,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", DENSE)
+@every_value({"name": DENSE, "size": SIZES})
 def test_without_compression_n_workers_equal_one_on_the_mean_gradient(name, size):
     many = run(DENSE[name](), 25, size)
     one = run(DENSE[name](), 25, 1, of_their_mean(size))
@@ -289,8 +289,7 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)).double()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("block", [4096, 16])
+@every_value({"size": SIZES, "block": (4096, 16)})
 def test_onebit_adam_follows_the_reference_in_float64(size, block):
     """Default settings, two groups and a schedule; one input is silent in warm-up, so its column of v is floored."""
     steps, warmup, base = 30, 10, model()

@@ -6,6 +6,7 @@ from math import inf
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.written_out import buckets_of
 from tests.optim.zero_one_adam.problem import FREEZE, HYPER, MODELS, SIZES, backward, bits, make, synced, train
 from thinwire.comm import run_threads
@@ -14,8 +15,7 @@ from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.optim.zero_one_settings import OURS
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("size", SIZES)
+@every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
 def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
     """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
     steps = 40
@@ -100,8 +100,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
     assert results[0][0] > 0 or longest > 1
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("size", SIZES)
+@every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
 def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(size, weight_decay):
     """y = mean_i x_i - R / d: before, with this step's local part done by hand; after, with the new R.
 
