@@ -1,6 +1,7 @@
 # make run       set up, train the quickstart through the service, write runs/quickstart/
 # make serve     set up, keep a service on 127.0.0.1 with its state in .thinwire/
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
+# make test-fast set up, run the laws, until the first that fails: less than a minute
 # make check     formatting, lint, types, import rules, spelling
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 
-.PHONY: run serve test test-all check clean
+.PHONY: run serve test test-fast test-all check clean
 
 run: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
@@ -29,6 +30,9 @@ test: .venv/.dev
 	trap 'kill $$beside' INT TERM; \
 	$(PYTEST) -m "ray and not slow and not gpu"; of_ray=$$?; \
 	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
+
+test-fast: .venv/.dev .venv/.loops
+	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal
 
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops

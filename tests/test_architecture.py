@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.law
+
 ROOT = Path(__file__).parent.parent
 
 

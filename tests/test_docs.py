@@ -14,6 +14,8 @@ from thinwire.service.config import Settings
 from thinwire.service.metrics import ServiceMetrics
 from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE
 
+pytestmark = pytest.mark.law
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
     "comm",
@@ -69,6 +71,16 @@ def test_every_test_that_is_named_exists(document):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", document.read_text()):
         assert f"def {name}(" in sources, f"{document.name}: {name}"
+
+
+def test_each_numbered_law_has_a_test_that_make_test_fast_runs():
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    numbers = set(
+        re.findall(r"\bT(\d+)\b", (ROOT / "docs/algorithms.md").read_text().split("## Laws and their tests")[1])
+    )
+    assert {"1", "13"} <= numbers
+    for number in numbers:
+        assert f"@pytest.mark.law\ndef test_t{number}_" in sources, number
 
 
 @documents

@@ -183,6 +183,7 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(name, proble
 
 @examples(15)
 @given(problem=problems(dtypes=(torch.float64,)))
+@pytest.mark.law
 def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(problem):
     """y = mean_i x_i - R / d: before, with this step's local part done by hand; after, with the new R, none cut off."""
 

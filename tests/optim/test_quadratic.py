@@ -1,5 +1,6 @@
 """T12: on a quadratic problem compression costs next to nothing with error feedback, and everything without."""
 
+import pytest
 import torch
 
 from tests.covering import every_value
@@ -64,6 +65,7 @@ def losses(wrapped, size, noise, lr):
 
 
 @every_value({"noise, lr": [(0.0, 5e-3), (0.1, 1e-2)], "size": (2, 3)})
+@pytest.mark.law
 def test_t12_on_a_quadratic_problem_onebit_adam_ends_where_frozen_adam_does_and_without_feedback_it_does_not(
     size, noise, lr
 ):

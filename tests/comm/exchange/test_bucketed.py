@@ -43,6 +43,7 @@ def exchanged(size, rounds, layout=LAYOUT, **how):
         "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
     }
 )
+@pytest.mark.law
 def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before(
     size, bucket_elements, num_live, dtype, tolerance
 ):
@@ -57,6 +58,7 @@ def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before
 
 
 @every_value({"size": SIZES, "bucket_elements": CUTS[:2]})
+@pytest.mark.law
 def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, bucket_elements):
     dead = LAYOUT.dead(0, LAYOUT.numel)
     rounds = inputs(size, 5, torch.float32)
@@ -73,6 +75,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, bucket_e
 
 
 @every_value({"size": SIZES, "bucket_elements, block": [(LAYOUT.numel, 64), (LAYOUT.numel, 4096), (200, 8)]})
+@pytest.mark.law
 def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the_same_signs(
     size, bucket_elements, block
 ):

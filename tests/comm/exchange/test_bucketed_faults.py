@@ -92,6 +92,7 @@ def lost():
         "after": (False, True),
     }
 )
+@pytest.mark.law
 def test_t6_a_lost_peer_in_any_phase_of_any_bucket_is_undone(dtype, momentum, collective, after):
     """Every rank loses its peers at the same place."""
     rounds = inputs(3, 4, dtype)
@@ -166,6 +167,7 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
 
 
 @every_pair({"bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070), "momentum": (False, True)})
+@pytest.mark.law
 def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where, momentum):
     rounds = inputs(3, 4, torch.float32)
 

@@ -25,6 +25,7 @@ def after_rounds(size, bucket_elements=256, rounds=3, dtype=torch.float64, block
 
 
 @every_value({"size": SIZES, "dtype": [torch.float32, torch.float64]})
+@pytest.mark.law
 def test_the_residual_is_the_same_on_every_rank_and_for_every_cut(size, dtype):
     (first, *_), *others = after_rounds(size, dtype=dtype)
     assert first.abs().max() > 0
@@ -48,6 +49,7 @@ def test_the_residual_is_the_mean_of_the_workers_and_each_servers_chunks(size):
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 3), (3, 1), (3, 2), (4, 8), (8, 3)])
+@pytest.mark.law
 def test_t3_resize_keeps_the_residual_whatever_the_buckets(old, new):
     residual = after_rounds(old, dtype=torch.float32)[0][0]
 

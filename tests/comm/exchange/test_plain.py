@@ -62,6 +62,7 @@ def test_every_registered_codec_is_covered():
         "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
     }
 )
+@pytest.mark.law
 def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, num_live, dtype, tolerance):
     layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
     rounds = inputs(size, 50, dtype, layout)
@@ -73,6 +74,7 @@ def test_t1_outputs_and_residual_add_up_to_the_inputs(size, name, num_live, dtyp
 
 
 @every_value({"size": SIZES, "name": CODECS})
+@pytest.mark.law
 def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
     rounds = inputs(size, 10, torch.float32)
     outs, residual, slots = reduce_rounds(size, rounds, CODECS[name])
@@ -86,6 +88,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
 
 
 @every_pair({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
+@pytest.mark.law
 def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     rounds = inputs(size, 10, dtype)
     outs, _, slots = reduce_rounds(size, rounds, SignCodec(64, scale))
@@ -97,6 +100,7 @@ def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     assert torch.equal(errors.server_N, torch.cat([slot.server_c for slot in slots]))
 
 
+@pytest.mark.law
 def test_t11_one_rank_does_not_compress():
     rounds = inputs(1, 5, torch.float32)
 
@@ -134,6 +138,7 @@ def test_a_compressed_exchange_sends_one_bit_a_value_each_way(size):
 
 
 @every_value({"old": SIZES, "new": SIZES[2:] + SIZES[:2]})
+@pytest.mark.law
 def test_t3_resize_keeps_the_residual(old, new):
     _, residual, _ = reduce_rounds(old, inputs(old, 5, torch.float32), SignCodec(block=64))
     if old == 1:  # a group of one that compresses, to have something to carry
@@ -148,6 +153,7 @@ def test_t3_resize_keeps_the_residual(old, new):
         assert torch.equal(restored, residual)
 
 
+@pytest.mark.law
 def test_t4_reusing_server_errors_by_rank_would_break_the_residual():
     """The negative of T3: what restore() must not do is visible to T3's measure."""
     _, residual, slots = reduce_rounds(2, inputs(2, 5, torch.float32), SignCodec(block=64))
@@ -158,6 +164,7 @@ def test_t4_reusing_server_errors_by_rank_would_break_the_residual():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("where", [0, 500, 1070])
+@pytest.mark.law
 def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, where):
     rounds = inputs(3, 4, torch.float32)
 
@@ -212,6 +219,7 @@ class FailingGroup:
 
 
 @pytest.mark.parametrize("collective", [1, 2])
+@pytest.mark.law
 def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(collective):
     rounds = inputs(2, 3, torch.float32)
 

@@ -9,6 +9,8 @@ from tests.comm.kernels.cases import KERNELS, POISON, Case, assert_same, run
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.cpu import CpuKernels
 
+pytestmark = pytest.mark.law
+
 BLOCKS = [8, 16, 64, 56, 72, 4096, 1000, 128, 2048, 8]
 
 

@@ -11,6 +11,8 @@ from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.layout import VectorLayout
 
+pytestmark = pytest.mark.law
+
 SIZES = [8, 64, 72, 1000, 4096, 200]
 DEAD = [3, 7, 70, 71, 1140, 5000]
 FLOATS = [torch.float32, torch.float64]

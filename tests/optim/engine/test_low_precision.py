@@ -93,6 +93,7 @@ def test_float64_mixes_with_nothing():
 
 
 @pytest.mark.parametrize("name", MAKE)
+@pytest.mark.law
 def test_t9_a_loaded_bfloat16_run_is_bit_equal_to_the_one_that_saved_and_went_on(name):
     def work(group):
         net = network()

@@ -82,6 +82,7 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
 
 
 @every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "policy": ("raise", "skip")})
+@pytest.mark.law
 def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, policy):
     def work(group):
         net = copy.deepcopy(NETS[0])
@@ -110,6 +111,7 @@ def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, poli
 
 
 @every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "late": (False, True)})
+@pytest.mark.law
 def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late):
     held, ready = {}, threading.Event()
 

@@ -74,6 +74,7 @@ CASES = [
 
 
 @every_value({"name, phase, saved_at": CASES, "size, weights_first": [(3, True), (2, False), (2, True), (3, False)]})
+@pytest.mark.law
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first):
     def work(group):
         net = network(seed=0)
@@ -155,6 +156,7 @@ def test_a_run_loaded_before_the_automatic_freeze_freezes_at_the_same_step(name,
         "dtype": [torch.float32, torch.bfloat16],
     }
 )
+@pytest.mark.law
 def test_t9_replicas_are_bit_equal_1_2_and_10_steps_after_a_resume_in_the_compressed_phase(name, old, new, dtype):
     """All ranks load what rank 0 saved. Steps 8, 9 and 17 are syncs of 0/1 Adam."""
     saved_at = SAVED_AT["compressed"]

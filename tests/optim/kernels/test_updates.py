@@ -10,6 +10,8 @@ from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
 from thinwire.optim.zero_one_adam import cut_
 
+pytestmark = pytest.mark.law
+
 TYPES = [torch.float32, torch.float64]
 SIZES = [8, 24, 8 * 1001, 8 * (2 * LEAST + 3)]
 

@@ -41,6 +41,7 @@ def train(model, optimizer, steps, rank, first=1):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.law
 def test_replicas_are_bit_equal_in_both_phases_even_from_different_initial_models(size):
     def work(group):
         model = small_model(torch.float32, seed=group.rank)
@@ -55,6 +56,7 @@ def test_replicas_are_bit_equal_in_both_phases_even_from_different_initial_model
             assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.law
 def test_t11_one_rank_equals_the_uncompressed_algorithm():
     """After the freeze one rank is momentum descent under a fixed variance, with nothing left out."""
     model = copy.deepcopy(MODEL)
@@ -76,6 +78,7 @@ def test_t11_one_rank_equals_the_uncompressed_algorithm():
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.law
 def test_t11_identical_shards_equal_one_rank_in_warmup(size):
     def work(group):
         model = copy.deepcopy(MODEL)
@@ -101,6 +104,7 @@ def test_dense_adam_equals_torch_adamw():
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 1), (1, 4), (3, 8)])
+@pytest.mark.law
 def test_t7_a_checkpoint_loads_on_any_number_of_ranks_with_its_residual(old, new):
     def save(group):
         model = small_model(torch.float64)
@@ -165,6 +169,7 @@ class Embedder(torch.nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.law
 def test_t13_rows_without_variance_at_the_freeze_neither_explode_nor_die(size):
     lr, warmup = 1e-2, 30
 

@@ -67,6 +67,7 @@ def test_lamb_equals_the_literal_lamb(size, decay):
 
 
 @every_value({"size": SIZES, "decay": (0.0, 0.1)})
+@pytest.mark.law
 def test_onebit_lamb_equals_the_literal_one_in_both_phases(size, decay):
     make = lambda net, group: OneBitLamb(net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)  # noqa: E731
     results = run(make, 40, size)

@@ -156,7 +156,7 @@ def check_one_step(name, problem, before):
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_one_step_in_float32_is_that_of_the_literal_algorithm_but_for_signs_of_rounding_size(name):
-    @examples(40)
+    @examples(80)
     @given(problems(dtypes=(torch.float32,)), st.sampled_from(SINCE_FREEZE))
     def check(problem, since_freeze):
         check_one_step(name, problem, max(0, problem.warmup + since_freeze))

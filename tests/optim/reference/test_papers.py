@@ -122,8 +122,8 @@ def test_onebit_adam_delays_gradients_and_loses_none():
         residual = left
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("units", [[(0, 61)], [(0, 3), (3, 40), (40, 61)], [(at, at + 1) for at in range(61)]])
+@every_value({"size": SIZES, "units": [[(0, 61)], [(0, 3), (3, 40), (40, 61)], [(at, at + 1) for at in range(61)]]})
+@pytest.mark.law
 def test_t1_outputs_and_residual_add_up_to_the_inputs(size, units):
     generator = torch.Generator().manual_seed(size)
     rounds = [[torch.randn(61, generator=generator, dtype=torch.float64) for _ in range(size)] for _ in range(50)]
@@ -290,6 +290,7 @@ def model():
 
 
 @every_value({"size": SIZES, "block": (4096, 16)})
+@pytest.mark.law
 def test_onebit_adam_follows_the_reference_in_float64(size, block):
     """Default settings, two groups and a schedule; one input is silent in warm-up, so its column of v is floored."""
     steps, warmup, base = 30, 10, model()

@@ -30,10 +30,10 @@ SETTINGS = {
     "gradients first": replace(OURS, gradient_stage=True),
     "fresh and decay in the sum": replace(OURS, fresh=Fresh.ALWAYS, decay=Decay.IN_SUM),
 }
-BY_NAME = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
 @every_value({"saved_at": (3, 4, FREEZE, 9, 21), "settings": SETTINGS.values()})
+@pytest.mark.law
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, settings):
     given = {"settings": settings, "weight_decay": 0.1}
 
@@ -84,8 +84,7 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at, settings)
         assert torch.isfinite(p).all()
 
 
-@BY_NAME
-@pytest.mark.parametrize("at", [1, 2, 4, FREEZE, FREEZE + 1, 9])
+@every_value({"at": (1, 2, 4, FREEZE, FREEZE + 1, 9), "settings": SETTINGS.values()})
 def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothing(at, settings):
     """Steps 1 to 9 exchange something in all of these."""
 
@@ -108,8 +107,8 @@ def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothi
     assert all(torch.equal(first, other) for other in others)
 
 
-@BY_NAME
-@pytest.mark.parametrize("at", [1, 3, 4, FREEZE, FREEZE + 1])
+@every_value({"at": (1, 3, 4, FREEZE, FREEZE + 1), "settings": SETTINGS.values()})
+@pytest.mark.law
 def test_a_peer_lost_in_any_collective_of_a_step_leaves_everything_as_it_was(at, settings):
     """The first, the second, ... until the step has no more."""
 

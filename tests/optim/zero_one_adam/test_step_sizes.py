@@ -118,6 +118,7 @@ EMBEDDER = Embedder()
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.law
 def test_t13_rows_without_variance_neither_explode_before_or_after_the_freeze_nor_die(size, bias_correction):
     lr, freeze = 1e-2, 30
 

@@ -11,6 +11,7 @@ from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.law
 def test_replicas_are_bit_equal_after_every_sync_even_from_different_initial_models(size):
     def work(group):
         model, optimizer = make(group, torch.float32, seed=group.rank, weight_decay=0.1)

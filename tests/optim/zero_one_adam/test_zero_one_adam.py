@@ -16,6 +16,7 @@ from thinwire.optim.zero_one_settings import OURS
 
 
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
+@pytest.mark.law
 def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
     """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
     steps = 40
@@ -101,6 +102,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
 
 
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
+@pytest.mark.law
 def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(size, weight_decay):
     """y = mean_i x_i - R / d: before, with this step's local part done by hand; after, with the new R.
 
@@ -129,6 +131,7 @@ def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged
 
 @pytest.mark.parametrize("interval", [1, 16])
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.law
 def test_t10_without_gradients_the_parameters_shrink_by_exactly_the_configured_decay(size, interval):
     """Step 1 has lr 0, so that it gives the variance a scale and leaves the momentum at zero."""
     decay, steps = 0.5, 50
