@@ -9,6 +9,8 @@ BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Where tests with the mark `law` are: to collect all others takes longer than to run these.
+LAWS := tests/comm tests/optim tests/test_architecture.py tests/test_docs.py
 TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
@@ -32,7 +34,7 @@ test: .venv/.dev
 	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops
-	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
 
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
