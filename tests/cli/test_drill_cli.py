@@ -1,10 +1,20 @@
 """What `thinwire drill` refuses, before anything is started."""
 
+import json
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
+from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
+from thinwire.contract.drill import Account, Drill, DrillFailed, Spread
 from thinwire.workers.build import OPTIMIZERS
+from thinwire.workers.drill.run import run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -27,3 +37,40 @@ def test_what_cannot_be_is_told_and_nothing_is_started(arguments, words):
 
 def test_it_knows_each_optimizer_of_a_job_file():
     assert {name.value for name in OptimizerName} == set(OPTIMIZERS)
+
+
+def test_the_work_of_a_command_is_found_with_and_without_its_declaration(monkeypatch):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][commands.WORK_GROUP]
+    assert declared == commands.OWN_WORK
+    theirs = EntryPoint("drill", "json:dumps", commands.WORK_GROUP)
+    monkeypatch.setattr(commands, "entry_points", lambda group: [theirs])
+    assert commands.work("drill") is json.dumps
+    monkeypatch.setattr(commands, "entry_points", lambda group: [])
+    assert commands.work("drill") is run
+    with pytest.raises(commands.CommandMissing, match="nobody does the work of `thinwire nap`"):
+        commands.work("nap")
+
+
+def test_the_figures_of_the_work_are_printed(monkeypatch, tmp_path):
+    times = Spread.of([1.0, 3.0, 2.0])
+    figures = (0.9, 3, 100, 2, 1, 0, times, times, times, 3.5, 50.0, 60.0, 0.99, Spread.of([]), 2.5, None)
+    found = Account(*figures, {"other": 1.0})
+    asked = []
+    monkeypatch.setattr("thinwire.cli.drill.work", lambda name: lambda drill, say: asked.append((name, drill)) or found)
+    told = CliRunner().invoke(app, ["--workers", "3", "--out", str(tmp_path), "--json"])
+    assert told.exit_code == 0, told.output
+    assert asked == [("drill", Drill(3, 30.0, 5.0, tmp_path))]
+    *lines, last = told.stdout.splitlines()
+    assert lines[0] == "goodput 90.00% with 3 kills (undisturbed 99.00%)"
+    assert f"timeline: {tmp_path / 'drill.png'}" in lines
+    assert json.loads(last)["regroup_s"] == 2.0
+
+
+def test_a_drill_that_failed_says_why(monkeypatch, tmp_path):
+    def failing(drill, say):
+        raise DrillFailed("all workers were dead at once")
+
+    monkeypatch.setattr("thinwire.cli.drill.work", lambda name: failing)
+    told = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "all workers were dead at once" in told.output

@@ -5,6 +5,9 @@ An entry point names a `typer.Typer`; its name becomes the command's name:
     [project.entry-points."thinwire.commands"]
     lab = "thinwire.lab.cli:app"
 
+What a command of ours does may need torch and ray. The command line imports neither: it finds the function by name,
+in the group `thinwire.work`, when the command is called.
+
 A Typer with one command and no callback becomes a plain command (`thinwire drill --kill 3`), any other a group
 (`thinwire lab up`). `thinwire --help` imports every module named here except our own, whose help is OWN_HELP: they
 need torch. Import what is heavy inside the commands, not at the top of the module. A module that another one is missing
@@ -16,10 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import typer
 
-GROUP = "thinwire.commands"
+GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
+OWN_WORK = {"drill": "thinwire.workers.drill.run:run"}
+"""What pyproject.toml declares: a checkout that was installed before may not know it yet."""
 OWN_HELP = {
     "thinwire.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
     "thinwire.cli.drill:app": "Kill workers of a real job, and see what it costs.",
@@ -36,6 +42,16 @@ class CommandMissing(Exception):
 def installed_commands() -> list[EntryPoint]:
     """The entry points of the group, in order of name."""
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def work(name: str) -> Any:
+    """The function that does what our command `name` shows. Raises ModuleNotFoundError, and CommandMissing."""
+    declared = {point.name: point for point in entry_points(group=WORK_GROUP)}
+    if name in OWN_WORK:
+        declared.setdefault(name, EntryPoint(name, OWN_WORK[name], WORK_GROUP))
+    if name not in declared:
+        raise CommandMissing(f"nobody does the work of `thinwire {name}`: no entry point of {WORK_GROUP} has that name")
+    return declared[name].load()
 
 
 def join_commands(

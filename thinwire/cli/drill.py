@@ -6,12 +6,12 @@ import json
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from thinwire.workers.drill.account import Account
+from thinwire.cli.commands import work
+from thinwire.contract.drill import PICTURE_NAME, Account, Drill, DrillFailed, Drilling
 
 
 class OptimizerName(StrEnum):
@@ -58,8 +58,6 @@ def drill(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from thinwire.workers.drill.run import PICTURE_NAME, Drill, DrillFailed, run
-
     if kill_every >= 60 * minutes:
         raise typer.BadParameter(
             f"{kill_every:g} s is not less than --minutes {minutes:g}: nobody would be killed",
@@ -72,6 +70,7 @@ def drill(
         raise typer.BadParameter(
             f"{out}: {error.strerror}; name a folder that can be written", param_hint="--out"
         ) from error
+    run: Drilling = work("drill")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

@@ -6,12 +6,11 @@ The timeline is a picture: who trained when, how fast, and what the loss made of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
 
+from thinwire.contract.drill import Account, Spread
 from thinwire.contract.reports import Event, EventKind, Sample
 
 
@@ -23,64 +22,6 @@ class Kill:
     slot: int
     rank: int
     step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and worst of some seconds; None where there are none."""
-
-    median: float | None
-    worst: float | None
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of these."""
-        return cls(round(median(seconds), 3), round(max(seconds), 3)) if seconds else cls(None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """What the kills have cost.
-
-    goodput: time inside committed steps / wall time from the first step to the last, at whatever world size.
-    steps_lost: committed steps that were run again. From a kill, regroup_s: to the survivors going on; next_step_s: to
-    the end of their next step; readmit_s: to all workers training again. error_lost: of ||R||, the share that each
-    death has lost, as estimated. outside_s: where the rest of the wall time went: regrouping, and all else between
-    steps.
-    """
-
-    goodput: float
-    kills: int
-    steps: int
-    steps_lost: int
-    local_steps_lost: int
-    restarts: int
-    regroup_s: Spread
-    next_step_s: Spread
-    readmit_s: Spread
-    mean_world_size: float
-    samples_per_second: float
-    undisturbed_samples_per_second: float
-    undisturbed_goodput: float
-    error_lost: Spread
-    final_loss: float | None
-    undisturbed_loss: float | None
-    outside_s: dict[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """For a machine: the medians under the short names."""
-        whole = asdict(self)
-        return {
-            **whole,
-            "regroup_s": self.regroup_s.median,
-            "regroup_worst_s": self.regroup_s.worst,
-            "next_step_s": self.next_step_s.median,
-            "next_step_worst_s": self.next_step_s.worst,
-            "readmit_s": self.readmit_s.median,
-            "readmit_worst_s": self.readmit_s.worst,
-            "error_lost": self.error_lost.median,
-            "error_lost_worst": self.error_lost.worst,
-        }
 
 
 def account(

@@ -17,14 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from thinwire.contract.drill import PICTURE_NAME, Account, Drill, DrillFailed, Say
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.drill.account import Account, Kill, account, draw
+from thinwire.workers.drill.account import Kill, account, draw
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.history import HistoryError
 
@@ -33,45 +34,7 @@ START_S = 300.0
 LOOK_S = 0.2
 STOP_S = 60.0
 GLOBAL_BATCH = 16
-PICTURE_NAME = "drill.png"
 FIGURES_NAME = "drill.json"
-
-Say = Callable[[str, float], None]
-"""What is going on, and how much of it is done, 0 to 1."""
-
-
-class DrillFailed(Exception):
-    """A job ended before its time; the message holds the end of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drill:
-    """What is to be done. optimizer, shadow: as in a job file. seed: of who is killed."""
-
-    workers: int
-    kill_every_s: float
-    minutes: float
-    out: Path
-    optimizer: str = "onebit_adam"
-    seed: int = 0
-    shadow: bool = False
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The job: a small GPT whose schedule does not end before the drill does."""
-        warmup = {"var_freeze": 50} if self.optimizer == "zero_one_adam" else {"warmup": 50}
-        dense = self.optimizer in ("adam", "lamb", "sgd")
-        return {
-            "name": "drill",
-            "steps": 10**8,
-            "global_batch": GLOBAL_BATCH,
-            "recipe": {"layers": 4, "width": 128, "heads": 4, "context": 128},
-            "optimizer": {"name": self.optimizer, "lr": 2e-3, **({} if dense else warmup)},
-            "lr_schedule": {"warmup": 20, "decay": "constant"},
-            "workers": {"min": 1, "max": self.workers, "device": "auto", "max_restarts": 100, "shadow": self.shadow},
-            "checkpoint": {"every_steps": 500},
-            "evaluation": {"every_steps": 250, "windows": 64},
-        }
 
 
 def run(drill: Drill, say: Say) -> Account:
@@ -80,7 +43,7 @@ def run(drill: Drill, say: Say) -> Account:
     Raises: DrillFailed; OSError.
     """
     with _ray(drill.workers) as address:
-        killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", drill.spec, address)
+        killed = Job(drill.out / f"killed-{time.time_ns() // 10**6}", _spec(drill), address)
         killer = _disturb(drill, killed, say)
         samples = killed.samples()
         if not samples or samples[-1].step < 2:
@@ -88,7 +51,7 @@ def run(drill: Drill, say: Say) -> Account:
                 f"all workers were dead at once, before there was a checkpoint, and the job has begun again: kill less "
                 f"often than every {drill.kill_every_s:g} s, or give more than {drill.workers} workers"
             )
-        other = Job(drill.out / f"undisturbed-{time.time_ns() // 10**6}", drill.spec, address)
+        other = Job(drill.out / f"undisturbed-{time.time_ns() // 10**6}", _spec(drill), address)
         _undisturbed(other, samples[-1].step, say)
     undisturbed = other.samples()
     found = account(samples, killed.events(), killer.kills, undisturbed, drill.workers, GLOBAL_BATCH)
@@ -97,6 +60,23 @@ def run(drill: Drill, say: Say) -> Account:
     (drill.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     draw(drill.out / PICTURE_NAME, samples, killer.kills, undisturbed, found)
     return found
+
+
+def _spec(drill: Drill) -> dict[str, Any]:
+    """The job: a small GPT whose schedule does not end before the drill does."""
+    warmup = {"var_freeze": 50} if drill.optimizer == "zero_one_adam" else {"warmup": 50}
+    dense = drill.optimizer in ("adam", "lamb", "sgd")
+    return {
+        "name": "drill",
+        "steps": 10**8,
+        "global_batch": GLOBAL_BATCH,
+        "recipe": {"layers": 4, "width": 128, "heads": 4, "context": 128},
+        "optimizer": {"name": drill.optimizer, "lr": 2e-3, **({} if dense else warmup)},
+        "lr_schedule": {"warmup": 20, "decay": "constant"},
+        "workers": {"min": 1, "max": drill.workers, "device": "auto", "max_restarts": 100, "shadow": drill.shadow},
+        "checkpoint": {"every_steps": 500},
+        "evaluation": {"every_steps": 250, "windows": 64},
+    }
 
 
 def made_by() -> dict[str, Any]:
