@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.files import private_folder
+from thinwire.contract.jobs import BODY_LIMIT_BYTES
 from thinwire.service import errors
 from thinwire.service.auth import Guard, operator, operator_token
 from thinwire.service.config import Settings
@@ -32,7 +33,6 @@ from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetric
 
 logger = logging.getLogger(__name__)
 
-BODY_LIMIT_BYTES = 1 << 20
 TELEMETRY_LIMIT_BYTES = 8 << 20
 
 

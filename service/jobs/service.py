@@ -260,12 +260,6 @@ def _check_data(spec: TrainSpec) -> None:
         raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])
 
 
-def parts(size: int, validation_fraction: float) -> tuple[int, int]:
-    """Bytes of the training and of the validation part, as thinwire.workers.data.corpus splits a file of `size`."""
-    validation = round(size * validation_fraction)
-    return size - validation, validation
-
-
 def _unusable(data: TextFile, context: int) -> str | None:
     """Why this machine cannot train on the file; None where it can."""
     try:
@@ -280,7 +274,7 @@ def _unusable(data: TextFile, context: int) -> str | None:
         return "the service may not read this file; change its permissions, or name another"
     if found.st_size == 0:
         return "the file is empty; training needs text"
-    training, validation = parts(found.st_size, data.validation_fraction)
+    training, validation = data.parts(found.st_size)
     if min(training, validation) <= context:
         return (
             f"the file has {found.st_size} bytes: {training} for training and {validation} for validation at "

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
 from thinwire.contract.reports import Event, EventKind, WantedWorkers
-from thinwire.contract.spec import Workers
+from thinwire.contract.spec import Workers, conflicts_of_workers
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.models import JobRow
@@ -81,16 +81,16 @@ def write_wanted(db: Database, folders: RunFolders, job_id: str) -> None:
 
 
 def _impossible(change: WorkersChange, least: int, most: int, global_batch: int) -> list[Problem]:
-    """What of the change cannot stand together, or beside what stays. The spec has the same rules."""
-    found = []
-    if least > most and change.min is None:
+    """What of the change cannot stand together, or beside what stays."""
+    found, conflicts = [], conflicts_of_workers(least, most, global_batch)
+    if "min_above_max" in conflicts and change.min is None:
         found.append(
             Problem(path="workers.max", value=most, message=f"must be at least workers.min = {least}, as it is now")
         )
-    elif least > most:
+    elif "min_above_max" in conflicts:
         kept = ", as it is now" if change.max is None else ""
         found.append(Problem(path="workers.min", value=least, message=f"must be at most workers.max = {most}{kept}"))
-    if most > global_batch:
+    if "more_workers_than_samples" in conflicts:
         words = f"must be at most global_batch = {global_batch}: at least one sample a worker"
         found.append(Problem(path="workers.max", value=most, message=words))
     return found

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.service.control_plane_harness import Service, spec
-from thinwire.contract.jobs import ErrorBody
+from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
 from thinwire.contract.spec import TextFile
-from thinwire.service.main import BODY_LIMIT_BYTES, TELEMETRY_LIMIT_BYTES
+from thinwire.service.main import TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.data.windows import Windows, validation_windows
 

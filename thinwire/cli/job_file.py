@@ -16,10 +16,7 @@ from typing import Any
 import yaml
 from pydantic import JsonValue
 
-from thinwire.contract.jobs import Problem
-
-LARGEST_FILE_BYTES = 1 << 20
-"""What the service takes as the body of a request."""
+from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
 
 
 class JobFileError(Exception):
@@ -30,10 +27,10 @@ def read_job_file(path: Path) -> dict[str, JsonValue]:
     """The object in the file. Raises JobFileError."""
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST_FILE_BYTES + 1)
-        if len(content) > LARGEST_FILE_BYTES:
+            content = file.read(BODY_LIMIT_BYTES + 1)
+        if len(content) > BODY_LIMIT_BYTES:
             size = max(path.stat().st_size, len(content))
-            raise JobFileError(f"{path} has {size} bytes; a job file may have at most {LARGEST_FILE_BYTES}")
+            raise JobFileError(f"{path} has {size} bytes; a job file may have at most {BODY_LIMIT_BYTES}")
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

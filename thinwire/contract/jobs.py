@@ -20,6 +20,9 @@ from pydantic_core import PydanticCustomError
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec, WorkerCount
 
+BODY_LIMIT_BYTES = 1 << 20
+"""The largest body of a request, telemetry apart; so the largest job file too."""
+
 TakesEffect = Literal["at_start", "in_place", "at_restart"]
 
 

@@ -74,6 +74,11 @@ class TextFile(_Frozen):
     path: str = Field(min_length=1, description="absolute path, readable by every worker")
     validation_fraction: Fraction = 0.1
 
+    def parts(self, size: int) -> tuple[int, int]:
+        """Bytes of the training and of the validation part of a file of `size`."""
+        validation = round(size * self.validation_fraction)
+        return size - validation, validation
+
 
 class Digits(_Frozen):
     """scikit-learn's handwritten digits: 1797 real grey images of 8x8 in ten classes. Needs `thinwire[vision]`."""
@@ -298,12 +303,26 @@ def steps_of(amount: int | float, total: int) -> int:
     return amount if isinstance(amount, int) else max(1, round(amount * total))
 
 
+WorkersConflict = Literal["min_above_max", "more_workers_than_samples"]
+
+
+def conflicts_of_workers(least: int, most: int, global_batch: int) -> set[WorkersConflict]:
+    """What limits on the number of workers contradict, at a submission or later; which field is to blame differs."""
+    found: set[WorkersConflict] = set()
+    if least > most:
+        found.add("min_above_max")
+    if most > global_batch:
+        found.add("more_workers_than_samples")
+    return found
+
+
 def _impossible(spec: TrainSpec) -> list[tuple[str, int | float | str, str]]:
     """Fields that are each in range and cannot stand together, as (path, value, what is allowed)."""
     found: list[tuple[str, int | float | str, str]] = []
-    if spec.workers.min > spec.workers.max:
+    conflicts = conflicts_of_workers(spec.workers.min, spec.workers.max, spec.global_batch)
+    if "min_above_max" in conflicts:
         found.append(("workers.min", spec.workers.min, f"at most workers.max = {spec.workers.max}"))
-    if spec.global_batch < spec.workers.max:
+    if "more_workers_than_samples" in conflicts:
         found.append(
             ("global_batch", spec.global_batch, f"at least one sample a worker: workers.max = {spec.workers.max}")
         )

@@ -71,7 +71,7 @@ def _text_file(data: TextFile) -> tuple[bytes, bytes, str]:
     if not path.is_absolute():
         raise DataError(f"data.path = {data.path!r} is relative; give an absolute path that every worker can read")
     content = _read(path)
-    num_validation = round(len(content) * data.validation_fraction)
+    _, num_validation = data.parts(len(content))
     cut = len(content) - num_validation
     return content[:cut], content[cut:], str(path)
 
