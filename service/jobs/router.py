@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, TargetGroup
 from thinwire.contract.reports import Telemetry, WorkerRegistration
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, TrainSpec
 from thinwire.service.auth import job_or_operator, operator
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -28,7 +28,6 @@ from thinwire.service.jobs.worker_reports import WorkerReports
 
 _ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
 LARGEST_OFFSET = 2**53 - 1
-LARGEST_STEP = 10**9
 
 operators = APIRouter(prefix="/v1", dependencies=[Depends(operator)], responses=_ALWAYS, tags=["jobs"])
 workers = APIRouter(prefix="/v1/jobs", dependencies=[Depends(job_or_operator)], responses=_ALWAYS, tags=["reports"])
@@ -57,7 +56,7 @@ def _json_body(request: Request) -> None:
 
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
-Rank = Annotated[int, Path(ge=0, lt=4096)]
+Rank = Annotated[int, Path(ge=0, lt=MOST_WORKERS)]
 IdempotencyKey = Annotated[
     str | None,
     Header(

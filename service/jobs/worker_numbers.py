@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
 from thinwire.contract.reports import Event, EventKind, WantedWorkers
-from thinwire.contract.spec import Workers, conflicts_of_workers
+from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.models import JobRow
@@ -139,4 +139,4 @@ def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:
 
 def _count(value: JsonValue) -> int | None:
     """The value where it is a number of workers: events hold any JSON."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 4096 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_WORKERS else None

@@ -7,15 +7,15 @@ outlives its cluster cannot write over the run that has replaced it.
 from __future__ import annotations
 
 import logging
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
-from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
+from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration
+from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt
 from thinwire.service.jobs.models import JobRow, LeaseRow
@@ -24,10 +24,8 @@ from thinwire.service.jobs.worker_numbers import newest_membership
 
 logger = logging.getLogger(__name__)
 
-LARGEST_STEP = 10**9
 LARGEST_PID = 2**31 - 1
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
-_LOSSES = frozenset({"loss", "validation_loss"})
 
 
 class WorkerReports:
@@ -69,7 +67,8 @@ class WorkerReports:
 
         A batch that arrives after the job's end is stored too: it is the end of its history.
         """
-        samples = _clean(telemetry)
+        _refuse_unbounded(telemetry)
+        samples = telemetry.samples
         with self._db.write() as session:
             row = _current(session, job_id, telemetry.attempt)
             jobs = JobRepository(session)
@@ -132,36 +131,19 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any
     return changes
 
 
-def _clean(telemetry: Telemetry) -> list[Sample]:
-    """The samples with a loss that is not finite shown as none. Raises InvalidRequest for what cannot be stored.
-
-    Neither JSON nor the history's reader knows NaN; a loss that is not finite is what the run's Failure tells.
+def _refuse_unbounded(telemetry: Telemetry) -> None:
+    """A step that the database cannot hold. Numbers that are not finite have not come so far: the models refuse them,
+    or have made them none. Raises InvalidRequest.
     """
     problems: list[Problem] = []
-    clean = []
-    for index, sample in enumerate(telemetry.samples):
-        values = sample.model_dump()
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                if name in _LOSSES:
-                    values[name] = None
-                else:
-                    problems.append(_problem(f"samples.{index}.{name}", str(value), "must be a finite number"))
-        _bounded(f"samples.{index}.step", sample.step, problems)
-        if not problems:
-            clean.append(Sample.model_validate(values))
-    for index, event in enumerate(telemetry.events):
-        _bounded(f"events.{index}.step", event.step, problems)
-        if not math.isfinite(event.time):
-            problems.append(_problem(f"events.{index}.time", str(event.time), "must be a finite number"))
+    told: dict[str, Sequence[Sample | Event]] = {"samples": telemetry.samples, "events": telemetry.events}
+    for name, batch in told.items():
+        for index, one in enumerate(batch):
+            if one.step > LARGEST_STEP:
+                message = f"must be at most {LARGEST_STEP}"
+                problems.append(_problem(f"{name}.{index}.step", str(one.step), message))
     if problems:
         raise InvalidRequest.of(problems[:20])
-    return clean
-
-
-def _bounded(path: str, step: int, problems: list[Problem]) -> None:
-    if step > LARGEST_STEP:
-        problems.append(_problem(path, str(step), f"must be at most {LARGEST_STEP}"))
 
 
 def _problem(path: str, value: str | None, message: str) -> Problem:

@@ -125,10 +125,6 @@ class LocalLauncher:
         serving = self._serving
         return None if serving is None else f"{serving[0].url}/#/jobs/{submission_id}"
 
-    def dashboard_login(self) -> str:
-        """How a person gets into the dashboard, in one sentence; names the token's file, never the token."""
-        return f"The Ray dashboard asks once for a token: paste the content of {self._head.token_path}."
-
     def _jobs(self) -> RayJobs:
         serving = self._serving
         if serving is None:

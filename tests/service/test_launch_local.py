@@ -132,8 +132,6 @@ def test_a_head_listens_on_loopback_only_and_asks_for_its_token(local_launcher, 
     stranger = ray_head.RayJobs(head.url, "f" * 64)
     assert "403" in (stranger.unready() or "")
     stranger.close()
-    assert str(token) in local_launcher.dashboard_login()
-    assert token.read_text() not in local_launcher.dashboard_login()
     assert all(token.read_text() not in command_line(pid) for pid in pids)
 
 

@@ -21,7 +21,9 @@ Strict, or 1.0, which says "all steps", would be read as one step.
 
 
 _Channels = Annotated[int, Field(ge=1, le=4096)]
-WorkerCount = Annotated[int, Field(ge=1, le=4096, strict=True)]
+MOST_WORKERS = 4096
+LARGEST_STEP = 10**9
+WorkerCount = Annotated[int, Field(ge=1, le=MOST_WORKERS, strict=True)]
 """A number of workers that a job may ask for, at its submission or later. Not a text, nor true, which would be 1."""
 
 
@@ -239,7 +241,7 @@ class TrainSpec(_Frozen):
 
     name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
     seed: int = Field(0, ge=0, lt=2**31)
-    steps: int = Field(ge=1, le=10**9, description="optimizer steps")
+    steps: int = Field(ge=1, le=LARGEST_STEP, description="optimizer steps")
     global_batch: int = Field(ge=1, le=10**6, description="samples in one step, over all workers")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"

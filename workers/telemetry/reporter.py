@@ -121,16 +121,15 @@ class ServiceReporter:
         rank: int,
         attempt: int,
         address: str,
-        wire: WireMeter | None = None,
         *,
         adopt_s: float = 0.0,
     ) -> None:
         """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
 
-        `address`: the network address on which this worker's metrics are served. `wire`: where it is measured.
+        `address`: the network address on which this worker's metrics are served.
         `adopt_s`: how long a later attempt may take to adopt this worker.
         """
-        self._wire = wire
+        self._wire: WireMeter | None = None
         self._last_step: int | None = None
         self._metrics = WorkerMetrics(job_id, rank)
         self._metrics.start_http_server(addr=address)

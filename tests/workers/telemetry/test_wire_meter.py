@@ -4,9 +4,11 @@ import logging
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.telemetry.stub_service import Service
+from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.interface_counters import InterfaceCounters
 from thinwire.comm.wire.ledger import Ledger
@@ -98,12 +100,16 @@ def test_a_wrong_interface_is_said_and_fails_no_run(
     assert "no-such0" in caplog.text
 
 
-def test_a_worker_that_measures_exports_all_three_and_another_none(service: Service) -> None:
+def test_a_worker_that_measures_exports_all_three_and_another_none(
+    monkeypatch: pytest.MonkeyPatch, service: Service
+) -> None:
     interface, stats = Interface(), Stats()
     meter = WireMeter(Ledger(stats, TWO_BOXES), "aa", "eth0", interface.read)
     found = []
     for wire in (meter, None):
-        reporter = ServiceReporter(service.run_dir, "j-1", 1, attempt=2, address="127.0.0.1", wire=wire)
+        reporter = ServiceReporter(service.run_dir, "j-1", 1, attempt=2, address="127.0.0.1")
+        monkeypatch.setattr("thinwire.workers.telemetry.reporter.wire_meter", lambda *asked, wire=wire: wire)
+        reporter.seated(SoloGroup(), torch.device("cpu"))
         stats.count("all_to_all", 1_000_000)
         interface.sent_bytes += 500_000
         reporter.steps([Sample(step=1, phase="compressed", world_size=3, time=1.0)], 1, {"optimizer": 1})
