@@ -17,21 +17,23 @@ ROOT = Path(__file__).resolve().parents[2]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure: kernels, the exchange, whole steps over emulated links. Needs a checkout of the repository.",
+    help="Measure the kernels, the exchange and whole training steps. Needs a checkout of the repository.",
 )
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Run all cases again, and replace their files.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results. [default: in the checkout]")]
-TableOnly = Annotated[bool, typer.Option("--table-only", help="Run nothing: tables and pictures from the files.")]
+TableOnly = Annotated[bool, typer.Option("--table-only", help="Run nothing; make tables and pictures from the files.")]
 OnLoopback = Annotated[
     bool,
-    typer.Option("--loopback", help="A tiny case on this machine's loopback, without root: does it run? No figures."),
+    typer.Option("--loopback", help="Run a tiny case on loopback, without root, to see that it runs."),
 ]
 Only = Annotated[
     str | None, typer.Option("--only", help="Run only cases with this in their name, such as gpt-25m/2x100Mbit.")
 ]
-Methods = Annotated[str | None, typer.Option(help="Some methods only, by comma; `--methods help` lists them.")]
+Methods = Annotated[
+    str | None, typer.Option(help="Run only these methods, separated by commas; `--methods help` lists them.")
+]
 
 
 @app.command()
@@ -53,9 +55,9 @@ def exchange(
     methods: Methods = None,
     only: Only = None,
 ) -> None:
-    """Time the exchange alone, over emulated links: gradients are made outside the clock.
+    """Time the exchange alone, over emulated links, without the time that a model takes.
 
-    Each finished case is one file; the same command goes on from the files that are there. The lab needs root.
+    Each finished case is one file; the same command goes on from the files that are there. The links need root.
 
     Example: `thinwire bench exchange --quick`
     """
@@ -75,7 +77,7 @@ def lab(
     """Time whole training steps and the exchange alone, over emulated links, all methods side by side.
 
     The full set takes about 45 minutes on two cores, --quick under 10. Each finished case is one file; the same command
-    goes on from the files that are there. The lab needs root. Nothing else should run on the machine meanwhile.
+    goes on from the files that are there. The links need root. Nothing else should run on the machine meanwhile.
 
     Example: `thinwire bench lab --quick`
     """

@@ -32,26 +32,29 @@ app = typer.Typer(rich_markup_mode="markdown")
 def drill(
     workers: Annotated[int, typer.Option(min=2, max=64, help="Workers of the job.")] = 4,
     kill_every: Annotated[float, typer.Option(min=1.0, help="Seconds from one kill to the next.")] = 30.0,
-    minutes: Annotated[float, typer.Option(min=0.2, max=600.0, help="How long workers are killed.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.2, max=600.0, help="How many minutes the kills go on.")] = 5.0,
     optimizer: Annotated[
         OptimizerName, typer.Option(help="As optimizer.name in a job file.")
     ] = OptimizerName.ONEBIT_ADAM,
     shadow: Annotated[
-        bool, typer.Option("--shadow", help="As workers.shadow: one death loses no server error.")
+        bool,
+        typer.Option(
+            "--shadow", help="As workers.shadow: keep a replica of each server error, so that one death loses none."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of who is killed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random choice of whom to kill.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the runs, figures and picture. [default: a new one where temporary files are]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Run a real job on this machine, kill its workers at random, and print what that costs.
 
-    Starts a Ray of its own, trains a small GPT, kills one worker (SIGKILL) every so many seconds, then trains the same
-    job undisturbed up to the same step. Takes about twice the minutes. Nothing else on this machine is touched.
+    The drill starts a Ray of its own, trains a small GPT, and kills one worker (SIGKILL) every so many seconds. Then it
+    trains the same job undisturbed up to the same step. It takes about twice the minutes, and touches nothing else.
 
-    Goodput is time inside committed steps over wall time, at whatever number of workers.
+    Goodput is the share of the time that is inside committed steps, with however many workers.
 
     Example: `thinwire drill --workers 4 --kill-every 30 --minutes 5`
     """

@@ -53,12 +53,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="Train models over thin wires: submit jobs, watch them, end them.\n\n"
-    "A server is found through THINWIRE_HOME (its folder; default: the user's data folder), or THINWIRE_URL and "
-    "THINWIRE_TOKEN. Start with `thinwire quickstart`, or with `thinwire serve` in one terminal and "
+    "The commands find the service through its folder, THINWIRE_HOME (default: the user's data folder), or through "
+    "THINWIRE_URL and THINWIRE_TOKEN. Start with `thinwire quickstart`, or with `thinwire serve` in one terminal and "
     "`thinwire submit examples/quickstart.yaml --watch` in another.",
 )
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or its beginning where that is unique.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
 
 
@@ -80,10 +80,10 @@ def serve(
         typer.Option(help="local: a Ray of its own on this machine (default). fake: runs nothing, for development."),
     ] = None,
 ) -> None:
-    """Run the control plane in the foreground, until Ctrl-C or SIGTERM.
+    """Run the service in the foreground, until Ctrl-C or SIGTERM.
 
-    It keeps everything in THINWIRE_HOME: the token, the database, the runs. The other commands find it there.
-    Jobs go on when it is killed, and are followed again when it is back.
+    The service keeps everything in THINWIRE_HOME: the token, the database, the runs. The other commands find it there.
+    If the service is killed, its jobs go on; started again, it follows them to their end.
 
     Example: `thinwire serve --port 8400`
     """
@@ -111,16 +111,17 @@ def serve(
 def submit(
     file: Annotated[Path, typer.Argument(help="A job, as YAML or JSON: see examples/quickstart.yaml.")],
     follow: Annotated[
-        bool, typer.Option("--watch", help="Watch it until its end; the exit code is the job's.")
+        bool, typer.Option("--watch", help="Watch the job until its end. Exit code 0 if it SUCCEEDED, else 1.")
     ] = False,
     idempotency_key: Annotated[
-        str | None, typer.Option(help="The same key and file again find the first job. Default: a new key each time.")
+        str | None,
+        typer.Option(help="A second submit with the same key and file finds the first job. Default: a new key."),
     ] = None,
 ) -> None:
     """Submit a job and print its ID.
 
-    The file is checked by the service before anything starts; each problem is printed with its path, its value and
-    what is allowed (exit code 2).
+    The service checks the file before anything starts. If it refuses the file, the command prints each problem with its
+    path, its value and what is allowed (exit code 2).
 
     Example: `thinwire submit examples/quickstart.yaml --watch`
     """
@@ -143,7 +144,7 @@ def submit(
 @app.command()
 def jobs(
     as_json: AsJson = False,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most jobs to list.")] = 100,
 ) -> None:
     """List the newest jobs, newest first.
 
@@ -174,7 +175,7 @@ def jobs(
 
 @app.command()
 def show(job_id: JobId, as_json: AsJson = False) -> None:
-    """Show one job: its state and the reason, its progress, its summary, its folder, its page in the Ray dashboard.
+    """Show one job: state and reason, progress, summary, folder, and its page in the Ray dashboard.
 
     Example: `thinwire show quickstart-3f`
     """
@@ -216,10 +217,10 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
 
 @app.command("watch")
 def watch_command(job_id: JobId) -> None:
-    """Watch a job until its end: phase, step, loss, throughput, bytes on the wire, time to go.
+    """Watch a job live until its end: phase, step, loss, throughput, bytes on the wire, time to go.
 
-    Exit code 0 where it SUCCEEDED, else 1. Ctrl-C ends the watching, not the job. A control plane that is started
-    again in the meantime is found again.
+    Exit code 0 if it SUCCEEDED, else 1. Ctrl-C ends the watching, not the job. If the service is started again in the
+    meantime, the command finds it again.
 
     Example: `thinwire watch quickstart-3f`
     """
@@ -283,9 +284,9 @@ def quickstart(
     results: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/quickstart"),
     launcher: Annotated[LauncherName, typer.Option(help="As for `thinwire serve`.")] = LauncherName.LOCAL,
 ) -> None:
-    """Run a first job from start to end: server, job, live display, summary, results; then stop what was started.
+    """Run a first job from start to end: service, job, live display, summary, results; then stop what was started.
 
-    Ctrl-C at any moment cancels the job, stops the server and leaves no process behind (exit code 130).
+    Ctrl-C at any moment cancels the job, stops the service and leaves no process behind (exit code 130).
 
     Example: `thinwire quickstart --results runs/quickstart`
     """

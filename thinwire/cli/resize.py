@@ -19,10 +19,11 @@ LINE_EVERY_S = 10.0
 
 
 def resize(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or its beginning where that is unique.")],
-    least: Annotated[int | None, typer.Option("--min", help="With fewer workers the job waits.")] = None,
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    least: Annotated[int | None, typer.Option("--min", help="The fewest workers; with fewer the job waits.")] = None,
     most: Annotated[
-        int | None, typer.Option("--max", help="It takes no more, however many would fit. At most its global_batch.")
+        int | None,
+        typer.Option("--max", help="The most workers, even if more would fit. At most the job's global_batch."),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the workers that train are within the limits.")
@@ -30,13 +31,13 @@ def resize(
 ) -> None:
     """Change how many workers a job may have, while it runs.
 
-    What is left out stays as it is; `--min 4 --max 4` asks for exactly four. Steps, global batch and learning rate
-    stay: each worker's share of the batch changes. The job takes workers up to its maximum as they become free, gives
-    back those above it, and waits where a change leaves it fewer than its minimum; a minimum that is raised above
-    what trains now stops nobody. It may be asked for before the job has started. A job with `workers.elastic: restart`
-    in its file follows when it restarts next.
+    A limit that you leave out stays as it is; `--min 4 --max 4` asks for exactly four. Steps, global batch and learning
+    rate stay: each worker's share of the batch changes. The job takes workers up to its maximum as they become free,
+    and gives back those above it. It waits if a change leaves it with fewer than its minimum; but if you raise the
+    minimum above the number that trains now, those go on. You may resize a job before it has started. A job with
+    `workers.elastic: restart` in its file follows when it restarts next.
 
-    Exit code 2 for numbers that cannot be, 1 where the job is over. Ctrl-C ends the waiting; what was asked stands.
+    Exit code 2 for limits that cannot be, 1 if the job is over. Ctrl-C ends the waiting; the new limits stand.
 
     Example: `thinwire resize quickstart-3f --min 2 --max 8 --wait`
     """

@@ -26,30 +26,33 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Several machines on slow Ethernet, in a box: network namespaces of this one, joined by shaped links.\n\n"
-    "Needs Linux, root and iproute2; `thinwire lab check` says what is missing. Nothing is changed in this machine's "
-    "own network, and nothing is left when a lab ends, however it ends.\n\n"
+    help="Several machines on slow Ethernet, in a box: network namespaces of this one, with links of limited rate.\n\n"
+    "Needs Linux, root and iproute2; `thinwire lab check` says what is missing. A lab changes nothing in this "
+    "machine's own network, and leaves nothing behind, however it ends.\n\n"
     "Start with `thinwire lab check`, then `thinwire lab run --hosts 2 --rate 100mbit -- python train.py`, where "
     "train.py calls `torch.distributed.init_process_group('gloo')`.",
 )
 
 Hosts = Annotated[int, typer.Option(help="How many hosts, each with a link of its own to one switch.")]
-Rate = Annotated[str, typer.Option(help="Rate of each link and direction: 100mbit, 1gbit, 2.7gbit.")]
+Rate = Annotated[str, typer.Option(help="Rate of each link in each direction, such as 100mbit, 1gbit, 2.7gbit.")]
 Delay = Annotated[
     str | None,
     typer.Option(
-        help="One way, from host to host: 0.1ms, 100us, 0. Default: 0.1ms, and 0 above 1gbit.", show_default=False
+        help="Delay one way from host to host: 0.1ms, 100us, 0. Default: 0.1ms, and 0 above 1gbit.", show_default=False
     ),
 ]
 Loss = Annotated[float, typer.Option(help="Probability of losing a frame, 0 to 0.5. Needs a kernel with netem.")]
-RanksPerHost = Annotated[int, typer.Option(help="Ranks on each host, which share its link: a box of so many GPUs.")]
+RanksPerHost = Annotated[int, typer.Option(help="Ranks on each host. They share its link, as the GPUs of a box do.")]
 
 
 @app.command()
-def check(rate: Rate = "1gbit", seconds: Annotated[float, typer.Option(help="Time to send, twice.")] = 2.0) -> None:
-    """Say what this machine can do, and measure a lab of two hosts: asked and reached rate.
+def check(
+    rate: Rate = "1gbit",
+    seconds: Annotated[float, typer.Option(help="Seconds to send in each of two measurements.")] = 2.0,
+) -> None:
+    """Say what this machine can do, and measure which rate a lab of two hosts reaches.
 
-    Exit code 0 where a lab can be made. On a busy machine the reached rate says more about the machine than about the
+    Exit code 0 if a lab can be made. On a busy machine the reached rate says more about the machine than about the
     lab: repeat it when the machine is quiet.
 
     Example: `sudo thinwire lab check --rate 100mbit`
@@ -70,8 +73,8 @@ def up(
 ) -> None:
     """Keep a lab up until Ctrl-C, and print how to enter its hosts.
 
-    Example, three hosts on slow links, in one terminal: `sudo thinwire lab up --hosts 3 --rate 100mbit`; then in others
-    the commands that it prints, for example `sudo nsenter -t 4711 -m -n -p bash`.
+    Example: `sudo thinwire lab up --hosts 3 --rate 100mbit` in one terminal. In others run the commands that it prints,
+    such as `sudo nsenter -t 4711 -m -n -p bash`.
     """
     spec = _spec(hosts, rate, delay, loss, 1)
     with _plain_errors(), Lab(spec) as lab:
@@ -98,15 +101,15 @@ def run(
     loss: Loss = 0.0,
     ranks_per_host: RanksPerHost = 1,
     time_limit: Annotated[
-        float, typer.Option(min=0.1, help="Seconds after which all are ended (exit code 124).")
+        float, typer.Option(min=0.1, help="Seconds after which all ranks are ended (exit code 124).")
     ] = 3600.0,
     threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of each rank.")] = 1,
 ) -> None:
     """Run a command on every host, print each rank's lines, then what each link carried.
 
     Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT,
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set, as torch.distributed wants them. When one rank fails the others are
-    ended after 5 seconds; the exit code is that of the first to fail.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set, as torch.distributed wants them. When one rank fails, the lab ends
+    the others after 5 seconds; the exit code is that of the first to fail.
 
     Example: `sudo thinwire lab run --hosts 4 --rate 100mbit -- .venv/bin/python train.py --steps 100`
 
@@ -127,7 +130,7 @@ def run(
 
 @app.command()
 def down() -> None:
-    """End labs that were left up (`thinwire lab up --detach`). A lab whose owner runs is left alone.
+    """End labs that were left up (`thinwire lab up --detach`). Labs whose owner still runs are left alone.
 
     Example: `sudo thinwire lab down`
     """
