@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop made communication-compressed by two lines; the third, init_process_group, it had.
+"""A plain PyTorch training loop that two changed lines make send one bit a value. It called init_process_group before.
 
 torchrun --nproc-per-node 2 examples/two_line_change.py         two workers on this machine
 python examples/two_line_change.py                              one worker, nothing is sent
