@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from thinwire.lab.counters import HostCounters, difference
 from thinwire.lab.processes import HostProcess, readable
@@ -78,11 +77,8 @@ class RunResult(Ended):
         raise LabRunFailed(f"{what}; return codes {list(self.returncodes)}. The last of rank {rank}:\n{written}")
 
 
-class Start(Protocol):
-    """Starts one rank."""
-
-    def __call__(self, rank: int, stdin: int, stdout: int, stderr: int) -> HostProcess:
-        """Start it with copies of these descriptors."""
+Start = Callable[[int, int, int, int], HostProcess]
+"""Starts one rank with copies of three descriptors: stdin, stdout, stderr."""
 
 
 @dataclass

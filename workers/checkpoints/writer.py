@@ -97,11 +97,10 @@ class Writer:
         rank: int,
         world_size: int,
         content: Content,
-        patience_s: float = COMMIT_TIMEOUT_S,
     ) -> Ticket:
         """Copy this rank's part of `content` and write it in the background. Every rank calls it; not a collective.
 
-        Returns when the copy is made, which waits for the one before for at most patience_s. A second call for the same
+        Returns when the copy is made, which waits for the one before until that is given up. A second call for the same
         checkpoint returns the same ticket. Nothing that a disk or a store does is raised: it is in the ticket and in
         the log, and older checkpoints are intact.
         Raises: ValueError for content that no checkpoint can hold.
@@ -111,7 +110,7 @@ class Writer:
             return latest
         ticket = Ticket(which, rank, self.store.address(which))
         in_writing_s = time.monotonic() - self._begun_at
-        if not self._free.wait(max(0.0, min(patience_s, self._timeout_s - in_writing_s))):
+        if not self._free.wait(max(0.0, self._timeout_s - in_writing_s)):
             ticket._fail(f"the one before has been in writing for {time.monotonic() - self._begun_at:.0f} s")
             self._tickets.append(ticket)
             return ticket
@@ -125,9 +124,9 @@ class Writer:
         self._jobs.put((snapshot, ticket))
         return ticket
 
-    def wait_free(self, look: Callable[[], None], patience_s: float = COMMIT_TIMEOUT_S) -> None:
-        """Wait until save() need not wait, or for patience_s; look() is called now and then, and may raise."""
-        until = time.monotonic() + patience_s
+    def wait_free(self, look: Callable[[], None]) -> None:
+        """Wait until save() need not wait, or for commit_timeout_s; look() is called now and then, and may raise."""
+        until = time.monotonic() + self._timeout_s
         while not self._free.wait(LOOK_S) and time.monotonic() < until:
             look()
 

@@ -14,7 +14,6 @@ import json
 import logging
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,6 @@ START_S = 60.0
 _KV = b"thinwire"
 ADOPT_S = 5.0
 """A server that was restarted waits so long for the members that it does not know yet."""
-_KEPT_EVENTS = 200
 _ENDED = {"fenced", "failed", "lost", "dismissed"}
 
 
@@ -67,8 +65,6 @@ class MembershipActor:
         self._key = f"{plan.namespace}/{plan.membership}".encode()
         self._owner: str | None = None
         self._gone: dict[int, tuple[float, str]] = {}
-        self._notes: dict[str, Any] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         saved = json.loads(_internal_kv_get(self._key, namespace=_KV) or b"{}")
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
         self._server = self._serve(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
@@ -98,15 +94,10 @@ class MembershipActor:
                 self._gone[slot] = (time.monotonic(), f"{event.kind}: {event.fields.get('why')}")
             elif event.kind == "connected":
                 self._gone.pop(slot, None)
-        self._events.append({"kind": event.kind, "time": event.time, "generation": event.generation, **event.fields})
 
     def address(self) -> tuple[str, int]:
         """Where members connect."""
         return self._server.address
-
-    def target(self) -> int:
-        """How many workers are wanted."""
-        return self._limits.max
 
     def set_limits(self, low: int, high: int) -> None:
         """Want `high` workers, and train while there are `low`. Raises: ValueError unless 1 <= low <= high."""
@@ -121,13 +112,9 @@ class MembershipActor:
         self._server.dismiss(slot, reason)
 
     def snapshot(self) -> dict[str, Any]:
-        """What the server knows, with the notes and the last events, as JSON."""
+        """What the server knows, as JSON."""
         found: dict[str, Any] = self._server.snapshot().model_dump(mode="json")
-        return {**found, "notes": dict(self._notes), "last_events": list(self._events)}
-
-    def note(self, key: str, value: Any) -> None:
-        """Keep a fact for `snapshot`, in JSON: the last one of each key."""
-        self._notes[key] = value
+        return found
 
     def renew_lease(self) -> None:
         """Somebody still wants this job."""

@@ -24,7 +24,7 @@ from thinwire.workers.elastic.lease import lease_expired
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Left", "lease_expired", "node_address", "resolve", "slot_of", "told_to_leave"]
+__all__ = ["Left", "lease_expired", "resolve", "slot_of", "told_to_leave"]
 
 CALL_S = 10.0
 """One question to the membership actor may take so long, for its process may be starting."""
@@ -83,13 +83,6 @@ def resolve(config: dict[str, Any], within_s: float = 60.0) -> tuple[str, int]:
         f"the membership actor {elastic['membership']!r} gave no address in {within_s:g} s: see whether the head node "
         f"lives ({why})"
     )
-
-
-def node_address() -> str:
-    """The address at which peers reach this worker's node."""
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())
 
 
 def _elastic(config: dict[str, Any]) -> dict[str, Any]:

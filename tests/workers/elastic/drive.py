@@ -14,7 +14,9 @@ from pathlib import Path
 def toy(config):
     import uuid
 
-    from thinwire.workers.elastic.worker_side import Left, lease_expired, node_address, resolve, slot_of
+    import ray.util
+
+    from thinwire.workers.elastic.worker_side import Left, lease_expired, resolve, slot_of
     from thinwire.workers.membership import Identity, Member, Standing
 
     run_dir, slot = Path(config["run_dir"]), slot_of(config)
@@ -23,7 +25,7 @@ def toy(config):
     if (run_dir / f"raise-{slot}").exists():
         raise ValueError(f"slot {slot} was told to raise")
     started = time.time()
-    identity = Identity(id=uuid.uuid4().hex, slot=slot, host=node_address(), pid=os.getpid())
+    identity = Identity(id=uuid.uuid4().hex, slot=slot, host=ray.util.get_node_ip_address(), pid=os.getpid())
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     step, generation, rank = 0, None, None
     path = run_dir / "steps.jsonl"
