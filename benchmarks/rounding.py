@@ -21,7 +21,7 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.convergence.turns import run_in_turns
 from benchmarks.worker_loss import spec
-from tests.workers.elastic_job import ElasticJob
+from tests.workers.loop.elastic_job import ElasticJob
 from thinwire.comm.protocol import Group
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec

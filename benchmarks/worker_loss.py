@@ -22,8 +22,8 @@ import typer
 
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
-from tests.workers.elastic_job import ElasticJob
-from tests.workers.test_elastic_loop import OPTIMIZERS
+from tests.workers.loop.elastic_job import ElasticJob
+from tests.workers.loop.test_elastic_loop import OPTIMIZERS
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.workers.membership import Limits

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.workers.elastic_job import ElasticJob
+from tests.workers.loop.elastic_job import ElasticJob
 from tests.workers.small_job import SMALL
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.checkpoints import CheckpointStore

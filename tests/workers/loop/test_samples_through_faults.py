@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
-from tests.workers.threads_job import Plan, ThreadsJob, retained
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.build import load_data
