@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import missing
 
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 
 SMALL_JOB: dict[str, Any] = {
     "name": "e2e",

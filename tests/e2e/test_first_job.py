@@ -5,7 +5,9 @@ import re
 import shutil
 import signal
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from tests.conftest import missing
 from tests.e2e.conftest import Server, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 LONG = {"steps": 280, "recipe": {"layers": 2, "width": 192, "heads": 4, "context": 128}}
 """Steps enough that a kill or a scrape falls into the middle."""
@@ -37,12 +39,14 @@ def assert_whole(server: Server, job: dict, steps: int) -> None:
         assert (Path(job["run_dir"]) / name).stat().st_size > 0
 
 
-@pytest.fixture
-def prometheus(server, tmp_path):
-    """A real Prometheus that finds the workers through the service; its URL."""
+@pytest.fixture(scope="module")
+def prometheus(server, tmp_path_factory):
+    """A real Prometheus that finds the workers through the service; its URL, or None where it is not installed."""
     program = shutil.which("prometheus")
     if program is None:
-        missing("prometheus is not installed: apt install prometheus")
+        yield None
+        return
+    tmp_path = tmp_path_factory.mktemp("prometheus")
     (tmp_path / "prometheus.yml").write_text(
         f"""
 global: {{scrape_interval: 1s}}
@@ -87,40 +91,6 @@ def ask(prometheus: str, query: str) -> list[dict]:
     return answer["data"]["result"]
 
 
-def test_a_real_prometheus_scrapes_the_workers_of_a_job(server, prometheus):
-    job_id = server.submit(**LONG)
-
-    def both_compressed():
-        assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
-        series = ask(prometheus, f'thinwire_compression_ratio{{job_id="{job_id}"}}')
-        return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
-
-    series = wait_for("Prometheus knows both workers' compression ratio", both_compressed)
-    assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
-    assert all(float(s["value"][1]) == pytest.approx(31.7, abs=0.5) for s in series)
-    assert ask(prometheus, "thinwire_phase{phase='compressed'} == 1")
-    assert ask(prometheus, "thinwire_wire_bytes_total > 0")
-    assert ask(prometheus, "up{job='thinwire-service'} == 1")
-    assert_whole(server, server.wait_for_end(job_id), LONG["steps"])
-
-
-def test_the_ray_job_has_the_same_id_and_shows_no_token(server):
-    job_id = server.submit(steps=40)
-    job = server.wait_for_end(job_id)
-    assert job["summary"]["steps"] == 40, job["reason"]
-    page = job["dashboard_url"]
-    assert page.endswith(f"/#/jobs/{job_id}")
-    dashboard = page.split("/#/")[0]
-    assert httpx.get(f"{dashboard}/api/jobs/{job_id}").status_code == 401
-    ray_token = (server.home / "ray" / "auth_token").read_text().strip()
-    answer = httpx.get(f"{dashboard}/api/jobs/{job_id}", headers={"Authorization": f"Bearer {ray_token}"})
-    assert answer.json()["submission_id"] == job_id
-    job_token = (Path(job["run_dir"]) / "token").read_text().strip()
-    told = answer.text + server.logs(job_id) + (server.home / "server.log").read_text()
-    for secret in (job_token, ray_token, server.token):
-        assert secret not in told
-
-
 def pids(server, job_id, number):
     """Of the processes that have been this worker."""
     return [int(pid) for pid in re.findall(rf"worker_started number={number} pid=(\d+)", server.logs(job_id))]
@@ -131,51 +101,187 @@ def regroups(server, job_id):
     return [e["fields"] for e in server.history(job_id)["events"] if e["kind"] == "regrouped"]
 
 
-@pytest.mark.slow
-def test_a_killed_worker_costs_no_step_and_the_other_keeps_its_process(server):
+@dataclass
+class Followed:
+    """A long job whose control plane is killed in the middle, and what Prometheus said before that, by query."""
+
+    job: dict[str, Any]
+    killed_at_step: int
+    scraped: dict[str, list[dict]] = field(default_factory=dict)
+
+
+RATIO = "thinwire_compression_ratio"
+QUERIES = (
+    "thinwire_phase{phase='compressed'} == 1",
+    "thinwire_wire_bytes_total > 0",
+    "up{job='thinwire-service'} == 1",
+)
+
+
+@pytest.fixture(scope="module")
+def followed(server, prometheus) -> Followed:
+    job_id = server.submit(**LONG)
+
+    def both_compressed():
+        assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
+        series = ask(prometheus, f'{RATIO}{{job_id="{job_id}"}}')
+        return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
+
+    scraped = {}
+    if prometheus is not None:
+        scraped = {RATIO: wait_for("Prometheus knows both workers' compression ratio", both_compressed)}
+        scraped |= {query: ask(prometheus, query) for query in QUERIES}
+    before = server.wait_for_step(job_id, 30)["progress"]["step"]
+    server.kill()
+    server.start()
+    return Followed(server.wait_for_end(job_id), before, scraped)
+
+
+@pytest.mark.parametrize("query", [RATIO, *QUERIES])
+def test_a_real_prometheus_scrapes_the_service_and_the_workers_of_a_job(followed, query):
+    if not followed.scraped:
+        missing("prometheus is not installed: apt install prometheus")
+    assert followed.scraped[query]
+
+
+def test_a_real_prometheus_is_told_the_compression_of_each_rank(followed):
+    if not followed.scraped:
+        missing("prometheus is not installed: apt install prometheus")
+    series = followed.scraped[RATIO]
+    assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
+    assert all(float(s["value"][1]) == pytest.approx(31.7, abs=0.5) for s in series)
+
+
+def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server, followed):
+    assert followed.killed_at_step < LONG["steps"]
+    assert_whole(server, followed.job, LONG["steps"])
+    assert followed.job["attempt"] == 1
+    assert not [e for e in server.history(followed.job["id"])["events"] if e["kind"] == "resumed"]
+
+
+@pytest.fixture(scope="module")
+def short(server):
+    """A job of 40 steps that has ended."""
+    job = server.wait_for_end(server.submit(steps=40))
+    assert job["summary"]["steps"] == 40, job["reason"]
+    return job
+
+
+def rays_answer(server, job, **headers):
+    """What the Ray dashboard says of the job."""
+    dashboard = job["dashboard_url"].split("/#/")[0]
+    return httpx.get(f"{dashboard}/api/jobs/{job['id']}", headers=headers)
+
+
+def rays_token(server):
+    return (server.home / "ray" / "auth_token").read_text().strip()
+
+
+def test_the_ray_job_has_the_same_id(server, short):
+    assert short["dashboard_url"].endswith(f"/#/jobs/{short['id']}")
+    answer = rays_answer(server, short, Authorization=f"Bearer {rays_token(server)}")
+    assert answer.json()["submission_id"] == short["id"]
+
+
+def test_the_ray_dashboard_refuses_who_has_no_token(server, short):
+    assert rays_answer(server, short).status_code == 401
+
+
+def test_no_token_is_shown_by_ray_or_by_a_log(server, short):
+    answer = rays_answer(server, short, Authorization=f"Bearer {rays_token(server)}")
+    told = answer.text + server.logs(short["id"]) + (server.home / "server.log").read_text()
+    for secret in ((Path(short["run_dir"]) / "token").read_text().strip(), rays_token(server), server.token):
+        assert secret not in told
+
+
+@pytest.fixture(scope="module")
+def bereaved(server):
+    """A job that has ended, one of whose two workers was killed with -9 at step 45 or soon after."""
     job_id = server.submit(**LONG)
     server.wait_for_step(job_id, 45)
     os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
-    job = server.wait_for_end(job_id)
-    assert_whole(server, job, LONG["steps"])
-    assert job["attempt"] == 1
-    events = server.history(job_id)["events"]
+    return server.wait_for_end(job_id)
+
+
+def test_a_killed_worker_costs_no_step(server, bereaved):
+    assert_whole(server, bereaved, LONG["steps"])
+    events = server.history(bereaved["id"])["events"]
     assert not [e for e in events if e["kind"] == "resumed"]
     first = next(e for e in events if e["kind"] == "regrouped")
     assert first["fields"]["world_size"] == 2
     assert first["fields"]["redone"] == 0
     assert first["step"] >= 45
-    assert len(pids(server, job_id, 0)) == 1
 
 
-def test_a_running_job_grows_and_shrinks_on_request_hands_over_on_notice_and_ends_when_cancelled(server):
+def test_when_a_worker_is_killed_the_other_keeps_its_process(server, bereaved):
+    assert bereaved["attempt"] == 1
+    assert len(pids(server, bereaved["id"], 0)) == 1
+    assert len(pids(server, bereaved["id"], 1)) > 1
+
+
+@dataclass
+class Resized:
+    """What was seen of a job that was resized, bereft, notified and cancelled, one after another."""
+
+    first: list[int]
+    by_resizes: list[dict] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    waits: dict | None = None
+    handover: dict | None = None
+    state: str = ""
+
+
+@pytest.fixture(scope="module")
+def resized(server) -> Resized:
+    """One after another, on one job: what is waited for and does not come is named by `wait_for`."""
     job_id = server.submit(**{**LONG, "steps": 20000})
     server.wait_for_step(job_id, 20)
-    before = [pids(server, job_id, number)[0] for number in (0, 1)]
+    seen = Resized([pids(server, job_id, number)[0] for number in (0, 1)])
     for least, most in ((2, 3), (2, 2)):
         server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": least, "max": most}})
-        wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most, 90)
-    regrouped = regroups(server, job_id)
-    assert [fields["world_size"] for fields in regrouped] == [3, 2]
-    assert all(fields["error_lost_norm"] == 0 and not fields["lost"] for fields in regrouped)
-    assert all(fields["redone"] == 0 for fields in regrouped)
-    assert [pids(server, job_id, number) for number in (0, 1)] == [[pid] for pid in before]
-    assert all(os.path.exists(f"/proc/{pid}") for pid in before)
-    os.kill(before[1], signal.SIGKILL)  # one that left is not the end of the job: who dies later is replaced
-    waits = wait_for("it to wait", lambda: server.job(job_id)["waiting_for_workers"], 20)
-    assert waits == {"have": 1, "min": 2}
+        wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most)
+    seen.by_resizes = regroups(server, job_id)
+    seen.kept = [pids(server, job_id, number) for number in (0, 1)]
+    assert all(os.path.exists(f"/proc/{pid}") for pid in seen.first)
+    os.kill(seen.first[1], signal.SIGKILL)  # one that left is not the end of the job: who dies later is replaced
+    seen.waits = wait_for("it to wait", lambda: server.job(job_id)["waiting_for_workers"])
     server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": 1}})
-    wait_for("the end of that", lambda: server.job(job_id)["waiting_for_workers"] is None, 20)
-    wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2, 90)
-    wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2, 90)
+    wait_for("the end of that", lambda: server.job(job_id)["waiting_for_workers"] is None)
+    wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2)
+    wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2)
     os.kill(pids(server, job_id, 1)[1], signal.SIGTERM)  # a notice: it hands over first
-    told = wait_for("the handover", lambda: [e for e in regroups(server, job_id) if "SIGTERM" in e["reason"]], 60)[0]
-    assert (told["world_size"], told["lost"], told["error_lost_norm"]) == (1, [], 0)
-    wait_for("a worker in its place", lambda: len(pids(server, job_id, 1)) == 3, 90)
+    seen.handover = wait_for("the handover", lambda: [e for e in regroups(server, job_id) if "SIGTERM" in e["reason"]])[
+        0
+    ]
+    wait_for("a worker in its place", lambda: len(pids(server, job_id, 1)) == 3)
     server.call("POST", f"/v1/jobs/{job_id}/cancel")
-    assert server.wait_for_end(job_id)["state"] == "CANCELLED"
+    seen.state = server.wait_for_end(job_id)["state"]
     workers = [pid for number in (0, 1, 2) for pid in pids(server, job_id, number)]
-    wait_for("all workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 60)
+    wait_for("all workers are gone", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
+    return seen
+
+
+def test_a_running_job_grows_and_shrinks_on_request_without_a_loss(resized):
+    assert [fields["world_size"] for fields in resized.by_resizes] == [3, 2]
+    assert all(fields["error_lost_norm"] == 0 and not fields["lost"] for fields in resized.by_resizes)
+    assert all(fields["redone"] == 0 for fields in resized.by_resizes)
+
+
+def test_who_stays_through_a_resize_keeps_its_process(resized):
+    assert resized.kept == [[pid] for pid in resized.first]
+
+
+def test_a_job_below_its_minimum_waits_until_less_is_asked(resized):
+    assert resized.waits == {"have": 1, "min": 2}
+
+
+def test_a_worker_that_gets_notice_hands_over_before_it_goes(resized):
+    told = resized.handover
+    assert (told["world_size"], told["lost"], told["error_lost_norm"]) == (1, [], 0)
+
+
+def test_a_cancelled_job_ends_with_all_its_workers(resized):
+    assert resized.state == "CANCELLED"
 
 
 @pytest.mark.slow
@@ -194,18 +300,6 @@ def test_with_restarts_a_killed_worker_costs_the_steps_since_the_checkpoint_and_
     other = server.wait_for_end(server.submit(**LONG))
     ours, theirs = (one["summary"]["loss"]["validation_last"] for one in (job, other))
     assert ours == pytest.approx(theirs, abs=0.05)
-
-
-def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server):
-    job_id = server.submit(**LONG)
-    before = server.wait_for_step(job_id, 30)["progress"]["step"]
-    server.kill()
-    server.start()
-    job = server.wait_for_end(job_id)
-    assert_whole(server, job, LONG["steps"])
-    assert job["attempt"] == 1
-    assert not [e for e in server.history(job_id)["events"] if e["kind"] == "resumed"]
-    assert before < LONG["steps"]
 
 
 @pytest.mark.slow
