@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, literal, make, parameters_of, sync_steps
+from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make, parameters_of, reference_of, sync_steps
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitLamb
 from thinwire.optim.engine.state import replicated, slots
@@ -217,8 +217,8 @@ def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_resi
 @pytest.mark.parametrize("name", CLASSES)
 @examples(10)
 @given(problem=problems(dtypes=(torch.float64,)))
-def test_every_optimizer_follows_the_literal_one_in_float64(name, problem):
-    if name == "sgd":  # the literal one has one rate and one decay
+def test_every_optimizer_follows_the_reference_in_float64(name, problem):
+    if name == "sgd":  # the reference has one rate and one decay
         problem = replace(problem, choices=problem.choices[:1], owners=(0,) * len(problem.owners))
 
     def work(group):
@@ -235,7 +235,7 @@ def test_every_optimizer_follows_the_literal_one_in_float64(name, problem):
 
     results = run_threads(problem.size, work)
     optimizer, start, _, _ = results[0]
-    reference = literal(
+    reference = reference_of(
         name, optimizer, start, size=problem.size, warmup=problem.warmup, block=problem.block, steps=problem.steps
     )
     for step in range(problem.steps):

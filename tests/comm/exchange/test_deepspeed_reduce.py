@@ -1,4 +1,4 @@
-"""The exchange with one scale a vector, held against DeepSpeed's and the papers', written literally."""
+"""The exchange with one scale a vector, held against references of DeepSpeed's and the papers'."""
 
 import pytest
 import torch
@@ -61,21 +61,21 @@ def run(size, rounds, make):
 
 
 @every_value({"size": SIZES, "keep_padding": (False, True), "name": VECTORS})
-def test_deepspeeds_exchange_is_that_of_the_literal_one(size, keep_padding, name):
+def test_deepspeeds_exchange_is_that_of_the_reference(size, keep_padding, name):
     vectors, order = VECTORS[name], order_of(VECTORS[name])
     rounds = inputs(size, 12)
-    literal = DeepSpeedExchange([sum(b - a for a, b in runs) for runs in vectors], size, keep_padding=keep_padding)
+    reference = DeepSpeedExchange([sum(b - a for a, b in runs) for runs in vectors], size, keep_padding=keep_padding)
     like = rounds[0][0]
     results = run(
         size, rounds, lambda group: deepspeed_reducer(group, LAYOUT, vectors, like, keep_padding=keep_padding)
     )
     for at, ranks in enumerate(rounds):
-        expected = literal([x[order] for x in ranks], "z")
+        expected = reference([x[order] for x in ranks], "z")
         for outs, _ in results:
             torch.testing.assert_close(outs[at][order], expected, rtol=0, atol=1e-12)
             assert torch.equal(outs[at], results[0][0][at])
         if size > 1:
-            left = literal.errors["z"].residual()[literal.live]
+            left = reference.errors["z"].residual()[reference.live]
             torch.testing.assert_close(results[0][1][at][order], left, rtol=0, atol=1e-12)
 
 
@@ -85,10 +85,10 @@ def test_one_scale_for_everything_is_that_of_the_papers(size):
     rounds = inputs(size, 12)
     partition = Partition(-(-len(order) // 8) * 8, size)
     chunks = [(min(a, len(order)), min(b, len(order))) for a, b in map(partition.bounds, range(size))]
-    literal = TwoPhase(None, [(a, b) for a, b in chunks if a < b])
+    reference = TwoPhase(None, [(a, b) for a, b in chunks if a < b])
     results = run(size, rounds, lambda g: whole_vector_reducer(g, LAYOUT, VECTORS["fused"][0], rounds[0][0]))
     for at, ranks in enumerate(rounds):
-        expected = literal([x[order] for x in ranks], "z") if size > 1 else ranks[0][order]
+        expected = reference([x[order] for x in ranks], "z") if size > 1 else ranks[0][order]
         for outs, _ in results:
             torch.testing.assert_close(outs[at][order], expected, rtol=0, atol=1e-12)
 
@@ -246,7 +246,7 @@ def cut_vectors(draw):
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(cut=cut_vectors(), size=st.sampled_from([2, 3, 5, 6]), keep_padding=st.booleans(), seed=st.integers(0, 99))
-def test_any_vectors_on_any_number_of_ranks_are_exchanged_as_the_literal_one_does(cut, size, keep_padding, seed):
+def test_any_vectors_on_any_number_of_ranks_are_exchanged_as_the_reference_does(cut, size, keep_padding, seed):
     layout, vectors = cut
     order = order_of(vectors)
     generator = torch.Generator().manual_seed(seed)
@@ -257,12 +257,12 @@ def test_any_vectors_on_any_number_of_ranks_are_exchanged_as_the_literal_one_doe
             x[order] = torch.randn(len(order), generator=generator, dtype=torch.float64)
         rounds.append(full)
     lengths = [sum(b - a for a, b in runs) for runs in vectors]
-    literal = DeepSpeedExchange(lengths, size, keep_padding=keep_padding)
+    reference = DeepSpeedExchange(lengths, size, keep_padding=keep_padding)
     like = rounds[0][0]
     results = run(size, rounds, lambda g: deepspeed_reducer(g, layout, vectors, like, keep_padding=keep_padding))
     for at, ranks in enumerate(rounds):
-        expected = literal([x[order] for x in ranks], "z")
+        expected = reference([x[order] for x in ranks], "z")
         torch.testing.assert_close(results[-1][0][at][order], expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(
-            results[0][1][at][order], literal.errors["z"].residual()[literal.live], rtol=0, atol=1e-12
+            results[0][1][at][order], reference.errors["z"].residual()[reference.live], rtol=0, atol=1e-12
         )

@@ -140,7 +140,10 @@ try:
         say("done", k)
 except PeerLost as error:
     say("lost", error.rank)
-    time.sleep(5)  # its process lives on
+    other = os.path.join(folder, f"{2 - rank}.lost")
+    until = time.monotonic() + 30
+    while not os.path.exists(other) and time.monotonic() < until:  # its process lives on until the other knows too
+        time.sleep(0.05)
 os._exit(0)
 """
 

@@ -38,8 +38,11 @@ except PeerLost as error:
         call()
     except PeerLost as second:  # known by then: nobody is asked a second time
         say("again", repr((second.rank, time.monotonic() - again)))
-if rank != GONE and STAY:
-    time.sleep(STAY)  # its connections stay open, as those of a process that somebody else ends
+# Its connections stay open until all others have heard, as those of a process that somebody else ends.
+told = lambda: all(os.path.exists(os.path.join(folder, f"{r}.again")) for r in range(size) if r != GONE)
+until = time.monotonic() + STAY
+while rank != GONE and not told() and time.monotonic() < until:
+    time.sleep(0.05)
 os._exit(0)
 """
 

@@ -1,4 +1,4 @@
-"""The shell: a citizen of torch.optim on flat vectors."""
+"""The shell: a torch.optim optimizer on flat vectors."""
 
 import copy
 

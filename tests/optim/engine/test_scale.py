@@ -1,9 +1,9 @@
-"""The norm that scales keep is a choice: the optimizer with the other one is the literal algorithm with it."""
+"""The norm that scales keep is a choice: the optimizer with the other one is the reference with it."""
 
 import pytest
 import torch
 
-from tests.optim.reference.written_out import COMPRESSED, in_pieces, literal, make, parameters_of
+from tests.optim.reference.written_out import COMPRESSED, in_pieces, make, parameters_of, reference_of
 from tests.optim.small_problem import assert_same
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam
@@ -44,10 +44,10 @@ def run(name, size, scale):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_with_the_l1_scale_it_is_the_literal_algorithm_with_that_scale(name, size):
+def test_with_the_l1_scale_it_is_the_reference_with_that_scale(name, size):
     results = run(name, size, "l1")
     optimizer, first, *_ = results[0]
-    reference = literal(name, optimizer, first, size=size, warmup=WARMUP, block=BLOCK, steps=STEPS)
+    reference = reference_of(name, optimizer, first, size=size, warmup=WARMUP, block=BLOCK, steps=STEPS)
     reference.exchange = TwoPhase(block_units(optimizer.space.layout, size, BLOCK), scale="l1")
     for step in range(STEPS):
         reference.step([seen[step] for _, _, seen, _ in results])

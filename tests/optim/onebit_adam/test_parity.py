@@ -1,4 +1,4 @@
-"""1-bit Adam in its default, its literal and its DeepSpeed settings: the reference's numbers, and DeepSpeed's own."""
+"""1-bit Adam in its default, the paper's and DeepSpeed's settings: the reference's numbers, and DeepSpeed's own."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from thinwire.optim.engine.scales import Scales
 from thinwire.optim.onebit_settings import DEEPSPEED_ADAM, LITERAL, OURS
 from thinwire.optim.reference.papers import ReferenceOneBitAdam
 
-PRESETS = {"default": OURS, "literal": LITERAL, "deepspeed": DEEPSPEED_ADAM}
+PRESETS = {"default": OURS, "paper": LITERAL, "deepspeed": DEEPSPEED_ADAM}
 SWITCHED = {
     "without bias correction": replace(OURS, bias_correction=False),
     "without a floor": replace(OURS, floor=False),

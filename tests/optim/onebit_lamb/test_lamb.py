@@ -1,4 +1,4 @@
-"""LAMB and 1-bit LAMB against the literal algorithms, and what they promise to replicas, layers and checkpoints."""
+"""LAMB and 1-bit LAMB against the references, and what they promise to replicas, layers and checkpoints."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def follow(reference, results, steps):
 
 
 @every_value({"size": SIZES, "decay": (0.0, 0.1)})
-def test_lamb_equals_the_literal_lamb(size, decay):
+def test_lamb_equals_the_reference(size, decay):
     bounds = {"min_coeff": 0.05, "max_coeff": 2.0}
     results = run(
         lambda net, group: Lamb(net.parameters(), weight_decay=decay, group=group, **HYPER, **bounds), 20, size
@@ -68,7 +68,7 @@ def test_lamb_equals_the_literal_lamb(size, decay):
 
 @every_value({"size": SIZES, "decay": (0.0, 0.1)})
 @pytest.mark.law
-def test_onebit_lamb_equals_the_literal_one_in_both_phases(size, decay):
+def test_onebit_lamb_equals_the_reference_in_both_phases(size, decay):
     make = lambda net, group: OneBitLamb(net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)  # noqa: E731
     results = run(make, 40, size)
     optimizer = results[0][0]
@@ -91,7 +91,7 @@ def test_onebit_lamb_equals_the_literal_one_in_both_phases(size, decay):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_sgd_equals_the_literal_one_and_torch(size):
+def test_sgd_equals_the_reference_and_torch(size):
     results = run(lambda net, group: SGD(net.parameters(), 0.05, 0.9, 0.01, group=group), 15, size)
     reference = follow(ReferenceSgd(results[0][1], 0.05, 0.9, 0.01), results, 15)
     for got, expected in zip(parameters(results[0][0]), reference.x, strict=True):

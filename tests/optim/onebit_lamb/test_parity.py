@@ -1,4 +1,4 @@
-"""1-bit LAMB in its default, its literal and its DeepSpeed settings: the reference's numbers, and DeepSpeed's own."""
+"""1-bit LAMB in its default, the paper's and DeepSpeed's settings: the reference's numbers, and DeepSpeed's own."""
 
 from dataclasses import replace
 from math import inf
@@ -15,7 +15,7 @@ from thinwire.optim.engine.scales import Scales
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, LITERAL, OURS
 from thinwire.optim.reference.papers import ReferenceOneBitLamb
 
-PRESETS = {"default": OURS, "literal": LITERAL, "deepspeed": DEEPSPEED_LAMB}
+PRESETS = {"default": OURS, "paper": LITERAL, "deepspeed": DEEPSPEED_LAMB}
 SWITCHED = {
     "without bias correction": replace(OURS, bias_correction=False),
     "without a floor": replace(OURS, floor=False),

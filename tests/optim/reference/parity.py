@@ -99,7 +99,7 @@ def ordered_hypers():
 
 
 def exchange_of(scales, size, space, parameters):
-    """The literal exchange of tensors in the order of `parameters`."""
+    """The reference of the exchange of tensors in the order of `parameters`."""
     lengths = [parameter.numel() for parameter in parameters]
     total, split = sum(lengths), sum(lengths[: len(GROUPS[0])])
     if scales is Scales.BLOCK:

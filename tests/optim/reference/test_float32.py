@@ -1,4 +1,4 @@
-"""In float32 one step from equal state is that of the literal algorithm in float64, to rounding.
+"""In float32 one step from equal state is that of the reference in float64, to rounding.
 
 A value of rounding size may get either sign, and a sign is worth a whole scale. Such values are found in the reference,
 left out of the comparison, and counted.
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.optim.reference.written_out import COMPRESSED, buckets_of, in_pieces, literal, parameters_of
+from tests.optim.reference.written_out import COMPRESSED, buckets_of, in_pieces, parameters_of, reference_of
 from tests.optim.test_properties import examples, problems
 from thinwire.comm import run_threads
 from thinwire.comm.layout import Partition
@@ -129,7 +129,7 @@ def check_one_step(name, problem, before):
 
     results = run_threads(problem.size, work)
     optimizer, states = results[0][0], [state for _, state, _, _ in results]
-    reference = literal(
+    reference = reference_of(
         name, optimizer, states[0]["x"], size=problem.size, warmup=problem.warmup, block=problem.block, steps=before + 1
     )
     put(reference, name, states, optimizer, before)
@@ -155,7 +155,7 @@ def check_one_step(name, problem, before):
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_one_step_in_float32_is_that_of_the_literal_algorithm_but_for_signs_of_rounding_size(name):
+def test_one_step_in_float32_is_that_of_the_reference_but_for_signs_of_rounding_size(name):
     @examples(80)
     @given(problems(dtypes=(torch.float32,)), st.sampled_from(SINCE_FREEZE))
     def check(problem, since_freeze):

@@ -1,4 +1,4 @@
-"""Laws of the literal algorithms, and the optimizers held against them."""
+"""Laws of the references, and the optimizers held against them."""
 
 import copy
 

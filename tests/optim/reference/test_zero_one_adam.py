@@ -1,4 +1,4 @@
-"""Laws of the literal 0/1 Adam: T8, T10, and what our switches change."""
+"""Laws of the reference of 0/1 Adam: T8, T10, and what our switches change."""
 
 import pytest
 import torch

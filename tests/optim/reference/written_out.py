@@ -1,4 +1,4 @@
-"""The literal algorithm of papers.py that an optimizer in our settings must follow, built from the optimizer.
+"""The reference of papers.py that an optimizer in our settings must follow, built from the optimizer.
 
 Its tensors are in the order of the flat vector, so that blocks are the same spans.
 """
@@ -78,7 +78,7 @@ def buckets_of(optimizer):
     return optimizer.bucketed.buckets.spans if optimizer.bucketed else ()
 
 
-def literal(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
+def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):
     """The reference of `make(name, ...)`; start: its tensors, in flat order."""
     if name == "sgd":
         group = optimizer.param_groups[0]

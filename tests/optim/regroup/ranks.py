@@ -50,7 +50,7 @@ class Rank:
         return {name: slot.residual() for name, slot in slots(self.optimizer.vectors).items()}
 
 
-def crew(size, make_optimizer):
+def new_ranks(size, make_optimizer):
     return [Rank(f"w{i}", make_optimizer, seed=i) for i in range(size)]
 
 

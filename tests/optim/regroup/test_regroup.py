@@ -8,7 +8,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
-from tests.optim.regroup.ranks import crew, together, until
+from tests.optim.regroup.ranks import new_ranks, together, until
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim.engine.state import slots
@@ -33,8 +33,8 @@ def maker(name, **more):
 
 
 def begun(name, size, steps, **more):
-    """A crew that has made so many steps together; the error memory of each, and R, as they are then."""
-    ranks = crew(size, maker(name, **more))
+    """So many ranks that have made so many steps together; the error memory of each, and R, as they are then."""
+    ranks = new_ranks(size, maker(name, **more))
 
     def work(rank, group):
         rank.regroup(group)
@@ -84,7 +84,7 @@ def test_t3_a_planned_change_keeps_r_to_4_ulp(name, before, after):
 
     handed, held = zip(*together(ranks, leave), strict=True)
     assert all(torch.equal(one, held[0]) for one in held)
-    stay = [*ranks[:after], *crew(max(0, after - before), maker(name))]
+    stay = [*ranks[:after], *new_ranks(max(0, after - before), maker(name))]
     for residuals in regrouped(stay):
         for slot, r_N in residuals.items():
             expected_N = handed[0][slot]
@@ -104,7 +104,7 @@ def test_t8_a_change_between_two_syncs_leaves_the_mean_of_the_parameters_where_i
     assert (apart - apart[0]).abs().max() > 1e-4  # each has stepped alone
     mean_N = apart.double().mean(dim=0)
     together(ranks, lambda rank, group: hand_over(rank.optimizer))
-    stay = [*ranks[:2], *crew(2, maker("zero_one_adam"))]
+    stay = [*ranks[:2], *new_ranks(2, maker("zero_one_adam"))]
     regrouped(stay)
     for rank in stay:
         found_N = rank.optimizer.space.p_N.double()
@@ -116,7 +116,7 @@ def test_t3_four_hops_keep_r():
     together(ranks, lambda rank, group: hand_over(rank.optimizer))
     expected_N = ranks[0].optimizer.handed_over["momentum_error"]
     for size in (3, 8, 2, 4):
-        ranks = [*ranks[:size], *crew(max(0, size - len(ranks)), maker("onebit_adam"))]
+        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), maker("onebit_adam"))]
         residuals = regrouped(ranks)
         together(ranks, lambda rank, group: hand_over(rank.optimizer))
     found_N = residuals[0]["momentum_error"]
@@ -127,7 +127,7 @@ def test_t3_four_hops_keep_r():
 def test_a_dense_run_goes_on_with_other_ranks_as_if_it_had_always_had_them(name):
     ranks = begun(name, 3, 6)
     held = ranks[0].held()
-    stay = [ranks[2], *crew(1, maker(name))]
+    stay = [ranks[2], *new_ranks(1, maker(name))]
     regrouped(stay)
     assert all(torch.equal(rank.held(), held) for rank in stay)
     goes_on(stay)
@@ -135,7 +135,7 @@ def test_a_dense_run_goes_on_with_other_ranks_as_if_it_had_always_had_them(name)
 
 def test_low_precision_parameters_come_with_their_masters():
     build = maker("onebit_adam")
-    ranks = crew(2, lambda net: build(net.to(torch.bfloat16)))
+    ranks = new_ranks(2, lambda net: build(net.to(torch.bfloat16)))
 
     def work(rank, group):
         rank.regroup(group)
@@ -146,14 +146,14 @@ def test_low_precision_parameters_come_with_their_masters():
             rank.optimizer.step()
 
     together(ranks, work)
-    stay = [ranks[1], *crew(1, lambda net: build(net.to(torch.bfloat16)))]
+    stay = [ranks[1], *new_ranks(1, lambda net: build(net.to(torch.bfloat16)))]
     regrouped(stay)
     assert torch.equal(stay[0].optimizer.space.p_N, stay[1].optimizer.space.p_N)
     assert all(map(torch.equal, stay[0].net.parameters(), stay[1].net.parameters()))
 
 
 def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_else():
-    ranks = crew(2, maker("onebit_adam"))
+    ranks = new_ranks(2, maker("onebit_adam"))
     for at, rank in enumerate(ranks):
         rank.buffers = [torch.tensor(7 + at), torch.full((2, 3), at + 0.5).t(), torch.zeros(0)]
 
@@ -163,7 +163,7 @@ def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_el
         hand_over(rank.optimizer)
 
     together(ranks, work)
-    new = crew(1, maker("onebit_adam"))[0]
+    new = new_ranks(1, maker("onebit_adam"))[0]
     new.buffers = [torch.tensor(0), torch.zeros(3, 2), torch.zeros(0)]
     stay = [ranks[1], ranks[0], new]
     together(stay, lambda rank, group: regroup(rank.optimizer, group, has_state=rank is not new, buffers=rank.buffers))
@@ -225,7 +225,7 @@ FAULTS = {
 def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where, scale):
     here, there = undisturbed(name, size, STEP, scale), undisturbed(name, size, STEP + 1, scale)
     fault = FAULTS[where]
-    ranks = crew(size, maker(name, scale=scale))
+    ranks = new_ranks(size, maker(name, scale=scale))
 
     def work(rank, group):
         rank.regroup(group)
@@ -263,7 +263,7 @@ def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size
     for slot, r_N in expected(kept, survivors).items():
         for found in residuals:
             assert (found[slot] - r_N).abs().max() <= 64 * EPS * largest
-    goes_on([*stay, *crew(1, maker(name, scale=scale))])
+    goes_on([*stay, *new_ranks(1, maker(name, scale=scale))])
 
 
 @pytest.mark.law
@@ -293,7 +293,7 @@ def shadowed(net):
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.law
 def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
-    ranks = crew(size, shadowed)
+    ranks = new_ranks(size, shadowed)
 
     def work(rank, group):
         rank.regroup(group)
@@ -310,7 +310,7 @@ def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
 
 
 def test_a_shadow_changes_no_bit_of_training_and_costs_half_as_many_bytes_again():
-    plain, ours = crew(3, maker("onebit_adam")), crew(3, shadowed)
+    plain, ours = new_ranks(3, maker("onebit_adam")), new_ranks(3, shadowed)
     sent = []
     for ranks in (plain, ours):
 
@@ -333,7 +333,7 @@ def test_t5_with_a_shadow_one_death_loses_nothing_of_the_server_errors(where, si
     behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
     forward = len(behind) > 1
     name = "momentum_error"
-    ranks = crew(size, shadowed)
+    ranks = new_ranks(size, shadowed)
 
     def work(rank, group):
         rank.regroup(group)

@@ -17,7 +17,7 @@ from thinwire.optim.zero_one_settings import OURS
 
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
 @pytest.mark.law
-def test_follows_the_literal_algorithm_in_float64(size, weight_decay):
+def test_follows_the_reference_in_float64(size, weight_decay):
     """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
     steps = 40
 
