@@ -14,3 +14,11 @@ def service(tmp_path: Path) -> Iterator[Service]:
     started = Service(tmp_path / "home")
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for all requests of a module that are refused and change nothing."""
+    started = Service(tmp_path_factory.mktemp("shared") / "home")
+    yield started
+    started.close()

@@ -118,9 +118,9 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
 
 @pytest.mark.parametrize(("changes", "path", "value", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_a_wrong_spec_is_told_by_field(
-    service: Service, changes: dict[str, Any], path: str, value: Any, words: str
+    shared_service: Service, changes: dict[str, Any], path: str, value: Any, words: str
 ) -> None:
-    answer = service.client.post("/v1/jobs", json=spec(**changes))
+    answer = shared_service.client.post("/v1/jobs", json=spec(**changes))
     assert answer.status_code == 422, answer.text
     body = answer.json()
     assert body["code"] == "invalid_request"
@@ -128,8 +128,8 @@ def test_a_wrong_spec_is_told_by_field(
     assert body["problems"][0]["value"] == value
     assert words in body["problems"][0]["message"]
     assert path in body["message"]
-    assert service.client.get("/v1/jobs").json()["jobs"] == []
-    assert not (service.home / "runs").exists()
+    assert shared_service.client.get("/v1/jobs").json()["jobs"] == []
+    assert not (shared_service.home / "runs").exists()
 
 
 def test_all_problems_are_told_at_once(service: Service) -> None:

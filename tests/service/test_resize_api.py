@@ -162,11 +162,17 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unchanged(shared_service: Service) -> str:
+    """A running job that nobody resizes."""
+    return shared_service.running(workers=ELASTIC)
+
+
 @pytest.mark.parametrize(("body", "path", "value", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_a_wrong_request_is_told_by_field_and_changes_nothing(
-    service: Service, body: dict[str, Any], path: str, value: Any, words: str
+    shared_service: Service, unchanged: str, body: dict[str, Any], path: str, value: Any, words: str
 ) -> None:
-    job_id = service.running(workers=ELASTIC)
+    service, job_id = shared_service, unchanged
     before = service.job(job_id)
     answer = service.client.patch(f"/v1/jobs/{job_id}", json=body)
     assert answer.status_code == 422, answer.text
