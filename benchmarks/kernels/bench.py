@@ -25,8 +25,8 @@ import torch
 from benchmarks.convergence.provenance import provenance
 from benchmarks.kernels import table, traffic
 from benchmarks.kernels.cases import CORES, NUM_ROWS, Case, cases
-from thinwire.comm.kernels.choose import warm_up
 from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.optim.kernels.compiled import compile_all
 
 SIZES, REPEATS, SLOW_REPEATS = (1_000_000, 25_000_000), 9, 3
 QUICK_SIZES, QUICK_REPEATS, QUICK_SLOW_REPEATS = (1_000_000, 4_000_000), 5, 1
@@ -60,7 +60,7 @@ def run(quick: bool, out: Path, tell: Tell | None = None) -> Path:
     load_before = os.getloadavg()
     threads_before = torch.get_num_threads()
     sizes = QUICK_SIZES if quick else SIZES
-    warm_up(torch.float32)
+    compile_all(torch.float32)
     try:
         timings = [timing for i, numel in enumerate(sizes) for timing in _measure(numel, quick, i, len(sizes), tell)]
     finally:

@@ -10,9 +10,11 @@ import torch
 
 from benchmarks.kernels.chain import Chain
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.kernels.choose import Kernels, kernels_for
-from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
+from thinwire.comm.layout import DEFAULT_BLOCK, Partition, VectorLayout
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.descend import in_torch_
 
 CPU = torch.device("cpu")
 CORES = os.cpu_count() or 1
@@ -38,12 +40,12 @@ def cases(numel: int) -> list[Case]:
     found = [Case("copy", "copy", threads, lambda: target.copy_(source)) for threads in _thread_counts()]
     buffers = _Buffers(numel, random)
     for threads in _thread_counts():
-        compiled = buffers.calls(kernels_for(CPU, torch.float32, threads))
+        compiled = buffers.calls(kernels_for(CPU, torch.float32, threads), updates.descend_)
         found += [Case(kernel, "numba", threads, call) for kernel, call in compiled.items()]
     chain = Chain(numel, NUM_ROWS, random)
-    for kernel in ("encode_sum", "encode_momentum", "serve", "decode", "descend"):
+    for kernel in ("encode_sum", "encode_lerp", "serve", "decode", "descend"):
         found += [Case(kernel, "chain", threads, getattr(chain, kernel)) for threads in _thread_counts()]
-    plain = buffers.calls(fused_reference)
+    plain = buffers.calls(fused_reference, in_torch_)
     found += [Case(kernel, "reference", 1, call, slow=True) for kernel, call in plain.items()]
     return sorted(found, key=lambda case: case.threads)  # changing torch's threads costs time: once a round
 
@@ -53,30 +55,40 @@ def _thread_counts() -> list[int]:
 
 
 class _Buffers:
-    """One vector of everything that a kernel reads or writes."""
+    """One vector of everything that a kernel reads or writes: a bucket of as many chunks as rows are served."""
 
     def __init__(self, numel: int, random: torch.Generator) -> None:
         self._c, self._x, self._p = (torch.randn(numel, generator=random) for _ in range(3))
-        self._divisor, self._out = torch.rand(numel, generator=random), torch.zeros(numel)
-        self._table = BlockTable.of(VectorLayout.single(numel), 0, numel, DEFAULT_BLOCK, self._c)
-        blocks = self._table.num_blocks
-        self._scale, self._written = torch.rand(blocks, generator=random), torch.ones(blocks)
-        self._out_scale, self._out_bits = torch.zeros(blocks), torch.zeros(numel // 8, dtype=torch.uint8)
-        self._in_scale = torch.rand((NUM_ROWS, blocks), generator=random)
-        self._in_bits = torch.randint(0, 256, (NUM_ROWS, numel // 8), generator=random, dtype=torch.uint8)
+        self._divisor, self._out_c = torch.rand(numel, generator=random), torch.zeros(numel)
+        layout, partition = VectorLayout.single(numel), Partition(numel, NUM_ROWS)
+        chunks = [partition.bounds(rank) for rank in range(NUM_ROWS)]
+        self._bucket = BlockTable.of_rows(layout, chunks, DEFAULT_BLOCK, self._c)
+        self._chunk = BlockTable.of(layout, 0, numel, DEFAULT_BLOCK, self._c)
+        self._scale = torch.rand(max(self._bucket.num_blocks, self._chunk.num_blocks), generator=random)
+        self._last, self._out = (_rows(self._bucket, 1, random) for _ in range(2))
+        self._collected, self._served = _rows(self._chunk, NUM_ROWS, random), _rows(self._chunk, 1, random)
 
-    def calls(self, kernels: Kernels) -> dict[str, Callable[[], object]]:
+    def calls(self, kernels: Kernels, descend_: Callable[..., object]) -> dict[str, Callable[[], object]]:
         """By kernel. An undo takes back what was never done: its time does not depend on the values."""
-        c, scale, x, table = self._c, self._scale, self._x, self._table
-        row = self._out_scale, self._out_bits
-        m, rows = (self._in_scale[0], self._in_bits[0]), (self._in_scale, self._in_bits)
+        c, x, bucket, chunk, last, out = self._c, self._x, self._bucket, self._chunk, self._last, self._out
+        scale, chunk_scale = self._scale[: bucket.num_blocks], self._scale[: chunk.num_blocks]
+        served = self._collected, NUM_ROWS
         return {
-            "encode_sum": lambda: kernels.encode_sum(c, scale, x, table, *row),
-            "encode_momentum": lambda: kernels.encode_momentum(c, scale, [x], 0.9, *m, table, table, *row),
-            "serve": lambda: kernels.serve(c, scale, *rows, table, *row),
-            "decode": lambda: kernels.decode(*m, table, self._out),
-            "descend": lambda: kernels.descend(self._p, self._divisor, *m, 1e-3, 1e-5, table),
-            "undo_sum": lambda: kernels.undo_sum(c, scale, x, self._written, table),
-            "undo_momentum": lambda: kernels.undo_momentum(c, scale, [x], 0.9, *m, self._written, table),
-            "undo_serve": lambda: kernels.undo_serve(c, scale, *rows, self._written, table),
+            "encode_sum": lambda: kernels.encode_sum(c, scale, x, bucket, out),
+            "encode_lerp": lambda: kernels.encode_lerp(c, scale, [x], 0.1, last, bucket, out),
+            "serve": lambda: kernels.serve(c, chunk_scale, *served, chunk, self._served),
+            "decode": lambda: kernels.decode(last, bucket, self._out_c),
+            "descend": lambda: descend_(self._p, self._divisor, last, 1e-3, 1e-5, bucket),
+            "undo_sum": lambda: kernels.undo_sum(c, scale, x, out, bucket),
+            "undo_lerp": lambda: kernels.undo_lerp(c, scale, [x], 0.1, last, out, bucket),
+            "undo_serve": lambda: kernels.undo_serve(c, chunk_scale, *served, self._served, chunk),
         }
+
+
+def _rows(table: BlockTable, times: int, random: torch.Generator) -> Wire:
+    """Random bits, and scales that are such, of the table's rows so many times."""
+    memory = torch.randint(0, 256, (times, table.wire_bytes), generator=random, dtype=torch.uint8)
+    for rows in memory:
+        values = Wire.of(rows, torch.float32).values_V
+        values[table.scale_at] = torch.rand(table.num_blocks, generator=random)
+    return Wire.of(memory.view(-1), torch.float32)

@@ -29,12 +29,12 @@ class Chain:
             self._codec.encode(torch.randn(numel, generator=random), row)
 
     def encode_sum(self) -> None:
-        """X += error; encode; error = x - what was sent."""
+        """x += error; encode; error = x - what was sent."""
         self._x.add_(self._error)
         self._encode(self._x)
 
-    def encode_momentum(self) -> None:
-        """X = lerp(m, g, 1 - beta1), then as encode_sum."""
+    def encode_lerp(self) -> None:
+        """x = lerp(m, g, weight), then as encode_sum."""
         torch.lerp(self._m, self._g, 0.1, out=self._x)
         self.encode_sum()
 
@@ -48,11 +48,11 @@ class Chain:
         self.encode_sum()
 
     def decode(self) -> None:
-        """Out = scale x sign."""
+        """out = scale x sign."""
         self._codec.decode(self._rows[0], self._decoded)
 
     def descend(self) -> None:
-        """P = p (1 - decay) - lr m D."""
+        """p = p (1 - decay) - lr m D."""
         self._codec.decode(self._rows[0], self._decoded)
         self._decoded.mul_(self._divisor)
         self._p.mul_(1 - 1e-5).sub_(self._decoded, alpha=1e-3)

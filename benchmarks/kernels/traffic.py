@@ -35,16 +35,16 @@ def _written(array: str, size: float = FLOAT) -> Access:
 def floor(num_rows: int) -> dict[str, list[Access]]:
     """By kernel; each array is read at most once and written at most once. num_rows: what a server adds up."""
     rows = _read(f"bits of {num_rows} received rows", num_rows * BIT)
-    own_bits, m_bits = _written("bits of the own row", BIT), _read("bits of the momentum", BIT)
+    own_bits, last_bits = _written("bits of the own rows", BIT), _read("bits of the last rows", BIT)
     return {
         "copy": [_read("source"), _written("target")],
         "encode_sum": [_changed("kept sums c"), _read("x"), own_bits],
-        "encode_momentum": [_changed("kept sums c"), _read("gradient"), m_bits, own_bits],
+        "encode_lerp": [_changed("kept sums c"), _read("x"), last_bits, own_bits],
         "serve": [_changed("kept sums b"), rows, own_bits],
-        "decode": [m_bits, _written("out")],
-        "descend": [_changed("parameters"), _read("divisor"), m_bits],
+        "decode": [last_bits, _written("out")],
+        "descend": [_changed("parameters"), _read("divisor"), last_bits],
         "undo_sum": [_changed("kept sums c"), _read("x")],
-        "undo_momentum": [_changed("kept sums c"), _read("gradient"), m_bits],
+        "undo_lerp": [_changed("kept sums c"), _read("x"), last_bits],
         "undo_serve": [_changed("kept sums b"), rows],
     }
 
@@ -74,7 +74,7 @@ def chain(num_rows: int) -> dict[str, list[Access]]:
     """The same for the chain of torch operations of `chain.py`, operation by operation."""
     return {
         "encode_sum": [Access("+ error", 8, 4), *_ENCODE, *_ERROR],
-        "encode_momentum": [Access("lerp", 8, 4), Access("+ error", 8, 4), *_ENCODE, *_ERROR],
+        "encode_lerp": [Access("lerp", 8, 4), Access("+ error", 8, 4), *_ENCODE, *_ERROR],
         "serve": [
             Access("zero", 0, 4),
             *[*_DECODE, Access("+ row", 8, 4)] * num_rows,

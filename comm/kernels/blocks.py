@@ -1,66 +1,195 @@
-"""Where the blocks of one chunk lie, and which of its elements are dead: what every fused kernel is told."""
+"""Where the blocks of a bucket lie, in its vector and in wire memory: what every fused kernel is told.
+
+    bucket   |------- chunk 0 -------|------- chunk 1 -------|--- chunk 2 ---|     elements, whole bytes of signs each
+    wire     |--------- row 0 ---------|--------- row 1 ---------|--------- row 2 ---------|     row_bytes each
+    row      |header|scales of the chunk's blocks|signs, 1 bit a value|nothing, to the next row|
+
+Byte 0 of the header is the row's flag: 1 where all of the row is finite. Scales are in the dtype of the vector.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.layout import BYTE, VectorLayout
+from thinwire.comm.layout import BYTE, Span, VectorLayout, round_up
+
+HEADER_BYTES = 8
+"""The flag, padded so that scales of any dtype are aligned; rows are multiples of it for the same reason."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wire:
+    """Memory of rows, contiguous.  bytes_B: uint8[W].  values_V: the same memory in a vector's dtype [W / itemsize]."""
+
+    bytes_B: Tensor
+    values_V: Tensor
+
+    @classmethod
+    def of(cls, bytes_B: Tensor, dtype: torch.dtype) -> Wire:
+        """These bytes, seen in both ways. Raises: ValueError where they are no contiguous uint8[W] of whole eights."""
+        whole = bytes_B.dim() == 1 and bytes_B.is_contiguous() and bytes_B.numel() % HEADER_BYTES == 0
+        if not whole or bytes_B.dtype != torch.uint8:
+            raise ValueError(
+                f"wire memory of {bytes_B.dtype}{list(bytes_B.shape)} must be one contiguous vector of torch.uint8, a "
+                f"multiple of {HEADER_BYTES} long"
+            )
+        return cls(bytes_B, bytes_B.view(dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockTable:
-    """The blocks of one chunk of a vector; made once, on the device of the vector. Positions count from the chunk.
+    """The blocks of a bucket, or of one chunk of it; made once, on the device of the vector.
 
-    starts: int64[b+1], multiples of 8, from 0 to the chunk's length; block i is [starts[i], starts[i+1]).
+    Positions count from the table's first element.
+    starts: int64[b+1], multiples of 8, from 0 to the last element's end; block i is [starts[i], starts[i+1]).
     live: float[b], live elements of a block, at least 1: a block without any then has scale 0, not 0 / 0.
     dead: int64[d], positions of dead elements, ascending.  dead_starts: int64[b+1], where each block's begin in dead.
-    largest: elements of the largest block.  numel: elements of the chunk.
+    scale_at: int64[b], a block's scale in Wire.values_V.  bits_at: int64[b], its first byte of signs in Wire.bytes_B.
+    row_starts: int64[r+1], number of the first block of each row.  flag_at: int64[r], the byte of each row's flag.
+    largest: elements of the largest block.  numel: elements of all.
+    row_bytes: bytes of a row; 0 where the table has no rows.  wire_bytes: the least that a Wire must have.
     """
 
     starts: Tensor
     live: Tensor
     dead: Tensor
     dead_starts: Tensor
+    scale_at: Tensor
+    bits_at: Tensor
+    row_starts: Tensor
+    flag_at: Tensor
     largest: int
     numel: int
+    row_bytes: int
+    wire_bytes: int
 
     @classmethod
-    def of(cls, layout: VectorLayout, start: int, stop: int, block: int, like: Tensor) -> BlockTable:
-        """Blocks of at most `block` values of the elements [start, stop). like: the vector's dtype and device."""
-        spans = layout.blocks(block, start, stop)
-        return cls.from_spans(
-            [(a - start, b - start) for a, b in spans], [i - start for i in layout.dead(start, stop)], like
-        )
+    def of(
+        cls, layout: VectorLayout, start: int, stop: int, block: int, like: Tensor, row_bytes: int | None = None
+    ) -> BlockTable:
+        """Of the elements [start, stop) in one row that begins at byte 0; arguments as of of_rows."""
+        return cls.of_rows(layout, [(start, stop)], block, like, row_bytes)
 
     @classmethod
-    def from_spans(cls, spans: list[tuple[int, int]], dead: list[int], like: Tensor) -> BlockTable:
-        """From adjoining spans that begin at 0 and the ascending positions of dead elements.
+    def of_rows(
+        cls, layout: VectorLayout, chunks: Sequence[Span], block: int, like: Tensor, row_bytes: int | None = None
+    ) -> BlockTable:
+        """Blocks of at most `block` values of adjoining chunks, one row each; the last chunks may be empty.
 
-        Raises: ValueError where spans leave a gap, overlap, are empty or are not whole bytes of signs.
+        like: the vector's dtype and device. row_bytes: of a row that is longer than its largest chunk needs, such as
+        one chunk's in a bucket of several.
         """
+        first, stop = chunks[0][0], chunks[-1][1]
+        rows = [[(a - first, b - first) for a, b in layout.blocks(block, *chunk)] for chunk in chunks]
+        return cls.from_spans(rows, [i - first for i in layout.dead(first, stop)], like, row_bytes)
+
+    @classmethod
+    def from_spans(
+        cls, rows: Sequence[Sequence[Span]], dead: Sequence[int], like: Tensor, row_bytes: int | None = None
+    ) -> BlockTable:
+        """From the blocks of each row, which adjoin and begin at 0, and the ascending positions of dead elements.
+
+        Raises: ValueError where spans leave a gap, overlap, are empty or are not whole bytes of signs, and where
+        row_bytes is too little or not whole eights.
+        """
+        spans = [span for row in rows for span in row]
         bounds = [0, *(stop for _, stop in spans)]
         if any(span != (low, high) or high <= low for span, (low, high) in zip(spans, pairwise(bounds), strict=True)):
             raise ValueError(f"spans {spans} must adjoin, begin at 0 and hold something")
         if any(bound % BYTE for bound in bounds):
             raise ValueError(f"spans {spans} must begin and end at multiples of {BYTE}")
         starts = torch.tensor(bounds, dtype=torch.int64)
-        at = torch.tensor(dead, dtype=torch.int64)
-        dead_starts = torch.searchsorted(at, starts)
-        live = (starts.diff() - dead_starts.diff()).clamp_(min=1)
+        row_starts = torch.tensor([0, *accumulate(len(row) for row in rows)], dtype=torch.int64)
+        scale_bytes_r = row_starts.diff() * like.element_size()
+        least = HEADER_BYTES + round_up(int((scale_bytes_r + starts[row_starts].diff() // BYTE).max()), HEADER_BYTES)
+        row_bytes = least if row_bytes is None else row_bytes
+        if row_bytes < least or row_bytes % HEADER_BYTES:
+            raise ValueError(f"row_bytes = {row_bytes}: must be a multiple of {HEADER_BYTES}, at least {least}")
+        flag_at = torch.arange(len(rows)) * row_bytes
+        row_b = torch.repeat_interleave(row_starts.diff())
+        first_b, begin_b = row_starts[row_b], flag_at[row_b] + HEADER_BYTES
+        return cls._made(
+            starts,
+            torch.tensor(dead, dtype=torch.int64),
+            begin_b // like.element_size() + torch.arange(len(spans)) - first_b,
+            begin_b + scale_bytes_r[row_b] + (starts[:-1] - starts[first_b]) // BYTE,
+            row_starts,
+            flag_at,
+            row_bytes,
+            len(rows) * row_bytes,
+            like,
+        )
+
+    @classmethod
+    def over(cls, parts: Sequence[tuple[BlockTable, int, int]], start: int, stop: int) -> BlockTable:
+        """Of the elements [start, stop) of a vector that these tables make up: for reading only.
+
+        parts: (table, at, wire_at), in any order: the table's elements begin at `at` of the vector, and its wire memory
+        at byte `wire_at` of one larger Wire, a multiple of 8. Positions count from `start`. A block that is cut keeps
+        its scale; its bits begin later, and `live` counts what is inside. There are no rows: row_starts is [0],
+        flag_at is empty. Raises: ValueError for bounds inside a byte or outside of the parts.
+        """
+        like = parts[0][0].live
+        parts = sorted(parts, key=lambda part: part[1])
+        begin_b = torch.cat([table.starts[:-1].cpu() + at for table, at, _ in parts])
+        end_b = torch.cat([table.starts[1:].cpu() + at for table, at, _ in parts])
+        scale_at = torch.cat([table.scale_at.cpu() + wire_at // like.element_size() for table, _, wire_at in parts])
+        bits_at = torch.cat([table.bits_at.cpu() + wire_at for table, _, wire_at in parts])
+        dead = torch.cat([table.dead.cpu() + at for table, at, _ in parts])
+        low_b, high_b = begin_b.clamp(min=start), end_b.clamp(max=stop)
+        inside_b = low_b < high_b
+        bounds = [start, *high_b[inside_b].tolist()]
+        if start % BYTE or stop % BYTE or bounds != [*low_b[inside_b].tolist(), stop]:
+            end = max(at + table.numel for table, at, _ in parts)
+            raise ValueError(f"span [{start}, {stop}): must be multiples of {BYTE} inside a vector of {end}")
+        return cls._made(
+            torch.tensor(bounds, dtype=torch.int64) - start,
+            dead[(dead >= start) & (dead < stop)] - start,
+            scale_at[inside_b],
+            (bits_at + (low_b - begin_b) // BYTE)[inside_b],
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(0, dtype=torch.int64),
+            0,
+            max(wire_at + table.wire_bytes for table, _, wire_at in parts),
+            like,
+        )
+
+    @classmethod
+    def _made(
+        cls,
+        starts: Tensor,
+        dead: Tensor,
+        scale_at: Tensor,
+        bits_at: Tensor,
+        row_starts: Tensor,
+        flag_at: Tensor,
+        row_bytes: int,
+        wire_bytes: int,
+        like: Tensor,
+    ) -> BlockTable:
+        """On the device of `like`, with what follows from the positions."""
+        sizes_b, dead_starts = starts.diff(), torch.searchsorted(dead, starts)
         return cls(
             starts.to(like.device),
-            live.to(like.dtype).to(like.device),
-            at.to(like.device),
+            (sizes_b - dead_starts.diff()).clamp_(min=1).to(like.dtype).to(like.device),
+            dead.to(like.device),
             dead_starts.to(like.device),
-            max((high - low for low, high in spans), default=0),
-            bounds[-1],
+            scale_at.to(like.device),
+            bits_at.to(like.device),
+            row_starts.to(like.device),
+            flag_at.to(like.device),
+            max(sizes_b.tolist(), default=0),
+            int(starts[-1]),
+            row_bytes,
+            wire_bytes,
         )
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, and scales in a row."""
+        """Blocks, and scales of all rows."""
         return self.live.numel()

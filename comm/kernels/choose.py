@@ -10,92 +10,55 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.layout import BYTE
 
 CPU_DTYPES = (torch.float32, torch.float64)
-ROW_BYTES = 2 * BYTE
 
 
 class Kernels(Protocol):
-    """The fused kernels; fused_reference says what each computes."""
+    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
 
-    def encode_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out_scale_b: Tensor, out_bits_B: Tensor
-    ) -> None:
+    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: Wire) -> None:
         """As fused_reference.encode_sum."""
 
-    def encode_momentum(
+    def encode_lerp(
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_parts: Sequence[Tensor],
-        beta1: float,
-        m_scale_b: Tensor,
-        m_bits_B: Tensor,
-        m_table: BlockTable,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: Wire,
         table: BlockTable,
-        out_scale_b: Tensor,
-        out_bits_B: Tensor,
+        out: Wire,
     ) -> None:
-        """As fused_reference.encode_momentum."""
+        """As fused_reference.encode_lerp."""
 
-    def serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        in_scale_nb: Tensor,
-        in_bits_nB: Tensor,
-        table: BlockTable,
-        out_scale_b: Tensor,
-        out_bits_B: Tensor,
-    ) -> None:
+    def serve(self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, table: BlockTable, out: Wire) -> None:
         """As fused_reference.serve."""
 
-    def decode(self, scale_b: Tensor, bits_B: Tensor, table: BlockTable, out_c: Tensor) -> None:
+    def decode(self, rows: Wire, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
 
-    def descend(
-        self,
-        p_c: Tensor,
-        divisor_c: Tensor,
-        scale_b: Tensor,
-        bits_B: Tensor,
-        lr: float,
-        decay: float,
-        table: BlockTable,
-    ) -> None:
-        """As fused_reference.descend."""
-
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written_scale_b: Tensor, table: BlockTable) -> None:
+    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: Wire, table: BlockTable) -> None:
         """As fused_reference.undo_sum."""
 
-    def undo_momentum(
+    def undo_lerp(
         self,
         c_c: Tensor,
         scale_b: Tensor,
-        g_parts: Sequence[Tensor],
-        beta1: float,
-        m_scale_b: Tensor,
-        m_bits_B: Tensor,
-        written_scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: Wire,
+        written: Wire,
         table: BlockTable,
     ) -> None:
-        """As fused_reference.undo_momentum."""
+        """As fused_reference.undo_lerp."""
 
     def undo_serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        in_scale_nb: Tensor,
-        in_bits_nB: Tensor,
-        written_scale_b: Tensor,
-        table: BlockTable,
+        self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, written: Wire, table: BlockTable
     ) -> None:
         """As fused_reference.undo_serve."""
-
-    def all_finite(self, scale_b: Tensor) -> Tensor | bool:
-        """As fused_reference.all_finite."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
@@ -114,19 +77,16 @@ def warm_up(dtype: torch.dtype) -> None:
     if dtype not in CPU_DTYPES:
         return
     kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
-    table = BlockTable.from_spans([(0, BYTE)], [], like)
-    c_c, x_c, scale_b, row_scale_b = like.clone(), like.clone(), like[:1].clone(), like[:1].clone()
-    rows_nB = torch.zeros((1, ROW_BYTES), dtype=torch.uint8)
-    in_scale_nb, in_bits_nB, bits_B = rows_nB[:, :BYTE].view(dtype)[:, :1], rows_nB[:, -1:], rows_nB[0, :1].clone()
-    kernels.encode_sum(c_c, scale_b, x_c, table, row_scale_b, bits_B)
-    kernels.undo_sum(c_c, scale_b, x_c, row_scale_b, table)
-    kernels.encode_momentum(c_c, scale_b, [x_c], 0.9, row_scale_b, bits_B, table, table, scale_b.clone(), bits_B)
-    kernels.undo_momentum(c_c, scale_b, [x_c], 0.9, row_scale_b, bits_B, scale_b.clone(), table)
-    kernels.serve(c_c, scale_b, in_scale_nb, in_bits_nB, table, row_scale_b, bits_B)
-    kernels.undo_serve(c_c, scale_b, in_scale_nb, in_bits_nB, row_scale_b, table)
-    kernels.decode(row_scale_b, bits_B, table, x_c)
-    kernels.descend(c_c, x_c, row_scale_b, bits_B, 0.1, 0.0, table)
-    kernels.all_finite(row_scale_b)
+    table = BlockTable.from_spans([[(0, BYTE)]], [], like)
+    last, out = (Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
+    c_c, x_c, scale_b = like.clone(), like.clone(), like[:1].clone()
+    kernels.encode_sum(c_c, scale_b, x_c, table, out)
+    kernels.undo_sum(c_c, scale_b, x_c, out, table)
+    kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
+    kernels.undo_lerp(c_c, scale_b, [x_c], 0.5, last, out, table)
+    kernels.serve(c_c, scale_b, last, 1, table, out)
+    kernels.undo_serve(c_c, scale_b, last, 1, out, table)
+    kernels.decode(out, table, x_c)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The fused kernels as loops over the blocks [first, stop) of a chunk, compiled by numba: float32 and float64.
+"""The fused kernels as loops over the blocks [first, stop) of a table, compiled by numba: float32 and float64.
 
 fused_reference says what each computes; these are equal to it bit for bit, for nothing is contracted or reassociated.
 
@@ -8,10 +8,11 @@ they may be written is known only when all of them have been squared and added; 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from thinwire.comm.kernels.arrays import Blocks, Collected, Rows
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
@@ -32,25 +33,6 @@ from thinwire.comm.kernels.vectors import (
 )
 
 
-class Blocks(NamedTuple):
-    """A BlockTable as arrays."""
-
-    starts: Array
-    live: Array
-    dead: Array
-    dead_starts: Array
-
-
-class Rows(NamedTuple):
-    """The received rows, scales and bits each as one vector that has a row every `*_stride` numbers."""
-
-    scales: Array
-    scale_stride: int
-    bits: Array
-    bits_stride: int
-    num_rows: int
-
-
 @compiled
 def encode_sum(
     first: int,
@@ -59,53 +41,52 @@ def encode_sum(
     scale: Array,
     x: Array,
     blocks: Blocks,
-    out_scale: Array,
-    out_bits: Array,
+    out: Rows,
     new: Array,
 ) -> None:
-    """C <- e + x. new: scratch, float[largest + 64]."""
+    """c <- e + x. new: scratch, float[largest + 64]."""
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
         sent = splat8(scale[block])
         for at in range(low, high, BYTE):
             kept = load8(c, at)
             store(new, at - low, kept - signed_as(kept, sent) + load8(x, at))
-        _finish(block, new, blocks, c, scale, out_scale, out_bits)
+        _finish(block, new, blocks, c, scale, out)
 
 
 @compiled
-def encode_momentum(
+def encode_lerp(
     first: int,
     stop: int,
     c: Array,
     scale: Array,
-    g: Array,
+    x: Array,
     weight: float,
-    m_scale: Array,
-    m_bits: Array,
+    last: Rows,
     blocks: Blocks,
-    out_scale: Array,
-    out_bits: Array,
+    out: Rows,
     new: Array,
 ) -> None:
-    """C <- e + m + weight (g - m). g: int64[b], where in memory each block of it begins."""
+    """c <- e + m + weight (x - m). x: int64[b], where in memory each block of it begins."""
     weights = splat8(weight)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
-        sent, m_size, minus = splat8(scale[block]), splat8(m_scale[block]), splat8(-m_scale[block])
+        said, bits = last.values[blocks.scale_at[block]], blocks.bits_at[block]
+        sent, m_size, minus = splat8(scale[block]), splat8(said), splat8(-said)
         whole = low + (high - low) // QUAD * QUAD
         for quad in range(low, whole, QUAD):
-            word = load_bits(m_bits, quad // BYTE)
+            word = load_bits(last.bytes, bits + (quad - low) // BYTE)
             for byte in range(QUAD // BYTE):
                 at = quad + byte * BYTE
                 kept = load8(c, at)
-                z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_word(word, byte, minus))
+                z = _lerp(load8_from(x[block], at - low, c), weights, signed_by_word(word, byte, minus))
                 store(new, at - low, kept - signed_as(kept, sent) + z)
         for at in range(whole, high, BYTE):
             kept = load8(c, at)
-            z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_bits(m_bits[at // BYTE], m_size))
+            m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
+            z = _lerp(load8_from(x[block], at - low, c), weights, m)
             store(new, at - low, kept - signed_as(kept, sent) + z)
-        _finish(block, new, blocks, c, scale, out_scale, out_bits)
+        _finish(block, new, blocks, c, scale, out)
 
 
 @compiled
@@ -114,19 +95,18 @@ def serve(
     stop: int,
     b: Array,
     scale: Array,
-    rows: Rows,
+    rows: Collected,
     blocks: Blocks,
-    out_scale: Array,
-    out_bits: Array,
+    out: Rows,
     new: Array,
 ) -> None:
-    """B <- e + mean of the rows."""
+    """b <- e + mean of the rows."""
     num_rows, share = splat8(scale.dtype.type(rows.num_rows)), splat8(scale.dtype.type(1 / max(rows.num_rows, 1)))
     halves = rows.num_rows & (rows.num_rows - 1) == 0
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
         sent = splat8(scale[block])
-        _add_up(rows, block, low, high, new)
+        _add_up(rows, block, blocks, new)
         if halves:  # the share is exact, so the product is the quotient, bit for bit, and cheaper
             for at in range(low, high, BYTE):
                 kept = load8(b, at)
@@ -135,45 +115,25 @@ def serve(
             for at in range(low, high, BYTE):
                 kept = load8(b, at)
                 store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
-        _finish(block, new, blocks, b, scale, out_scale, out_bits)
+        _finish(block, new, blocks, b, scale, out)
 
 
 @compiled
-def decode(first: int, stop: int, scale: Array, bits: Array, blocks: Blocks, out: Array) -> None:
-    """Out <- s sgn."""
+def decode(first: int, stop: int, rows: Rows, blocks: Blocks, out: Array) -> None:
+    """out <- s sgn."""
     for block in range(first, stop):
-        size = splat8(scale[block])
-        for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-            store(out, at, signed_by_bits(bits[at // BYTE], size))
+        low, high = blocks.starts[block], blocks.starts[block + 1]
+        size, bits = splat8(rows.values[blocks.scale_at[block]]), blocks.bits_at[block]
+        for at in range(low, high, BYTE):
+            store(out, at, signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size))
         _zero_dead(block, blocks, out)
 
 
 @compiled
-def descend(
-    first: int,
-    stop: int,
-    p: Array,
-    divisor: Array,
-    scale: Array,
-    bits: Array,
-    rate: float,
-    keep: float,
-    blocks: Blocks,
-) -> None:
-    """P <- p keep - rate (m D); p x 1 is p, so there is no case without decay."""
-    rates, keeps = splat8(rate), splat8(keep)
+def undo_sum(first: int, stop: int, c: Array, scale: Array, x: Array, written: Rows, blocks: Blocks) -> None:
+    """c <- c - x where written."""
     for block in range(first, stop):
-        size = splat8(scale[block])
-        for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-            step = signed_by_bits(bits[at // BYTE], size) * load8(divisor, at) * rates
-            store(p, at, load8(p, at) * keeps - step)
-
-
-@compiled
-def undo_sum(first: int, stop: int, c: Array, scale: Array, x: Array, written_scale: Array, blocks: Blocks) -> None:
-    """C <- c - x where written."""
-    for block in range(first, stop):
-        if not np.isnan(written_scale[block]):
+        if not np.isnan(written.values[blocks.scale_at[block]]):
             for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
                 store(c, at, load8(c, at) - load8(x, at))
             scale[block] = 0
@@ -181,26 +141,26 @@ def undo_sum(first: int, stop: int, c: Array, scale: Array, x: Array, written_sc
 
 
 @compiled
-def undo_momentum(
+def undo_lerp(
     first: int,
     stop: int,
     c: Array,
     scale: Array,
-    g: Array,
+    x: Array,
     weight: float,
-    m_scale: Array,
-    m_bits: Array,
-    written_scale: Array,
+    last: Rows,
+    written: Rows,
     blocks: Blocks,
 ) -> None:
-    """C <- c - (m + weight (g - m)) where written."""
+    """c <- c - (m + weight (x - m)) where written."""
     weights = splat8(weight)
     for block in range(first, stop):
-        if not np.isnan(written_scale[block]):
-            m_size = splat8(m_scale[block])
+        if not np.isnan(written.values[blocks.scale_at[block]]):
+            m_size, bits = splat8(last.values[blocks.scale_at[block]]), blocks.bits_at[block]
             low, high = blocks.starts[block], blocks.starts[block + 1]
             for at in range(low, high, BYTE):
-                z = _momentum(load8_from(g[block], at - low, c), weights, signed_by_bits(m_bits[at // BYTE], m_size))
+                m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
+                z = _lerp(load8_from(x[block], at - low, c), weights, m)
                 store(c, at, load8(c, at) - z)
             scale[block] = 0
             _zero_dead(block, blocks, c)
@@ -208,14 +168,14 @@ def undo_momentum(
 
 @compiled
 def undo_serve(
-    first: int, stop: int, b: Array, scale: Array, rows: Rows, written_scale: Array, blocks: Blocks, new: Array
+    first: int, stop: int, b: Array, scale: Array, rows: Collected, written: Rows, blocks: Blocks, new: Array
 ) -> None:
-    """B <- b - mean of the rows where written. new: scratch as above."""
+    """b <- b - mean of the rows where written. new: scratch as above."""
     num_rows = splat8(scale.dtype.type(rows.num_rows))
     for block in range(first, stop):
-        if not np.isnan(written_scale[block]):
+        if not np.isnan(written.values[blocks.scale_at[block]]):
             low, high = blocks.starts[block], blocks.starts[block + 1]
-            _add_up(rows, block, low, high, new)
+            _add_up(rows, block, blocks, new)
             for at in range(low, high, BYTE):
                 store(b, at, load8(b, at) - load8(new, at - low) / num_rows)
             scale[block] = 0
@@ -223,38 +183,43 @@ def undo_serve(
 
 
 @compiled
-def all_finite(scale: Array) -> bool:
-    """Whether no scale is NaN or infinite."""
-    finite = True
-    for block in range(scale.size):
-        finite &= np.isfinite(scale[block])
-    return finite
+def write_flags(blocks: Blocks, out: Rows) -> None:
+    """Of each row that has blocks: 1 where all of its scales are finite, else 0."""
+    for row in range(blocks.flag_at.size):
+        first, stop = blocks.row_starts[row], blocks.row_starts[row + 1]
+        if first < stop:
+            finite = True
+            for block in range(first, stop):
+                finite &= np.isfinite(out.values[blocks.scale_at[block]])
+            out.bytes[blocks.flag_at[row]] = finite
 
 
 @compiled
-def _momentum(g: Any, weight: Any, m: Any) -> Any:
+def _lerp(x: Any, weight: Any, m: Any) -> Any:
     """Of 8 values."""
-    return m + weight * (g - m)
+    return m + weight * (x - m)
 
 
 @compiled
-def _add_up(rows: Rows, block: int, low: int, high: int, total: Array) -> None:
-    """Total <- the sum of the rows' blocks, in their order. Two rows a pass, whose scales stay in registers."""
+def _add_up(rows: Collected, block: int, blocks: Blocks, total: Array) -> None:
+    """total <- the sum of the rows' blocks, in their order. Two rows a pass, whose scales stay in registers."""
+    size = blocks.starts[block + 1] - blocks.starts[block]
+    scale_at, bits_at = blocks.scale_at[block], blocks.bits_at[block]
     begin = rows.num_rows % 2
-    for k in range(high - low if begin or not rows.num_rows else 0):
+    for k in range(size if begin or not rows.num_rows else 0):
         total[k] = 0
     if begin:
-        _add_row(rows, 0, block, low, high, total)
+        _add_first(rows, scale_at, bits_at, size, total)
     zeros = splat8(total.dtype.type(0))
     for row in range(begin, rows.num_rows, 2):
-        one, two = rows.scales[row * rows.scale_stride + block], rows.scales[(row + 1) * rows.scale_stride + block]
+        one, two = rows.values[row * rows.row_values + scale_at], rows.values[(row + 1) * rows.row_values + scale_at]
         plus_one, plus_two, minus_one, minus_two = splat8(one), splat8(two), splat8(-one), splat8(-two)
-        at_one, at_two = row * rows.bits_stride + low // BYTE, (row + 1) * rows.bits_stride + low // BYTE
-        whole = (high - low) // QUAD * QUAD
+        at_one, at_two = row * rows.row_bytes + bits_at, (row + 1) * rows.row_bytes + bits_at
+        whole = size // QUAD * QUAD
         for quad in range(0, whole, QUAD):
             word_one, word_two = (
-                load_bits(rows.bits, at_one + quad // BYTE),
-                load_bits(rows.bits, at_two + quad // BYTE),
+                load_bits(rows.bytes, at_one + quad // BYTE),
+                load_bits(rows.bytes, at_two + quad // BYTE),
             )
             for byte in range(QUAD // BYTE):
                 at = quad + byte * BYTE
@@ -264,38 +229,38 @@ def _add_up(rows: Rows, block: int, low: int, high: int, total: Array) -> None:
                     at,
                     before + signed_by_word(word_one, byte, minus_one) + signed_by_word(word_two, byte, minus_two),
                 )
-        for at in range(whole, high - low, BYTE):
+        for at in range(whole, size, BYTE):
             before = zeros if row == 0 else load8(total, at)
-            before = before + signed_by_bits(rows.bits[at_one + at // BYTE], plus_one)
-            store(total, at, before + signed_by_bits(rows.bits[at_two + at // BYTE], plus_two))
+            before = before + signed_by_bits(rows.bytes[at_one + at // BYTE], plus_one)
+            store(total, at, before + signed_by_bits(rows.bytes[at_two + at // BYTE], plus_two))
 
 
 @compiled
-def _add_row(rows: Rows, row: int, block: int, low: int, high: int, total: Array) -> None:
-    size = splat8(rows.scales[row * rows.scale_stride + block])
-    bits = rows.bits[row * rows.bits_stride + low // BYTE : row * rows.bits_stride + high // BYTE]
+def _add_first(rows: Collected, scale_at: int, bits_at: int, size: int, total: Array) -> None:
+    said = splat8(rows.values[scale_at])
+    bits = rows.bytes[bits_at : bits_at + size // BYTE]
     for byte in range(bits.size):
-        store(total, byte * BYTE, load8(total, byte * BYTE) + signed_by_bits(bits[byte], size))
+        store(total, byte * BYTE, load8(total, byte * BYTE) + signed_by_bits(bits[byte], said))
 
 
 @compiled
-def _finish(block: int, new: Array, blocks: Blocks, c: Array, scale: Array, out_scale: Array, out_bits: Array) -> None:
+def _finish(block: int, new: Array, blocks: Blocks, c: Array, scale: Array, out: Rows) -> None:
     """Write the row of a block's new sums; keep them, and their scale, where the sum of their squares is finite."""
-    low, high = blocks.starts[block], blocks.starts[block + 1]
+    low, high, scale_at = blocks.starts[block], blocks.starts[block + 1], blocks.scale_at[block]
     for k in range(blocks.dead_starts[block], blocks.dead_starts[block + 1]):
         new[blocks.dead[k] - low] = 0
-    mean_square = _pack(new, high - low, low // BYTE, out_bits) / blocks.live[block]
+    mean_square = _pack(new, high - low, blocks.bits_at[block], out.bytes) / blocks.live[block]
     if np.isfinite(mean_square):
         for at in range(low, high, BYTE):
             store(c, at, load8(new, at - low))
-        scale[block] = out_scale[block] = np.sqrt(mean_square)
+        scale[block] = out.values[scale_at] = np.sqrt(mean_square)
     else:
-        out_scale[block] = np.nan
+        out.values[scale_at] = np.nan
 
 
 @compiled
-def _pack(new: Array, size: int, byte: int, out_bits: Array) -> float:
-    """Write the bits of `size` sums from out_bits[byte] on; return the sum of their squares."""
+def _pack(new: Array, size: int, byte: int, out: Array) -> float:
+    """Write the bits of `size` sums from out[byte] on; return the sum of their squares."""
     whole = size // WORD * WORD
     for k in range(size, whole + WORD):
         new[k] = 0
@@ -303,9 +268,9 @@ def _pack(new: Array, size: int, byte: int, out_bits: Array) -> float:
     for k in range(0, whole, WORD):
         values = load64(new, k)
         lanes = lanes + values * values
-        store_signs(out_bits, byte + k // BYTE, values)
+        store_signs(out, byte + k // BYTE, values)
     for k in range(whole, size, BYTE):
-        store_signs(out_bits, byte + k // BYTE, load8(new, k))
+        store_signs(out, byte + k // BYTE, load8(new, k))
     last = load64(new, whole)
     return folded(lanes + last * last)  # type: ignore[no-any-return]
 

@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+MIN_BLOCKS = 16
+"""Blocks that a thread must get to be worth waking: 64 Ki values, tens of microseconds."""
+
 
 class Threads:
     """Up to `most` threads for loops that run without the interpreter's lock, one loop at a time."""

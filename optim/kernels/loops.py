@@ -1,13 +1,15 @@
 """Updates as loops over the elements [8 first, 8 stop) of a slice, compiled by numba: float32 and float64.
 
-What they compute is said, and done in torch, by adam_math, zero_one_adam and onebit_lamb; here every vector is read and
-written once. Rounding is as written, without a fused multiply-add, so replicas on different processors stay equal.
+`descend` goes over blocks in place of eights, the loops of LAMB over tiles. What they compute is said, and done in
+torch, by adam_math, zero_one_adam, onebit_lamb, descend; here every vector is read and written once. Rounding is
+as written, without a fused multiply-add, so replicas on different processors stay equal.
 """
 
 from __future__ import annotations
 
+from thinwire.comm.kernels.arrays import Blocks, Rows
 from thinwire.comm.kernels.compiled import Array, compiled
-from thinwire.comm.kernels.vectors import BYTE, cut, folded, lane, larger, load8, root, splat8, store
+from thinwire.comm.kernels.vectors import BYTE, cut, folded, lane, larger, load8, root, signed_by_bits, splat8, store
 
 
 @compiled
@@ -36,6 +38,20 @@ def adam(
         store(m, at, m8)
         store(v, at, v8)
         store(p, at, keeps * load8(p, at) - rates * m8 / (root(v8) / corrections + all_eps))
+
+
+@compiled
+def descend(
+    first: int, stop: int, p: Array, divisor: Array, rows: Rows, rate: float, keep: float, blocks: Blocks
+) -> None:
+    """p <- p keep - rate (m D) of the blocks [first, stop); p x 1 is p, so there is no case without decay."""
+    rates, keeps = splat8(rate), splat8(keep)
+    for block in range(first, stop):
+        low, high = blocks.starts[block], blocks.starts[block + 1]
+        size, bits = splat8(rows.values[blocks.scale_at[block]]), blocks.bits_at[block]
+        for at in range(low, high, BYTE):
+            step = signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size) * load8(divisor, at) * rates
+            store(p, at, load8(p, at) * keeps - step)
 
 
 @compiled

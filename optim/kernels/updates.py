@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from thinwire.comm.kernels.arrays import blocks_of, rows_of, values_of
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.kernels.choose import CPU_DTYPES
-from thinwire.comm.kernels.threads import Threads
+from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.layout import BYTE, Span
 from thinwire.optim.engine.hyperparameters import AdamHyper
 
@@ -39,6 +41,16 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
     numbers = 1 - h.beta1, h.beta2, 1 - h.beta2, correction2**0.5, h.eps, 1 - h.lr * h.weight_decay, h.lr / correction1
     _run(_loops().adam, (p_s, g_s, m_s, v_s), numbers)
     increment_version((p_s, m_s, v_s))
+
+
+def descend_(p_c: Tensor, divisor_c: Tensor, rows: Wire, lr: float, decay: float, table: BlockTable) -> None:
+    """As descend.in_torch_, bit for bit. p: modified."""
+    p, loop = values_of(p_c, table), _loops().descend
+    rates = p.dtype.type(lr), p.dtype.type(1 - decay)
+    given = p, values_of(divisor_c, table), rows_of(rows, table), *rates, blocks_of(table)
+    threads = _threads(torch.get_num_threads())
+    threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
+    increment_version(p_c)
 
 
 def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, divisor_s: Tensor, h: AdamHyper, keep: float) -> None:

@@ -9,13 +9,13 @@ from benchmarks.kernels import bench, traffic
 from benchmarks.kernels.cases import CORES, cases
 from benchmarks.kernels.chain import Chain
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.layout import VectorLayout
 
 
 def test_floors_are_what_each_array_is_read_and_written_once():
     floor = {name: traffic.total(accesses) for name, accesses in traffic.floor(2).items()}
-    assert floor["encode_momentum"] == 12.25
+    assert floor["encode_lerp"] == 12.25
     assert floor["descend"] == 12.125
     assert floor["serve"] == 8.375
     assert floor["copy"] == 8
@@ -27,14 +27,11 @@ def test_the_chain_does_what_the_kernels_do():
     x = chain._x.clone()
     chain.encode_sum()
     table = BlockTable.of(VectorLayout.single(8192), 0, 8192, 4096, x)
-    c, scale, row_scale, row_bits = (
-        torch.zeros(8192),
-        torch.zeros(2),
-        torch.zeros(2),
-        torch.zeros(1024, dtype=torch.uint8),
-    )
-    fused_reference.encode_sum(c, scale, x, table, row_scale, row_bits)
-    assert torch.equal(chain._row[8:], row_bits)
+    c, scale = torch.zeros(8192), torch.zeros(2)
+    row = Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), torch.float32)
+    fused_reference.encode_sum(c, scale, x, table, row)
+    row_scale = row.values_V[table.scale_at]
+    assert torch.equal(chain._row[8:], row.bytes_B[table.bits_at[0] :])
     assert torch.allclose(chain._row[:8].view(torch.float32), row_scale)
     assert torch.allclose(chain._error, c - torch.where(c >= 0, 1, -1) * scale.repeat_interleave(4096), atol=1e-6)
 
@@ -56,5 +53,5 @@ def test_a_run_times_every_kernel_and_writes_numbers_and_table(tmp_path, monkeyp
     assert result["versions"]["numba"]
     assert told[-1][1] == told[-1][2]
     table = (tmp_path / "README.md").read_text()
-    assert "| encode_momentum | 1 |" in table
+    assert "| encode_lerp | 1 |" in table
     assert "A quick run" in table

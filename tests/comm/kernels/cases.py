@@ -1,11 +1,11 @@
-"""Inputs for the kernels: ragged blocks, dead elements, slices of larger buffers, values that bite."""
+"""Inputs for the kernels: ragged blocks, several rows, dead elements, slices of larger buffers, values that bite."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 
 HUGE = object()  # finite in its dtype, but not when squared
 NASTY = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 1e-30, -1e15, 1e15, 1.0, -1.0, 3.4e-38]
@@ -14,9 +14,11 @@ POISON = {"huge": HUGE, "nan": float("nan"), "inf": float("inf"), "-inf": -float
 
 @dataclass
 class Case:
-    """One chunk in the middle of larger buffers, so that a kernel that writes outside its slice is seen.
+    """One bucket in the middle of larger buffers, so that a kernel that writes outside its slice is seen.
 
-    The buffers are what is compared; views gives the kernels their slices.
+    The buffers are what is compared; `slice`, `scale` and `wire` give the kernels their views. table: the bucket, cut
+    into rows. chunk: all of it as one chunk, for what serves. wire memory `last` and `out` is the bucket's, `rows` and
+    `served` the chunk's.
     """
 
     sizes: list[int]
@@ -25,6 +27,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     poison: dict[int, str] = field(default_factory=dict)  # block -> what its input holds
+    cuts: tuple[int, ...] = ()  # blocks with which a further row begins, ascending
     buffers: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self):
@@ -33,21 +36,22 @@ class Case:
         like = torch.zeros(0, dtype=self.dtype)
         spans = list(pairwise(bounds))
         self.dead = [i for i in self.dead if i < self.numel]
-        self.table = BlockTable.from_spans(spans, self.dead, like)
+        rows = [spans[a:b] for a, b in pairwise([0, *self.cuts, len(spans)])]
+        self.table = BlockTable.from_spans(rows, self.dead, like)
+        least = BlockTable.from_spans([spans], self.dead, like).row_bytes
+        self.chunk = BlockTable.from_spans([spans], self.dead, like, least + 16)
         self.random = torch.Generator().manual_seed(self.seed)
-        blocks, row_bytes = len(self.sizes), self.row_bytes()
         self.buffers = {
             "c": self.values(),
             "x": self.values(),
-            "p": self.values(),
-            "divisor": self.values().abs(),
-            "out": self.values(),
-            "scale": self.scales(blocks),
-            "m": self.rows(1, row_bytes),
-            "rows": self.rows(self.num_rows, row_bytes),
-            "row": torch.randint(0, 256, (1, row_bytes), generator=self.random, dtype=torch.uint8),
+            "out_c": self.values(),
+            "scale": self.scales(len(spans)),
+            "last": self.memory(self.table, 1),
+            "out": self.memory(self.table, 1),
+            "rows": self.memory(self.chunk, self.num_rows),
+            "served": self.memory(self.chunk, 1),
         }
-        for name in ("c", "x", "divisor"):
+        for name in ("c", "x"):
             self.slice(name)[self.dead] = 0
         for block, what in self.poison.items():
             start, stop = spans[block]
@@ -56,11 +60,6 @@ class Case:
 
     def poisonous(self, what):
         return torch.finfo(self.dtype).max / 4 if POISON[what] is HUGE else POISON[what]
-
-    def row_bytes(self):
-        """Header, scales, bits, and an end that makes rows multiples of 8; the bits begin 3 bytes after the scales."""
-        raw = 8 + len(self.sizes) * self.dtype.itemsize + 3 + self.numel // 8
-        return -(-raw // 8) * 8 + 8
 
     def values(self):
         x = torch.randn(self.numel + 48, generator=self.random, dtype=self.dtype)
@@ -75,13 +74,14 @@ class Case:
         s[torch.rand(num + 2, generator=self.random) < 0.1] = 1e-42
         return s
 
-    def rows(self, num, row_bytes):
-        rows = torch.randint(0, 256, (num, row_bytes), generator=self.random, dtype=torch.uint8)
-        for row in rows:
-            row[8 : 8 + len(self.sizes) * self.dtype.itemsize].view(self.dtype).copy_(
-                self.scales(len(self.sizes))[1:-1]
-            )
-        return rows
+    def memory(self, table, times):
+        """Random bits, and scales that are such, of the table's rows so many times; 8 bytes before and behind."""
+        size = 16 + times * table.wire_bytes
+        memory = torch.randint(0, 256, (size,), generator=self.random, dtype=torch.uint8)
+        for begin in range(8, size - 8, table.wire_bytes):
+            row = Wire.of(memory[begin : begin + table.wire_bytes], self.dtype)
+            row.values_V[table.scale_at] = self.scales(table.num_blocks)[1:-1]
+        return memory
 
     def slice(self, name):
         return self.buffers[name][8 : 8 + self.numel]
@@ -89,10 +89,18 @@ class Case:
     def scale(self):
         return self.buffers["scale"][1:-1]
 
-    def row(self, name):
-        """Scales and bits of every row of a buffer, [n, b] and [n, B]."""
-        rows, at = self.buffers[name], 8 + len(self.sizes) * self.dtype.itemsize
-        return rows[:, 8:at].view(self.dtype), rows[:, at + 3 : at + 3 + self.numel // 8]
+    def wire(self, name):
+        return Wire.of(self.buffers[name][8:-8], self.dtype)
+
+    def row(self, name, number=0):
+        """One row of the chunk."""
+        size = self.chunk.row_bytes
+        return Wire.of(self.wire(name).bytes_B[number * size : (number + 1) * size], self.dtype)
+
+    def said(self, wire, table):
+        """What wire memory says: scale of each block, bytes of signs of each 8 elements."""
+        bits = [wire.bytes_B[at : at + size // 8] for at, size in zip(table.bits_at.tolist(), self.sizes, strict=True)]
+        return wire.values_V[table.scale_at], torch.cat([wire.bytes_B[:0], *bits])
 
     def clone(self):
         other = object.__new__(Case)
@@ -101,63 +109,51 @@ class Case:
         return other
 
 
-BETA1, LR, DECAY = 0.9, 1.7e-3, 1.3e-4
+WEIGHT = 1 - 0.9
 
 
-def run(kernels, name, case, cuts=()):
-    """One kernel on a copy of the case; what all buffers hold afterwards. cuts: where a gradient's parts end."""
+def run(kernels, name, case, ends=()):
+    """One kernel on a copy of the case; what all buffers hold afterwards. ends: where the parts of x end."""
     case = case.clone()
     t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
-    g = [part.clone() for part in x.tensor_split(cuts)] if cuts else [x]
-    (out_scale,), (out_bits,) = case.row("row")
-    (m_scale,), (m_bits,) = case.row("m")
-    in_scale, in_bits = case.row("rows")
-    if name.startswith("undo"):  # the row says which blocks were written
-        out_scale.copy_(case.row("m")[0][0])
-        out_scale[torch.rand(len(out_scale), generator=torch.Generator().manual_seed(1)) < 0.3] = float("nan")
+    parts = [part.clone() for part in x.tensor_split(ends)] if ends else [x]
+    if name.startswith("undo"):  # the rows say which blocks were written
+        for wire, table in ((case.wire("out"), t), (case.wire("served"), case.chunk)):
+            gone = torch.rand(table.num_blocks, generator=torch.Generator().manual_seed(1)) < 0.3
+            wire.values_V[table.scale_at[gone]] = float("nan")
     match name:
         case "encode_sum":
-            kernels.encode_sum(c, s, x, t, out_scale, out_bits)
-        case "encode_momentum":
-            kernels.encode_momentum(c, s, g, BETA1, m_scale, m_bits, t, t, out_scale, out_bits)
+            kernels.encode_sum(c, s, x, t, case.wire("out"))
+        case "encode_lerp":
+            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, case.wire("out"))
         case "serve":
-            kernels.serve(c, s, in_scale, in_bits, t, out_scale, out_bits)
+            kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"))
         case "decode":
-            kernels.decode(m_scale, m_bits, t, case.slice("out"))
-        case "descend":
-            kernels.descend(case.slice("p"), case.slice("divisor"), m_scale, m_bits, LR, DECAY, t)
-        case "descend without decay":
-            kernels.descend(case.slice("p"), case.slice("divisor"), m_scale, m_bits, LR, 0.0, t)
+            kernels.decode(case.wire("last"), t, case.slice("out_c"))
         case "undo_sum":
-            kernels.undo_sum(c, s, x, out_scale, t)
-        case "undo_momentum":
-            kernels.undo_momentum(c, s, g, BETA1, m_scale, m_bits, out_scale, t)
+            kernels.undo_sum(c, s, x, case.wire("out"), t)
+        case "undo_lerp":
+            kernels.undo_lerp(c, s, parts, WEIGHT, case.wire("last"), case.wire("out"), t)
         case "undo_serve":
-            kernels.undo_serve(c, s, in_scale, in_bits, out_scale, t)
+            kernels.undo_serve(c, s, case.wire("rows"), case.num_rows, case.wire("served"), case.chunk)
     return case
 
 
-KERNELS = [
-    "encode_sum",
-    "encode_momentum",
-    "serve",
-    "decode",
-    "descend",
-    "descend without decay",
-    "undo_sum",
-    "undo_momentum",
-    "undo_serve",
-]
+KERNELS = ["encode_sum", "encode_lerp", "serve", "decode", "undo_sum", "undo_lerp", "undo_serve"]
 
 
 def assert_same(ours, theirs):
-    """Bit for bit in every buffer; a NaN's own bits are nobody's promise, and rows are compared as scales and bits."""
-    scale_bytes = slice(8, 8 + len(ours.sizes) * ours.dtype.itemsize)
+    """Bit for bit in every buffer; a NaN's own bits are nobody's promise."""
     for name, a in ours.buffers.items():
         b = theirs.buffers[name]
         if a.dtype == torch.uint8:
-            assert_same_floats(a[:, scale_bytes].view(ours.dtype), b[:, scale_bytes].view(ours.dtype), f"{name} scales")
-            a, b = a[:, scale_bytes.stop :], b[:, scale_bytes.stop :]
+            table = ours.chunk if name in ("rows", "served") else ours.table
+            a, b = a.clone(), b.clone()
+            for begin in range(8, a.numel() - 8, table.wire_bytes):
+                rows = [Wire.of(x[begin : begin + table.wire_bytes], ours.dtype).values_V for x in (a, b)]
+                assert_same_floats(*(values[table.scale_at] for values in rows), f"{name} scales")
+                for values in rows:
+                    values[table.scale_at] = 0
             assert torch.equal(a, b), f"{name}: bytes {(a != b).nonzero().tolist()[:5]} differ"
         else:
             assert_same_floats(a, b, name)

@@ -1,12 +1,15 @@
 """numba's kernels equal the plain torch ones bit for bit."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.kernels.cases import KERNELS, POISON, Case, assert_same, run
+from tests.comm.kernels.cases import KERNELS, POISON, WEIGHT, Case, assert_same, run
 from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.kernels.cpu import CpuKernels
 
 pytestmark = pytest.mark.law
@@ -26,6 +29,7 @@ def cases(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.float64])),
         seed=draw(st.integers(0, 2**32)),
         poison=draw(st.dictionaries(st.integers(0, len(sizes) - 1), st.sampled_from(sorted(POISON)), max_size=2)),
+        cuts=tuple(sorted(draw(st.lists(st.integers(1, len(sizes)), max_size=3)))),
     )
 
 
@@ -39,71 +43,125 @@ def test_equal_to_the_reference_bit_for_bit(name, case):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_any_number_of_threads_gives_the_same(name, threads):
-    case = Case(BLOCKS * 20, [5, 77, 30_000], num_rows=3, poison={4: "nan", 150: "huge"})
+    case = Case(BLOCKS * 20, [5, 77, 30_000], num_rows=3, poison={4: "nan", 150: "huge"}, cuts=(60, 130))
     assert_same(run(CpuKernels(threads), name, case), run(CpuKernels(), name, case))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
-def test_an_empty_chunk_is_left_alone(name, kernels):
-    case = Case([], [], num_rows=2)
+def test_an_empty_bucket_is_left_alone(name, kernels):
+    case = Case([], [], num_rows=2, cuts=(0,))
     assert_same(run(kernels, name, case), case)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_all_finite_finds_one_bad_scale(bad):
-    scale_b = torch.rand(1000)
-    for kernels in (CpuKernels(), fused_reference):
-        assert kernels.all_finite(scale_b)
-        assert kernels.all_finite(scale_b[:0])
-    scale_b[771] = bad
-    for kernels in (CpuKernels(), fused_reference):
-        assert not kernels.all_finite(scale_b)
+@pytest.mark.parametrize("name", ["encode_sum", "encode_lerp", "serve"])
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+def test_a_flag_says_whether_its_row_is_finite_and_stays_where_a_row_has_no_blocks(name, kernels):
+    case = Case([64, 8, 4096, 16, 8], [3], num_rows=2, cuts=(2, 3, 5), poison={2: "huge"})
+    table, wire = (case.chunk, "served") if name == "serve" else (case.table, "out")
+    if name == "serve":
+        row = case.row("rows", 1)
+        row.values_V[case.chunk.scale_at[3]] = float("nan")
+    case.wire(wire).bytes_B[table.flag_at] = 7
+    after = run(kernels, name, case).wire(wire)
+    assert after.bytes_B[table.flag_at].tolist() == ([0] if name == "serve" else [1, 0, 1, 7])
+
+
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+def test_a_bucket_is_its_chunks_one_after_the_other(kernels):
+    """One call with the bucket's table does what a call a row does, each with a table of that row alone."""
+    case = Case([8, 56, 4096, 72, 24], [3, 90], num_rows=1, cuts=(1, 3), poison={2: "nan"})
+    whole, apart, bounds = case.clone(), case.clone(), case.table.starts.tolist()
+    for step in (encode_and_decode, undo):
+        step(kernels, case.table, *views(whole, slice(0, case.numel), slice(0, 5), slice(0, case.table.wire_bytes)))
+        for row, (first, stop) in enumerate(pairwise(case.table.row_starts.tolist())):
+            low, high, size = bounds[first], bounds[stop], case.table.row_bytes
+            spans = [(a - low, b - low) for a, b in pairwise(bounds[first : stop + 1])]
+            dead = [d - low for d in case.dead if low <= d < high]
+            table = BlockTable.from_spans([spans], dead, torch.zeros(0), size)
+            at = slice(low, high), slice(first, stop), slice(row * size, (row + 1) * size)
+            step(kernels, table, *views(apart, *at))
+        assert_same(apart, whole)
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same(whole, case)
+
+
+def views(case, elements, blocks, wire_bytes):
+    wires = [Wire.of(case.wire(name).bytes_B[wire_bytes], case.dtype) for name in ("last", "out")]
+    vectors = [case.slice(name)[elements] for name in ("c", "x", "out_c")]
+    return *vectors, case.scale()[blocks], *wires
+
+
+def encode_and_decode(kernels, table, c, x, out_c, scale, last, out):
+    kernels.encode_lerp(c, scale, [x], WEIGHT, last, table, out)
+    kernels.decode(out, table, out_c)
+
+
+def undo(kernels, table, c, x, out_c, scale, last, out):
+    kernels.undo_lerp(c, scale, [x], WEIGHT, last, out, table)
+
+
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("span", [(0, 304), (8, 296), (80, 88), (64, 200), (72, 72), (152, 304)])
+def test_what_is_read_of_any_span_is_that_part_of_the_whole(kernels, span):
+    """Two buckets, the later one first in wire memory, read through one table."""
+    first, second = Case([64, 8, 80], [3, 70], num_rows=1, cuts=(2,)), Case([24, 128], [150], num_rows=1, seed=2)
+    memory = torch.cat([second.wire("last").bytes_B, first.wire("last").bytes_B])
+    parts = [(second.table, 152, 0), (first.table, 0, second.table.wire_bytes)]
+    whole = torch.cat([run(kernels, "decode", case).slice("out_c") for case in (first, second)])
+    found = torch.full((span[1] - span[0],), 7.0)
+    kernels.decode(Wire.of(memory, torch.float32), BlockTable.over(parts, *span), found)
+    assert torch.equal(found, whole[slice(*span)])
 
 
 def test_torch_allocates_nothing():
-    case, kernels = Case([64, 4096], [3], num_rows=2), CpuKernels()
+    case, kernels = Case([64, 4096], [3], num_rows=2, cuts=(1,)), CpuKernels()
     t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
-    ((out_scale,), (out_bits,)), ((m_scale,), (m_bits,)) = case.row("row"), case.row("m")
-    in_scale, in_bits = case.row("rows")
+    last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
 
     def every_kernel():
-        kernels.encode_sum(c, s, x, t, out_scale, out_bits)
-        kernels.encode_momentum(c, s, [x], 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
-        kernels.serve(c, s, in_scale, in_bits, t, out_scale, out_bits)
-        kernels.all_finite(out_scale)
-        kernels.undo_serve(c, s, in_scale, in_bits, out_scale, t)
-        kernels.undo_momentum(c, s, [x], 0.9, m_scale, m_bits, out_scale, t)
-        kernels.undo_sum(c, s, x, out_scale, t)
-        kernels.decode(m_scale, m_bits, t, x)
-        kernels.descend(c, x, m_scale, m_bits, 0.1, 0.0, t)
+        kernels.encode_sum(c, s, x, t, out)
+        kernels.encode_lerp(c, s, [x], 0.1, last, t, out)
+        kernels.serve(c, s, rows, 2, case.chunk, served)
+        kernels.undo_serve(c, s, rows, 2, served, case.chunk)
+        kernels.undo_lerp(c, s, [x], 0.1, last, out, t)
+        kernels.undo_sum(c, s, x, out, t)
+        kernels.decode(last, t, x)
 
     every_kernel()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         every_kernel()
     assert "[memory]" not in {event.name for event in profile.events()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        fused_reference.encode_sum(c, s, x, t, out_scale, out_bits)
+        fused_reference.encode_sum(c, s, x, t, out)
     assert "[memory]" in {event.name for event in profile.events()}  # it would have been seen
 
 
 def test_what_does_not_fit_the_table_is_refused_before_memory_is_touched():
-    case, kernels = Case([64], [], num_rows=1), CpuKernels()
-    c, x, s, t = case.slice("c"), case.slice("x"), case.scale(), case.table
-    ((out_scale,), (out_bits,)) = case.row("row")
-    in_scale, _ = case.row("rows")
-    with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous"):
-        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out_scale, out_bits)
+    case, kernels = Case([64], [], num_rows=2), CpuKernels()
+    c, x, s, t, out = case.slice("c"), case.slice("x"), case.scale(), case.table, case.wire("out")
+    with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous torch.float32"):
+        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out)
     with pytest.raises(ValueError, match=r"shape \(56,\) .* of shape \(64,\)"):
-        kernels.encode_sum(c, s, x[:56], t, out_scale, out_bits)
-    with pytest.raises(ValueError, match=r"of shape \(8,\)"):
-        kernels.encode_sum(c, s, x, t, out_scale, out_bits[:7])
-    with pytest.raises(ValueError, match=r"bits of torch.int8 must be"):
-        kernels.encode_sum(c, s, x, t, out_scale, out_bits.view(torch.int8))
-    with pytest.raises(ValueError, match=r"strides \(16, 2\) must each be contiguous"):
-        kernels.serve(c, s, in_scale, torch.zeros((1, 16), dtype=torch.uint8)[:, ::2], t, out_scale, out_bits)
-    with pytest.raises(ValueError, match=r"of shape \(2, 1\)"):
-        kernels.serve(c, s, in_scale, torch.zeros((2, 8), dtype=torch.uint8), t, out_scale, out_bits)
+        kernels.encode_sum(c, s, x[:56], t, out)
+    with pytest.raises(ValueError, match=r"vector of torch.float64, .* must be contiguous torch.float32"):
+        kernels.encode_sum(c, s, x.double(), t, out)
+    with pytest.raises(ValueError, match=r"of 16 bytes .* at least 24"):
+        kernels.encode_sum(c, s, x, t, Wire.of(out.bytes_B[:16], torch.float32))
+    with pytest.raises(ValueError, match=r"torch[.]float64 must have at least 24 and be of torch[.]float32"):
+        kernels.encode_sum(c, s, x, t, Wire.of(out.bytes_B, torch.float64))
+    with pytest.raises(ValueError, match="for reading only"):
+        kernels.encode_sum(c, s, x, BlockTable.over([(t, 0, 0)], 0, 64), out)
+
+
+@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+def test_rows_that_are_not_those_of_one_chunk_are_refused(kernels):
+    case = Case([32, 32], [], num_rows=3, cuts=(1,))
+    c, s, rows, served = case.slice("c"), case.scale(), case.wire("rows"), case.wire("served")
+    with pytest.raises(ValueError, match="2 rows in 120 bytes, of a table with 1 rows of 40"):
+        kernels.serve(c, s, rows, 2, case.chunk, served)
+    with pytest.raises(ValueError, match="of a table with 2 rows of 16"):
+        kernels.undo_serve(c, s, rows, 3, served, case.table)
 
 
 def test_no_threads_are_refused():
@@ -111,42 +169,20 @@ def test_no_threads_are_refused():
         CpuKernels(0)
 
 
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
-def test_a_momentum_cut_otherwise_is_refused(kernels):
-    case, other = Case([64], [], num_rows=1), Case([32, 32], [], num_rows=1)
-    (out_scale,), (out_bits,) = case.row("row")
-    (m_scale,), (m_bits,) = case.row("m")
-    with pytest.raises(ValueError, match="m_table has 2 blocks"):
-        kernels.encode_momentum(
-            case.slice("c"),
-            case.scale(),
-            [case.slice("x")],
-            0.9,
-            m_scale,
-            m_bits,
-            other.table,
-            case.table,
-            out_scale,
-            out_bits,
-        )
-
-
-@pytest.mark.parametrize("name", ["encode_momentum", "undo_momentum"])
-@pytest.mark.parametrize("cuts", [[8], [8, 64, 72], [64, 80 + 24]])
-def test_a_gradient_in_parts_is_read_as_one_that_is_whole(name, cuts):
-    case = Case([8, 56, 8, 8, 24, 4096], [3, 90], num_rows=1, poison={5: "nan"})
+@pytest.mark.parametrize("name", ["encode_lerp", "undo_lerp"])
+@pytest.mark.parametrize("ends", [[8], [8, 64, 72], [64, 80 + 24]])
+def test_what_is_given_in_parts_is_read_as_one_that_is_whole(name, ends):
+    case = Case([8, 56, 8, 8, 24, 4096], [3, 90], num_rows=1, poison={5: "nan"}, cuts=(3, 5))
     whole = run(CpuKernels(), name, case)
     for kernels in (CpuKernels(), fused_reference):
-        assert_same(run(kernels, name, case, cuts), whole)
+        assert_same(run(kernels, name, case, ends), whole)
 
 
 def test_parts_that_do_not_fit_the_blocks_are_refused():
     case, kernels = Case([64, 64], [], num_rows=1), CpuKernels()
-    c, s, t = case.slice("c"), case.scale(), case.table
-    ((out_scale,), (out_bits,)), ((m_scale,), (m_bits,)) = case.row("row"), case.row("m")
 
     def encode(kernels, *parts):
-        kernels.encode_momentum(c, s, parts, 0.9, m_scale, m_bits, t, t, out_scale, out_bits)
+        kernels.encode_lerp(case.slice("c"), case.scale(), parts, 0.1, case.wire("last"), case.table, case.wire("out"))
 
     with pytest.raises(ValueError, match="ends at 32 must end where a block does"):
         encode(kernels, torch.zeros(32), torch.zeros(96))
@@ -155,5 +191,5 @@ def test_parts_that_do_not_fit_the_blocks_are_refused():
     with pytest.raises(ValueError, match=r"strides \(2,\) must be a contiguous"):
         encode(kernels, torch.zeros(64), torch.zeros(128)[::2])
     for either in (kernels, fused_reference):
-        with pytest.raises(ValueError, match="must cover a chunk of 128"):
+        with pytest.raises(ValueError, match="must cover 128 elements"):
             encode(either, torch.zeros(64), torch.zeros(56))

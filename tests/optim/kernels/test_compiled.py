@@ -1,0 +1,20 @@
+"""A rank that others wait for has compiled every loop before."""
+
+import torch
+
+from thinwire.optim.kernels.compiled import compile_all
+
+
+def test_compiling_all_leaves_no_loop_of_the_folder_out():
+    from thinwire.optim.kernels import loops
+
+    compile_all(torch.float32)
+    compile_all(torch.bfloat16)
+    of_folder = [
+        f for f in vars(loops).values() if hasattr(f, "nopython_signatures") and f.__module__ == loops.__name__
+    ]
+    assert len(of_folder) == 8
+    before = [len(f.nopython_signatures) for f in of_folder]
+    assert min(before) >= 1
+    compile_all(torch.float32)
+    assert [len(f.nopython_signatures) for f in of_folder] == before
