@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.codecs import DenseCodec, SignCodec
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.exchange.plain import CompressedAllReduce
+from thinwire.comm.exchange.solo import SoloReducer
 from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
@@ -25,23 +26,23 @@ def default_reducer(
     *,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
-    shadow: bool = False,
+    server_replica: bool = False,
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
-    bucket_elements, none across one of `cuts` (comm.exchange.bucketed), with a shadow where
-    asked for; "l1" gets CompressedAllReduce.
-    A group of one exchanges nothing, so it does not compress: the dense codec also empties the residual that a larger
-    group may have left. Collective. Raises: WireMismatch, PeerLost.
+    bucket_elements, none across one of `cuts`, with a replica of the server error where asked for
+    (exchange/bucketed.py); "l1" gets CompressedAllReduce.
+    A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
+    left. Collective. Raises: WireMismatch, PeerLost.
     """
     group = given_or_default(group)
     if group.size == 1:
-        return CompressedAllReduce(group, layout, DenseCodec(), like)
+        return SoloReducer(group, layout, like)
     if scale != "l2":
         return CompressedAllReduce(group, layout, SignCodec(block, scale), like)
     return BucketedAllReduce(
-        group, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts, shadow=shadow
+        group, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts, server_replica=server_replica
     )
 
 

@@ -6,20 +6,16 @@ Shapes: N elements of a vector, n ranks, c elements of one chunk, B wire bytes o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.layout import Buckets, VectorLayout
-
-if TYPE_CHECKING:
-    from thinwire.comm.exchange.error_feedback import ErrorMemory
-    from thinwire.comm.exchange.fidelity import Fidelity
-    from thinwire.comm.exchange.kept_sums import KeptSums
-
 
 Call = tuple[str, int, int]
 """A collective as the ledger reads it: kind, bytes (sent by this rank; with a source: given by it), source or -1."""
@@ -141,42 +137,58 @@ class Codec(Protocol):
         """32 bits that differ when two codecs would read bytes differently."""
 
 
-class Reducer(Protocol):
-    """All that an optimizer sees of communication. Bound to one layout; every rank calls alike."""
+class ErrorMemory(Protocol):
+    """The error memory of one exchanged vector, as all but the reducer that made it see it.
+
+    version: changes whenever it is written from outside of an exchange.
+    """
+
+    version: int
 
     @property
-    def size(self) -> int:
-        """Ranks that take part."""
+    def worker_N(self) -> Tensor:
+        """This rank's compression error, the whole vector. For reading."""
 
     @property
-    def stats(self) -> Stats:
-        """What this rank has sent through the group below."""
+    def server_c(self) -> Tensor:
+        """The error of re-encoding what this rank serves. For reading."""
 
-    def full_(self, x_N: Tensor) -> None:
-        """x <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
+    def residual(self) -> Tensor:
+        """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
 
-    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
-        """x <- mean_i x_i through the codec, `slot` keeping what was left out.
+    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
+        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
 
-        Raises PeerLost, NonFiniteInput; then x is undefined and the slot's R is as before the call, to rounding (4 ulp
-        of the largest kept sum).
+        Summed over all ranks, holders being their number, it is R. Where a rank is gone, the sum over the others,
+        holders being theirs, imputes its worker error (their mean), and has its server error only where another keeps
+        it too. missing: the ranks that are gone.
         """
 
-    def redone(self) -> AbstractContextManager[bool]:
-        """Inside, an exchange that lost a peer counts in its slot all the same, for another rank has its result.
+    def kept_of(self, rank: int) -> bool:
+        """Is the server error of this rank kept here, as this one's own is?"""
 
-        What was exchanged must be as the failed call has left it. Local. Gives whether there was such an exchange and
-        this rank had done all its part; where not, nothing is done, and no rank can have the result.
-        """
+    def restore(self, residual_N: Tensor) -> None:
+        """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
 
-    def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
-        """How well the last exchange carried what it was given; None where it was not one of `slot`. Collective."""
 
-    def new_slot(self) -> ErrorMemory:
-        """Error memory for one exchanged vector, empty."""
+class Reader(Protocol):
+    """One pass over a result, in whichever form a reducer holds it. at: the elements of the vector."""
 
-    def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """x <- x of rank `src`."""
+    def rows(self, at: slice, rows: Wire, table: BlockTable) -> None:
+        """Read them as rows of signs. table: their blocks, counted from at.start, and where in `rows` each stands."""
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """Read them as floats, float[stop - start]. Not to be modified."""
+
+
+class Result(Protocol):
+    """What an exchange gave, bit-equal on every rank. It stays until the next but one begins."""
+
+    def decode_(self, out_N: Tensor) -> None:
+        """out <- the result, 0 where dead. out may be what was launched; abandon() cannot undo after that: commit."""
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand elements [start, stop) to the reader. Bounds are multiples of 8 and may lie anywhere."""
 
 
 class FullMeans(Protocol):
@@ -195,49 +207,81 @@ class FullMeans(Protocol):
         """End a mean that nobody will use; x is undefined. Collective. Raises PeerLost."""
 
 
-@runtime_checkable
-class BucketedReducer(Reducer, Protocol):
-    """A Reducer that can also be driven bucket by bucket: begin, launch_*, finish, decode_ or descend_, commit.
+class Reducer(Protocol):
+    """All that an optimizer sees of communication. Bound to one layout; every rank calls alike.
 
-    Slots are its own (comm.exchange.kept_sums).
+    begin(memory)    launch_*(0) ... launch_*(K-1)    finish()    read the result    commit()
+                                                      raises: everything is undone, nothing is open
+    abandon()        at any point: everything is undone
     """
 
     @property
+    def size(self) -> int:
+        """Ranks that take part."""
+
+    @property
+    def stats(self) -> Stats:
+        """What this rank has sent through the group below."""
+
+    @property
     def buckets(self) -> Buckets:
-        """The cut, in the order of launch."""
+        """The cut, in the order of launch; one bucket where vectors are exchanged as a whole."""
 
     @property
     def full(self) -> FullMeans:
         """The mean in full by the same buckets."""
 
-    def begin(self, slot: KeptSums) -> None:
-        """Open an exchange. Local."""
+    def new_memory(self) -> ErrorMemory:
+        """Error memory for one exchanged vector, empty."""
 
-    def has_momentum(self, slot: KeptSums) -> bool:
-        """Is the last committed result one of this slot, untouched since?"""
+    def begin(self, memory: ErrorMemory) -> None:
+        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
-        """Encode bucket k of x and send it; x must not change before commit()."""
+        """Encode bucket k of x and send it, in order; x must not change before commit()."""
 
-    def launch_momentum(self, k: int, g_N: Tensor, beta1: float, runs: Sequence[Tensor | None] = ()) -> None:
-        """As launch_sum of m + (1 - beta1) (g - m), m being the last committed result. runs: read in place of g."""
+    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
+        """As launch_sum of r + weight (x - r), r being last(memory). x must not change before commit().
+
+        runs: for each live run of the layout float[run], contiguous, to be read in place of that part of x, or None;
+        what is not in buckets.layout.alone() is read of x all the same. Raises: RuntimeError where there is no r.
+        """
 
     def finish(self) -> None:
-        """Wait for all buckets. Raises PeerLost, NonFiniteInput; then all is undone and nothing is open."""
+        """Wait for all buckets. Raises PeerLost, NonFiniteInput, alike on every rank; then all is undone."""
 
-    def decode_(self, out_N: Tensor) -> None:
-        """out <- the result."""
-
-    def descend_(
-        self, p_N: Tensor, divisor_N: Tensor, lr: float, decay: float, start: int = 0, stop: int | None = None
-    ) -> None:
-        """p <- p (1 - decay) - lr result D in [start, stop)."""
+    @property
+    def result(self) -> Result:
+        """Of the exchange that was finished. Raises: RuntimeError where none is."""
 
     def commit(self) -> None:
-        """The result is the momentum from now on. Local; ends the exchange."""
+        """Keep it; what was launched may change. Local; ends the exchange."""
 
     def abandon(self) -> None:
         """Undo what was launched, where anything was. Collective. Raises PeerLost."""
 
-    def momentum_(self, slot: KeptSums, out_N: Tensor) -> None:
-        """out <- the last committed result of this slot."""
+    def last(self, memory: ErrorMemory) -> Result | None:
+        """The last committed result, where it is of this memory and nobody has restored that since."""
+
+    def full_(self, x_N: Tensor) -> None:
+        """x <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
+
+    def compressed_(self, x_N: Tensor, memory: ErrorMemory) -> None:
+        """x <- mean_i x_i through the codec, `memory` keeping what was left out:  out + R' = mean_i x_i + R.
+
+        Raises PeerLost, NonFiniteInput; then x is as it was and R as before the call, to rounding (4 ulp of the largest
+        kept sum). Source: Tang et al. 2021, Alg. 1, l. 7-11.
+        """
+
+    def redone(self) -> AbstractContextManager[bool]:
+        """Inside, an exchange that lost a peer counts in its memory all the same, for another rank has its result.
+
+        What was exchanged must be as the failed call has left it. Local. Gives whether there was such an exchange and
+        this rank had done all its part; where not, nothing is done, and no rank can have the result.
+        """
+
+    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
+        """How well the last exchange carried what it was given; None where it was not one of `memory`. Collective."""
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> None:
+        """x <- x of rank `src`."""

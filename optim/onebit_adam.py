@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.exchange.kept_sums import KeptSums
-from thinwire.comm.protocol import BucketedReducer, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.momentum import Divisor, Momentum, next_momentum_
+from thinwire.optim.engine.momentum import Descent, Divisor, Momentum, next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.onebit_settings import DEEPSPEED_ADAM
@@ -34,7 +31,7 @@ from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 class OneBitAdamState:
     """Momentum, variance (frozen after warm-up), and the error memory of the momentum.
 
-    z: scratch; in the compressed phase, where the exchange goes by bucket, the divisor is in it.
+    z: scratch; in the compressed phase the divisor is in it.
 
     An element in fp32 takes 8 bytes as parameter and gradient, 12 as m, v and z, and 4 + 4 / ranks of error memory, in
     both phases; rows of signs half a byte more. With overlap 4 more from backward to zero_grad(): the gradient that
@@ -53,39 +50,6 @@ class OneBitAdamState:
     def m_N(self) -> Replicated:
         """The momentum of all ranks, decoded where it is in received rows."""
         return self.momentum.floats()
-
-
-def step(
-    p_N: Tensor, g_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], plan: StepPlan, reduce: Reducer
-) -> None:
-    """One 1-bit Adam step on this rank, in place; a compressed one where vectors are exchanged as a whole.
-
-    p, s: modified on success; on PeerLost or NonFiniteInput exactly as before. g: the mean gradient in warm-up, later
-    this rank's own; not modified.
-    """
-    if plan.momentum is Wire.COMPRESSED:
-        for h in groups:
-            adam_math.momentum_into(s.z_N[h.span], s.m_N[h.span], g_N[h.span], h.beta1)
-        reduce.compressed_(s.z_N, s.momentum_error)
-        s.m_N.copy_(s.z_N)
-    for h in groups:
-        p, g, m, v, z = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-        if plan.momentum is Wire.COMPRESSED:
-            adam_math.descend_(p, m, v, h, plan.bias_step, z)
-        else:
-            adam_math.step_(p, g, m, v, h, plan.bias_step, z)
-
-
-def receive(p_N: Tensor, s: OneBitAdamState, groups: Sequence[AdamHyper], reduce: BucketedReducer) -> None:
-    """The second half of a compressed step by bucket: m is what was received, and x descends along it, in one pass.
-
-    p, s: modified. reduce: with an exchange that is finished, and then committed.
-    """
-    divisor_N = s.divisor.of(s.v_N, groups)
-    for h in groups:
-        reduce.descend_(p_N, divisor_N, h.lr, h.lr * h.weight_decay, h.span.start, h.span.stop)
-    reduce.commit()
-    s.momentum.received()
 
 
 class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
@@ -118,38 +82,43 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""
-        p_N, slot, z_N = self.space.p_N, self.reduce.new_slot(), torch.zeros_like(self.space.p_N)
+        p_N, memory, z_N = self.space.p_N, self.reduce.new_memory(), torch.zeros_like(self.space.p_N)
         return OneBitAdamState(
-            momentum=Momentum(p_N, self.bucketed, slot if isinstance(slot, KeptSums) else None),
+            momentum=Momentum(p_N, self.reduce, memory),
             v_N=torch.zeros_like(p_N),
-            momentum_error=slot,
+            momentum_error=memory,
             divisor=Divisor(self.space.layout, z_N),
             z_N=z_N,
         )
 
+    def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """One step on this rank, in place.  [Tang et al. 2021, Alg. 1]"""
+        s, p_N, g_N = self.vectors, self.space.p_N, self.space.g_N
+        if plan.gradient is Wire.FULL:
+            self.mean_gradient_()  # g <- mean_i g_i
+            for h in groups:  # Adam on g
+                p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
+                adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
+            return
+        self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
+        divisor_N = s.divisor.of(s.v_N, groups)
+        for h in groups:  # x <- x - lr (m / (sqrt(v) + eps) + wd x)
+            self.reduce.result.read(Descent(p_N, divisor_N, h), h.span.start, h.span.stop)
+        self.reduce.commit()
+        s.momentum.received()
+
     def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """The mean gradient in warm-up; then the momentum, from the rows of the last one where there are such."""
-        s, g_N, reduce = self.vectors, self.space.g_N, self.bucketed
+        """The mean gradient in warm-up; then the momentum, from what was received last where that is what m is."""
+        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
-        assert reduce is not None
-        assert isinstance(s.momentum_error, KeptSums)
-        beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
-        if s.momentum.in_rows:
-            return FusedMomentum(reduce, s.momentum_error, g_N, beta1_K)
-        m_N, z_N = s.momentum.floats(), torch.empty_like(g_N)
+        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
+        if s.momentum.is_last_result and all(len(betas) == 1 for betas in betas_K):
+            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K])
+        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)
 
-        def form(k: int, at: slice, runs: Runs) -> None:
-            next_momentum_(z_N[at], m_N[at], g_N[at], beta1_K[k])
+        def form(at: slice, runs: Runs) -> None:
+            for part, group in self.groups_in(at):
+                next_momentum_(z_N[part], m_N[part], g_N[part], group["betas"][0])
 
         return CompressedSum(reduce, s.momentum_error, z_N, form)
-
-    def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
-        """One step of the algorithm."""
-        if plan.momentum is Wire.COMPRESSED and self.bucketed is not None:
-            self.overlap.complete(lambda: self.begin_exchange(plan))
-            receive(self.space.p_N, self.vectors, groups, self.bucketed)
-            return
-        if plan.gradient is Wire.FULL:
-            self.mean_gradient_()
-        step(self.space.p_N, self.space.g_N, self.vectors, groups, plan, self.reduce)

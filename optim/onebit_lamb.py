@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
@@ -204,7 +203,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             coeff_T=per_tensor,
             scaling_T=torch.ones_like(per_tensor),
             factor_T=torch.ones_like(per_tensor),
-            momentum_error=self.reduce.new_slot(),
+            momentum_error=self.reduce.new_memory(),
             z_N=torch.zeros_like(p_N),
         )
 
@@ -213,28 +212,22 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s, space = self.vectors, self.space
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
-        elif self.bucketed is not None:
-            self.overlap.complete(lambda: self.begin_exchange(plan))
-            self.bucketed.decode_(s.z_N)
-            self.bucketed.commit()
         else:
-            for h in groups:
-                propose_(space.g_N, s, self._tensors_in(h.span), h.beta1)
-            self.reduce.compressed_(s.z_N, s.momentum_error)
+            self.exchange_(plan)
+            self.reduce.result.decode_(s.z_N)
+            self.reduce.commit()
         pairs = list(zip(groups, self.segments, strict=True))
         step(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum."""
-        s, g_N, reduce = self.vectors, self.space.g_N, self.bucketed
+        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
-        assert reduce is not None
-        assert isinstance(s.momentum_error, KeptSums)
-        beta1_K = [self.group_at(start)["betas"][0] for start, _ in reduce.buckets.spans]
 
-        def form(k: int, at: slice, runs: Runs) -> None:
-            propose_(g_N, s, self._tensors_in(at), beta1_K[k], runs)
+        def form(at: slice, runs: Runs) -> None:
+            for part, group in self.groups_in(at):
+                propose_(g_N, s, self._tensors_in(part), group["betas"][0], runs)
 
         # Without the loops a gradient is read several times: better in one place.
         where = LeftInPlace(reduce.buckets.layout, g_N) if updates.fits(g_N) else None

@@ -1,15 +1,15 @@
 """How does a run go on with other ranks? Survivors keep what they have, newcomers are given it, and R stays as it was.
 
-    planned      every old rank: hand_over(optimizer)         R of each slot, exact, by the ranks that there were
+    planned      every old rank: hand_over(optimizer)         R of each error memory, exact, by the old ranks
                  then those that stay or come: regroup(...)
     unplanned    the survivors, after PeerLost, and those that come: regroup(...)
 
-A resize is a checkpoint that is not written: replicated vectors of the most advanced rank, R of each slot, and the
-plain values, loaded by load_state_dict() over the new group. Nothing of the world size is in them.
+A resize is a checkpoint that is not written: replicated vectors of the most advanced rank, R of the error memories, and
+the plain values, loaded by load_state_dict() over the new group. Nothing of the world size is in them.
 
     R      planned: handed over.  Unplanned: the sum of what the survivors hold (ErrorMemory.share): the worker error of
            a dead rank is imputed, the mean of theirs in its place; its server error is the one that the rank after
-           it keeps (FlatOptimizer.shadow), or is lost, and so reported.
+           it keeps (FlatOptimizer.server_replica), or is lost, and so reported.
     step   if any survivor has finished a step, it counts: the others were sent all that they needed for it, so that
            their error memory goes forward with it (Reducer.redone). Else it is undone on all, and run again.
 
@@ -32,7 +32,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
-from thinwire.optim.engine.state import slots
+from thinwire.optim.engine.state import error_memories
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Regrouped:
     nothing.
     lost: ranks of the old group that are gone. server_lost: those whose server error has gone with them.
     lost_norm: an estimate of the norm of what R has lost, from what the survivors hold; 0 where nothing is.
-    residual_norm: ||R|| of all slots now.
+    residual_norm: ||R|| of all error memories now.
     """
 
     step: int
@@ -78,7 +78,7 @@ class _Standing:
 
     @classmethod
     def of(cls, optimizer: FlatOptimizer[Any], has_state: bool) -> _Standing:
-        group, errors = optimizer.group, slots(optimizer.vectors).values()
+        group, errors = optimizer.group, error_memories(optimizer.vectors).values()
         plain = optimizer.plain_state()
         return cls(
             has_state,
@@ -86,7 +86,7 @@ class _Standing:
             optimizer.common_steps,
             optimizer.handed_over is not None,
             (group.rank, group.size),
-            [rank for rank in range(group.size) if all(slot.kept_of(rank) for slot in errors)],
+            [rank for rank in range(group.size) if all(memory.kept_of(rank) for memory in errors)],
             optimizer.bucket_elements,
             plain,
         )
@@ -101,13 +101,13 @@ class _Standing:
 
 @torch.no_grad()
 def hand_over(optimizer: FlatOptimizer[Any]) -> None:
-    """Before a planned change: end the round of local steps, and take R of every slot, exactly. Collective, old group.
+    """Before a planned change: end the round of local steps, and take R of all error memories. Collective, old group.
 
-    Holds one more vector a slot until the next step. Raises: PeerLost, and then nothing has changed.
+    Holds one more vector for each of them until the next step. Raises: PeerLost, and then nothing has changed.
     """
     optimizer.overlap.refuse_between("hand_over")
     optimizer.prepare_to_save()
-    optimizer.handed_over = {name: slot.residual() for name, slot in slots(optimizer.vectors).items()}
+    optimizer.handed_over = {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
 
 
 @torch.no_grad()
@@ -178,11 +178,11 @@ def _give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
 def _residuals(
     optimizer: FlatOptimizer[Any], group: Group, all_n: list[_Standing], is_behind: bool
 ) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
-    """R of each slot, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||."""
+    """R of each error memory, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||."""
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
     whole = [rank for rank, one in enumerate(all_n) if one.handed_over and one.has_state and one.common == now]
-    errors = slots(optimizer.vectors)
+    errors = error_memories(optimizer.vectors)
     residuals = {}
     if whole:
         for name in errors:
@@ -206,12 +206,12 @@ def _residuals(
                 f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
                 "part of that step: this is a defect of thinwire; please report it"
             )
-        for name, slot in errors.items():
+        for name, memory in errors.items():
             part_N = torch.zeros_like(optimizer.space.p_N)
             if has_state:
-                found[0] += slot.worker_N.square().sum()
-                found[1] += slot.server_c.square().sum()
-                part_N = slot.share(len(holders), missing)
+                found[0] += memory.worker_N.square().sum()
+                found[1] += memory.server_c.square().sum()
+                part_N = memory.share(len(holders), missing)
             group.start_sum_(part_N).wait()
             residuals[name] = part_N
     group.start_sum_(found).wait()

@@ -255,7 +255,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         return ZeroOneAdamState(
             m_N=torch.zeros_like(p_N),
             v_N=torch.zeros_like(p_N),
-            update_error=self.reduce.new_slot(),
+            update_error=self.reduce.new_memory(),
             u_N=torch.zeros_like(p_N),
             x_s_N=torch.zeros_like(p_N),
             lost=torch.zeros((), dtype=torch.bool, device=p_N.device),
@@ -297,7 +297,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self.saved["rounds_skipped"] += 1
         self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
         if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
-            self.vectors.update_error = self.reduce.new_slot()  # of gradients; from here on it is of sums
+            self.vectors.update_error = self.reduce.new_memory()  # of gradients; from here on it is of sums
 
     @property
     def at_sync(self) -> bool:

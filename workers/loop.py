@@ -113,7 +113,7 @@ class Course:
         if self._ranks.elastic and self._training is None:
             with self._meter.part("control"):
                 self._training = build(self._spec, SoloGroup(), self._device)
-                self._training.optimizer.shadow = self._spec.workers.shadow
+                self._training.optimizer.server_replica = self._spec.workers.shadow
                 rehearse(self._training)
         has_state = self._log is not None
         group = self._ranks.form(self.step, has_state)

@@ -118,7 +118,7 @@ class OneBit(Optimized):
 
 
 class _KeptTwice(OneBitAdam):
-    shadow = True
+    server_replica = True
 
 
 class OneBitKeptTwice(Optimized):
@@ -192,7 +192,7 @@ class Chain:
         for start, stop, layout in self.cut(self._space):
             reducer = CompressedAllReduce(self._group, layout, codec, self._space.p_N)
             watch_reducer(setting.clock, reducer)
-            self._parts.append((slice(start, stop), reducer, reducer.new_slot()))
+            self._parts.append((slice(start, stop), reducer, reducer.new_memory()))
 
     def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
         """[start, stop) and layout of each vector that is exchanged by itself."""

@@ -19,18 +19,19 @@ EXCHANGING = (
     "begin",
     "launch",
     "launch_sum",
-    "launch_momentum",
+    "launch_lerp",
     "finish",
     "commit",
     "abandon",
 )
-UPDATING = ("decode_", "descend_")
+READING = ("decode_", "read")
 
 
 def watch_reducer(clock: PhaseClock, reducer: Any) -> None:
     """Wrap what an optimizer calls of a reducer."""
     clock.watch(reducer, EXCHANGING, COMPRESS)
-    clock.watch(reducer, UPDATING, UPDATE)
+    for result in (*getattr(reducer, "_received", ()), *getattr(reducer, "_results", ())):
+        clock.watch(result, READING, UPDATE)
     pipeline = getattr(reducer, "_pipeline", None)
     if pipeline is not None:  # the thread that serves: waiting for it is waiting for peers, mostly
         clock.watch(pipeline, ("drain",), WIRE)

@@ -1,37 +1,62 @@
 """The compressed all-reduce in buckets: kept sums in place, fused kernels, both phases overlapped.  [Tang et al. 2021]
 
+    bucket 0   encode | all-to-all | serve | all-gather |
+    bucket 1            encode     | all-to-all         | serve | all-gather |
+    bucket 2                         encode             | all-to-all  ...
+
+The caller encodes and starts the all-to-all, while backward still makes the next bucket if it likes; a pipeline waits
+for it, serves and starts the all-gather on the group's second communicator, so that on each all ranks have one order.
+
 The same collective as CompressedAllReduce, for scale x sign with the 2-norm, whose errors are never written to memory
-(kept_sums.py) and whose buckets follow one another through the two phases (engine.py). An optimizer may call
-compressed_() and be done, or take the steps one by one, to launch a bucket while backward still makes the next.
+(kept_sums.py). Kept sums are written in place on the way, and undone where the exchange fails: c <- c' - z, exact to
+rounding (4 ulp of the largest |c|). The result takes the place of the last one only at commit().
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import sqrt
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.sign import SignCodec
-from thinwire.comm.exchange.engine import BucketExchange
-from thinwire.comm.exchange.error_feedback import ErrorMemory
+from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.exchange.parts import Part, by_run
+from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline, ThreadPipeline
+from thinwire.comm.exchange.rows import Received, rows_of
+from thinwire.comm.exchange.stepwise import Stepwise, gather_flags, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
+from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import ErrorMemory, Group, Pending
 
 
-class BucketedAllReduce(BucketExchange):
-    """A Reducer for vectors of one layout, over one group, through SignCodec with scale "l2".
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What a bucket was launched with. vector: x; None: nothing (abandoned). weight: of x against the last result.
+
+    weight None: x itself. runs: what was read in place of parts of x.
+    """
+
+    vector_N: Tensor | None
+    weight: float | None = None
+    runs: Sequence[Tensor | None] = ()
+
+
+class BucketedAllReduce(Stepwise):
+    """A Reducer for vectors of one layout, over one group, through SignCodec with scale "l2", one exchange at a time.
 
     bucket_elements: the most elements of a bucket. cuts: positions that no bucket reaches across, such as the ends of
-    parameter groups whose beta1 differ. threads: cores that a kernel may use.
-    shadow: each rank also keeps the server error of the rank before it, so that one that is lost takes none of it away.
-    Then phase 1 sends each row twice: half as many bytes again in all, and 4 / ranks bytes an element of memory.
-    full: the mean in full, bucket by bucket (comm.exchange.full_mean), for warm-up steps that overlap with backward.
+    parameter groups whose weights differ. threads: cores that a kernel may use.
+    server_replica: each rank also keeps the server error of the rank before it, so that one that is lost takes none of
+    it away. Then phase 1 sends each row twice: half as many bytes again in all, and 4 / ranks bytes an element of
+    memory. full: the mean in full, bucket by bucket, for steps that send uncompressed and overlap with backward.
     Collective: every rank constructs it, alike. Raises: ValueError; WireMismatch, PeerLost.
     """
 
@@ -45,69 +70,195 @@ class BucketedAllReduce(BucketExchange):
         bucket_elements: int = DEFAULT_BUCKET,
         cuts: Iterable[int] = (),
         threads: int = 1,
-        shadow: bool = False,
+        server_replica: bool = False,
     ) -> None:
         if not isinstance(codec, SignCodec) or codec.scale != "l2":
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
-        agree(group, {**exchange_facts(layout, codec, buckets), "shadow": str(shadow)}, like)
-        self.size = group.size
-        self.stats = group.stats
-        super().__init__(group, buckets, codec.block, like, threads, shadow=shadow)
+        agree(group, {**exchange_facts(layout, codec, buckets), "server_replica": str(server_replica)}, like)
+        super().__init__(group, buckets)
         self.full = FullMean(group, buckets, like)
+        self._second_communicator = group.second_communicator()
+        self._like = like.new_empty(0)
+        self._kernels = kernels_for(like.device, like.dtype, threads)
+        if like.device.type == "cpu":
+            warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
+        self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, replicated=server_replica)
+        self._received = [Received(self._rows, self._kernels, like) for _ in range(2)]
+        self._last = 0
+        """Which of the two was committed last; the exchange under way writes the other."""
+        self._last_of: tuple[KeptSums, int] | None = None
+        self._parts: list[list[Part]] = [[] for _ in self._rows]
+        """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
+        self._pipeline = self._make_pipeline()
+        self._first: list[Pending | None] = [None] * len(buckets)
+        self._replicated: list[Pending | None] = [None] * len(buckets)
+        self._second: list[Pending | None] = [None] * len(buckets)
+        self._given: list[Given] = []
+        self._num_served = 0
+        self._error: Exception | None = None
+        self._memory: KeptSums | None = None
+        self._finished = False
+        self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
 
-    def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src`. Raises: PeerLost."""
-        self._group.broadcast_(x, src)
+    @property
+    def is_open(self) -> bool:
+        """Has begin() been called, and neither commit(), nor abandon(), nor anything that raised a CommError?"""
+        return self._memory is not None
 
-    def full_(self, x_N: Tensor) -> None:
-        """X <- mean_i x_i, uncompressed, in place.
+    @property
+    def num_launched(self) -> int:
+        """Buckets launched in the open exchange; the next one to launch is of this number."""
+        return len(self._given)
 
-        Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then.
+    def new_memory(self) -> KeptSums:
+        """Error memory for one exchanged vector, empty."""
+        return KeptSums(self._rows, self._group, self._like)
+
+    def begin(self, memory: ErrorMemory) -> None:
+        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
+        if self._memory is not None:
+            raise RuntimeError(
+                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
+            )
+        if not isinstance(memory, KeptSums):
+            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
+        self._memory = memory
+        self._lost = None
+
+    def launch_sum(self, k: int, x_N: Tensor) -> None:
+        """Encode bucket k of x and send it. Buckets are launched in order, the same on every rank.
+
+        x: float[N], the whole vector, of which only bucket k is read, now and if the exchange is undone: it must not
+        change before commit(). Raises: RuntimeError, ValueError for a wrong call. A lost peer is told by finish().
         """
-        self.full.begin()
-        for k in range(len(self.buckets)):
-            self.full.launch(k, x_N)
-        self.full.finish()
+        self._launch(k, Given(x_N))
 
-    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
-        """Average x over ranks through the codec, in place:  out + R' = mean_i x_i + R.
+    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
+        """As launch_sum of r + weight (x - r), r being the last committed result of this memory, in one pass.
 
-        x: float[N], zero where dead; modified on success, as it was after a failure. slot: modified on success; after a
-        failure its R is as before to rounding (4 ulp of its largest |c|). out is bit-identical on every rank.
-        Raises: PeerLost; NonFiniteInput, alike on every rank. Source: Tang et al. 2021, Alg. 1, l. 7-11.
+        x: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
+        be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
+        Raises: RuntimeError where last(memory) is None.
         """
-        self.begin(slot)
-        for k in range(len(self.buckets)):
-            self.launch_sum(k, x_N)
-        self.finish()
-        self.decode_(x_N)
-        self.commit()
+        if self.last(self._open()) is None:
+            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        self._launch(k, Given(x_N, weight, runs))
 
-    def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
-        """How well the last exchange carried what it was given; None where it was not one of `slot`.
+    def finish(self) -> None:
+        """Wait for all buckets, and see that every rank could write all of its rows. Waits for the device once.
+
+        Raises: PeerLost; NonFiniteInput, alike on every rank. Then all is undone: R of the memory is as before to
+        rounding (4 ulp of the largest |c|), what was committed last is as before, bit for bit, and no exchange is open.
+        """
+        memory = self._open()
+        if len(self._given) < len(self.buckets) or self._finished:
+            raise RuntimeError(
+                f"{len(self._given)} of {len(self.buckets)} buckets launched, finished = {self._finished}: launch "
+                "every bucket, then finish() once"
+            )
+        self._settle()
+        if self._error is not None:
+            error = self._error
+            self._lost = (memory, tuple(self._given), self._num_served)
+            self._undo(memory)
+            raise error
+        if not self._received[1 - self._last].all_finite():
+            own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
+            self._undo(memory)
+            raise non_finite(gather_flags(self._group, own))
+        self._finished = True
+
+    @property
+    def result(self) -> Received:
+        """What the finished exchange gave. Raises: RuntimeError where none is."""
+        self._require_finished()
+        return self._received[1 - self._last]
+
+    def commit(self) -> None:
+        """Keep it: result is last() from now on, and what was launched may change. Local; ends the exchange."""
+        memory = self._require_finished()
+        self._follow(memory)
+        self._last = 1 - self._last
+        self._last_of = (memory, memory.version)
+        self._close()
+
+    def last(self, memory: ErrorMemory) -> Received | None:
+        """The last committed result, if it is of `memory`, untouched since; launch_lerp forms what it sends from it.
+
+        None before the first commit and after memory.restore(): read it before, which state_dict() does.
+        """
+        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
+        return self._received[self._last] if known else None
+
+    def abandon(self) -> None:
+        """Undo what was launched; nothing happens where no exchange is open. Ends the exchange.
+
+        Collective where buckets are not launched or not finished yet: the rest cross the wire marked as unusable, so
+        that ranks that have launched more, or wait in finish(), go on (with NonFiniteInput) instead of waiting for
+        ever. Raises: PeerLost, after undoing.
+        """
+        memory = self._memory
+        if memory is None:
+            return
+        if self._finished:
+            self._undo(memory)
+            return
+        for k in range(len(self._given), len(self.buckets)):
+            self._rows[k].refuse()
+            self._send(k, Given(None))
+        try:
+            self.finish()
+        except NonFiniteInput:
+            return
+        self._undo(memory)
+
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """Inside, an exchange that was undone because a peer was lost counts: another rank has its whole result.
+
+        What the memory keeps is then what was left out of what was sent, to rounding (4 ulp of the largest |c|); signs
+        and scales are those that were sent. x must be as at the launch. Local. Gives whether there was one of which
+        this rank had served every bucket; where not, nothing is done, and no rank can have the result.
+        """
+        if self._lost is None or len(self._lost[1]) < len(self.buckets) or self._lost[2] < len(self.buckets):
+            yield False
+            return
+        memory, given, num_served = self._lost
+        for k, one in enumerate(given):
+            self._encode(memory, k, one)
+            self._serve_rows(memory, k)
+        before = [(kept.sum_c.clone(), kept.scale_b.clone()) for kept in memory.replica]
+        self._follow(memory)
+        try:
+            yield True
+        finally:
+            for kept, (sum_c, scale_b) in zip(memory.replica, before, strict=True):
+                kept.sum_c.copy_(sum_c)
+                kept.scale_b.copy_(scale_b)
+        self._undo_kept(memory, given, num_served)
+
+    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
+        """How well the last exchange carried what it was given; None where it was not one of `memory`.
 
         Collective: one mean of a few thousand numbers. Waits for the device. Modifies nothing. Raises: PeerLost.
         """
-        if self._last is None or self._last[0] is not slot or not isinstance(slot, KeptSums):
+        if self._last_of is None or self._last_of[0] is not memory or not isinstance(memory, KeptSums):
             return None
         worker_sums, server_sums = self._like.new_zeros(3), self._like.new_zeros(3)
         at_k = sampled_elements(self.buckets.layout, self._like.device)
-        residual_k = slot.worker_N[at_k]
+        residual_k = memory.worker_N[at_k]
         given = self._like.new_zeros(1)
-        for k, wire in enumerate(self._wires):
-            for kept, table in zip(slot.worker[k], wire.tables, strict=True):
-                worker_sums += alignment(kept.sum_c, kept.sent(table))
-            kept = slot.server[k]
-            sent_c = kept.sent(wire.own_table)
-            server_sums += alignment(kept.sum_c, sent_c)
+        for rows, worker, server in zip(self._rows, memory.worker, memory.server, strict=True):
+            worker_sums += alignment(worker.sum_c, worker.sent(rows.table))
+            sent_c = server.sent(rows.own_table)
+            server_sums += alignment(server.sum_c, sent_c)
             result_c = torch.empty_like(sent_c)
-            own = self._received.rows(k)[self._group.rank]
-            if wire.own_table.numel:
-                self._kernels.decode(own.scale_b, own.bits_B, wire.own_table, result_c)
-            own_k = (at_k >= wire.own.start) & (at_k < wire.own.stop)
-            here_k = at_k[own_k] - wire.own.start
-            residual_k[own_k] += self.size * (kept.sum_c - sent_c)[here_k]
+            if rows.own_table.numel:
+                self._received[self._last].decode_(result_c, rows.own.start, rows.own.stop)
+            own_k = (at_k >= rows.own.start) & (at_k < rows.own.stop)
+            here_k = at_k[own_k] - rows.own.start
+            residual_k[own_k] += self.size * (server.sum_c - sent_c)[here_k]
             given += result_c[here_k].square().sum()
         told = torch.cat([worker_sums, server_sums, given, residual_k])
         self._group.mean_(told)
@@ -116,3 +267,143 @@ class BucketedAllReduce(BucketExchange):
         return Fidelity(
             density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
         )
+
+    def _make_pipeline(self) -> Pipeline:
+        if self._second_communicator is self._group:
+            return InlinePipeline()  # one communicator: one order for both phases
+        if self._like.device.type == "cpu":
+            return ThreadPipeline()
+        return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway
+
+    def _open(self) -> KeptSums:
+        if self._memory is None:
+            raise RuntimeError("no exchange is open: begin(memory) first")
+        return self._memory
+
+    def _require_finished(self) -> KeptSums:
+        memory = self._open()
+        if not self._finished:
+            raise RuntimeError("the exchange is not finished: finish() first")
+        return memory
+
+    def _launch(self, k: int, given: Given) -> None:
+        memory, x_N = self._open(), given.vector_N
+        if k != len(self._given):
+            raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
+        numel = self.buckets.layout.numel
+        if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
+            told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
+            raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
+        self._encode(memory, k, given)
+        self._send(k, given)
+
+    def _encode(self, memory: KeptSums, k: int, given: Given) -> None:
+        """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
+        rows, kept = self._rows[k], memory.worker[k]
+        assert given.vector_N is not None
+        if given.weight is None:
+            x_b = given.vector_N[rows.span]
+            self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent)
+        else:
+            parts, last = self._parts_of(k, given), rows.gathered[self._last]
+            self._kernels.encode_lerp(kept.sum_c, kept.scale_b, parts, given.weight, last, rows.table, rows.sent)
+
+    def _send(self, k: int, given: Given) -> None:
+        self._given.append(given)
+        if self._error is not None or self._pipeline.failed:
+            return  # a peer is lost: nobody will answer
+        try:
+            rows = self._rows[k]
+            self._first[k] = self._group.start_all_to_all(rows.collected_nB, rows.sent_nB)
+            if rows.replica is not None:
+                rows.replica.take(rows)
+                self._replicated[k] = self._group.start_all_to_all(rows.replica.collected_nB, rows.replica.sent_nB)
+        except CommError as error:
+            self._error = error
+            return
+        self._pipeline.submit(self._serve, k)
+
+    def _serve(self, k: int) -> None:
+        """The second half of bucket k. In the pipeline's thread, where it has one."""
+        pending, memory = self._first[k], self._memory
+        assert pending is not None
+        assert memory is not None
+        pending.wait()
+        self._first[k] = None
+        if (replicated := self._replicated[k]) is not None:  # who has the result knows that all have these rows
+            replicated.wait()
+            self._replicated[k] = None
+        self._serve_rows(memory, k)
+        self._num_served = k + 1
+        rows = self._rows[k]
+        gathered_nB = rows.gathered_nB[1 - self._last]
+        self._second[k] = self._second_communicator.start_all_gather(gathered_nB, rows.served_B)
+
+    def _serve_rows(self, memory: KeptSums, k: int) -> None:
+        """Average what was collected, and encode it for all.
+
+        A row that its sender could not write has scales that are NaN, so the flag is also that of all collected rows.
+        """
+        rows, kept = self._rows[k], memory.server[k]
+        if rows.own_table.numel:
+            self._kernels.serve(kept.sum_c, kept.scale_b, rows.collected, self.size, rows.own_table, rows.served)
+
+    def _follow(self, memory: KeptSums) -> None:
+        """Do for the replica what the rank before has done for its server error: the same kernel on the same rows.
+
+        So its sums are bit-equal to that rank's, and no float crosses the wire. It follows where an exchange is
+        committed, so there is nothing to undo; all rows are there by then, for phase 2 waits for them.
+        """
+        for rows, kept in zip(self._rows, memory.replica, strict=False):
+            replica = rows.replica
+            if replica is not None and replica.table.numel:
+                table, served = replica.table, replica.served
+                self._kernels.serve(kept.sum_c, kept.scale_b, replica.collected, self.size, table, served)
+
+    def _parts_of(self, k: int, given: Given) -> list[Tensor]:
+        """Bucket k of what was given, in tensors that lie end to end."""
+        rows = self._rows[k]
+        assert given.vector_N is not None
+        if not given.runs:
+            return [given.vector_N[rows.span]]
+        if not self._parts[k]:
+            self._parts[k] = by_run(rows.span.start, rows.table, self.buckets.layout)
+        return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
+
+    def _settle(self) -> None:
+        """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
+        raised = self._pipeline.drain()
+        self._error = self._error or raised
+        for pendings in (self._first, self._replicated, self._second):
+            for k, pending in enumerate(pendings):
+                if pending is not None:
+                    try:
+                        pending.wait()
+                    except CommError as error:
+                        self._error = self._error or error
+                    pendings[k] = None
+
+    def _undo(self, memory: KeptSums) -> None:
+        self._undo_kept(memory, self._given, self._num_served)
+        self._close()
+
+    def _undo_kept(self, memory: KeptSums, given: Sequence[Given], num_served: int) -> None:
+        for k in range(num_served):
+            rows, kept = self._rows[k], memory.server[k]
+            if rows.own_table.numel:
+                collected, table = rows.collected, rows.own_table
+                self._kernels.undo_serve(kept.sum_c, kept.scale_b, collected, self.size, rows.served, table)
+        for k, one in enumerate(given):
+            rows, kept = self._rows[k], memory.worker[k]
+            if one.vector_N is None:
+                continue
+            if one.weight is None:
+                x_b = one.vector_N[rows.span]
+                self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, rows.sent, rows.table)
+            else:
+                parts, last = self._parts_of(k, one), rows.gathered[self._last]
+                self._kernels.undo_lerp(kept.sum_c, kept.scale_b, parts, one.weight, last, rows.sent, rows.table)
+
+    def _close(self) -> None:
+        self._memory, self._error, self._finished, self._num_served = None, None, False, 0
+        self._given.clear()

@@ -13,7 +13,6 @@ and goes on is bit-equal to one that loads what it saved.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,44 +21,17 @@ from thinwire.comm.layout import Partition, VectorLayout
 from thinwire.comm.protocol import Group
 
 
-class ErrorMemory(Protocol):
-    """The error memory of one exchanged vector, as all but the reducer that made it see it."""
-
-    @property
-    def worker_N(self) -> Tensor:
-        """This rank's compression error, the whole vector. For reading."""
-
-    @property
-    def server_c(self) -> Tensor:
-        """The error of re-encoding what this rank serves. For reading."""
-
-    def residual(self) -> Tensor:
-        """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
-
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
-        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
-
-        Summed over all ranks, holders being their number, it is R. Where a rank is gone, the sum over the others,
-        holders being theirs, imputes its worker error (their mean), and has its server error only where another keeps
-        it too. missing: the ranks that are gone.
-        """
-
-    def kept_of(self, rank: int) -> bool:
-        """Is the server error of this rank kept here, as this one's own is?"""
-
-    def restore(self, residual_N: Tensor) -> None:
-        """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
-
-
 class ErrorFeedback:
     """Error memory of one exchanged vector, named after what it compensates. Dead elements are always zero.
 
     worker_N: this rank's compression error, the whole vector.  server_c: the error of re-encoding this rank's chunk.
+    version: changes whenever they are written from outside of an exchange.
     """
 
-    __slots__ = ("_group", "_partition", "server_c", "worker_N")
+    __slots__ = ("_group", "_partition", "server_c", "version", "worker_N")
 
     def __init__(self, layout: VectorLayout, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+        self.version = 0
         self._group = group
         self._partition = Partition(layout.numel, group.size)
         start, stop = self._partition.bounds(group.rank)
@@ -97,5 +69,6 @@ class ErrorFeedback:
                 "it was saved by a model with other parameters"
             )
         start, stop = self._partition.bounds(self._group.rank)
+        self.version += 1
         self.worker_N.zero_()
         self.server_c.copy_(residual_N[start:stop])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.exchange.plain import gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import gather_flags, non_finite
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import Group, Pending
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.rows import BucketWire
+from thinwire.comm.exchange.rows import BucketRows
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.protocol import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Views of one chunk: its kept sums float[c] and the scales that were sent float[b]."""
+    """Views of a chunk, or of all chunks of a bucket: kept sums float[c] and the scales that were sent float[b]."""
 
     sum_c: Tensor
     scale_b: Tensor
@@ -36,64 +36,55 @@ class Kept:
 
 
 class KeptSums:
-    """Error memory of one exchanged vector, an ErrorMemory. Made by BucketedAllReduce.new_slot().
+    """Error memory of one exchanged vector, an ErrorMemory. Made by BucketedAllReduce.new_memory().
 
-    worker[k][rank]: of bucket k, what goes to this rank. server[k]: of this rank's own chunk of bucket k. shadow[k]:
-    where they are kept, those of the server's sums of the rank before this one, bit-equal to that rank's; else empty.
+    worker[k]: of bucket k, what goes to the servers. server[k]: of this rank's own chunk of bucket k. replica[k]: where
+    they are kept, the server's sums of the rank before this one, bit-equal to that rank's; else empty.
     version: changes whenever the sums are written from outside of an exchange.
     """
 
     __slots__ = (
         "_group",
+        "_rows",
         "_sum_N",
         "_sum_s",
-        "_wires",
+        "replica",
         "server",
         "server_scale_b",
-        "shadow",
         "version",
         "worker",
         "worker_scale_b",
     )
 
-    def __init__(self, wires: Sequence[BucketWire], group: Group, like: Tensor) -> None:
-        self._wires = wires
+    def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor) -> None:
+        self._rows = rows
         self._group = group
         self.version = 0
-        numel = sum(wire.bucket.stop - wire.bucket.start for wire in wires)
+        numel = rows[0].layout.numel
         self._sum_N = torch.zeros(numel, dtype=like.dtype, device=like.device)
-        self._sum_s = self._sum_N.new_zeros(sum(wire.own_table.numel for wire in wires))
-        self.worker_scale_b = self._sum_N.new_zeros(sum(t.num_blocks for wire in wires for t in wire.tables))
-        self.server_scale_b = self._sum_N.new_zeros(sum(wire.own_table.num_blocks for wire in wires))
-        self.worker: list[list[Kept]] = []
-        self.server: list[Kept] = []
-        at = own_at = served = 0
-        for wire in wires:
-            found = []
-            for (start, stop), table in zip(wire.chunks, wire.tables, strict=True):
-                found.append(Kept(self._sum_N[start:stop], self.worker_scale_b[at : at + table.num_blocks]))
-                at += table.num_blocks
-            self.worker.append(found)
-            own = wire.own_table
-            scale_b = self.server_scale_b[own_at : own_at + own.num_blocks]
-            self.server.append(Kept(self._sum_s[served : served + own.numel], scale_b))
-            own_at, served = own_at + own.num_blocks, served + own.numel
-        tables = [wire.shadow.table for wire in wires if wire.shadow is not None]
-        self.shadow = [Kept(like.new_zeros(table.numel), like.new_zeros(table.num_blocks)) for table in tables]
+        self._sum_s = self._sum_N.new_zeros(sum(one.own_table.numel for one in rows))
+        self.worker_scale_b = self._sum_N.new_zeros(sum(one.table.num_blocks for one in rows))
+        self.server_scale_b = self._sum_N.new_zeros(sum(one.own_table.num_blocks for one in rows))
+        scales = torch.split(self.worker_scale_b, [one.table.num_blocks for one in rows])
+        self.worker = [Kept(self._sum_N[one.span], scale_b) for one, scale_b in zip(rows, scales, strict=True)]
+        sums = torch.split(self._sum_s, [one.own_table.numel for one in rows])
+        scales = torch.split(self.server_scale_b, [one.own_table.num_blocks for one in rows])
+        self.server = [Kept(sum_c, scale_b) for sum_c, scale_b in zip(sums, scales, strict=True)]
+        tables = [one.replica.table for one in rows if one.replica is not None]
+        self.replica = [Kept(like.new_zeros(table.numel), like.new_zeros(table.num_blocks)) for table in tables]
 
     @property
     def worker_N(self) -> Tensor:
         """This rank's compression error, the whole vector: a new tensor."""
         error_N = self._sum_N.clone()
-        for wire, chunks in zip(self._wires, self.worker, strict=True):
-            for (start, stop), table, kept in zip(wire.chunks, wire.tables, chunks, strict=True):
-                error_N[start:stop] -= kept.sent(table)
+        for rows, kept in zip(self._rows, self.worker, strict=True):
+            error_N[rows.span] -= kept.sent(rows.table)
         return error_N
 
     @property
     def server_c(self) -> Tensor:
         """The error of encoding what this rank serves, chunk after chunk in the order of the vector: a new tensor."""
-        errors = [kept.sum_c - kept.sent(wire.own_table) for wire, kept in zip(self._wires, self.server, strict=True)]
+        errors = [kept.sum_c - kept.sent(rows.own_table) for rows, kept in zip(self._rows, self.server, strict=True)]
         return torch.cat(errors[::-1])
 
     @property
@@ -114,25 +105,23 @@ class KeptSums:
         missing: ranks that are gone: their server errors are added by those that keep them too.
         """
         part_N = self.worker_N.div_(holders)
-        for wire, kept in zip(self._wires, self.shadow, strict=False):
-            if wire.shadow is not None and wire.shadow.before in missing:
-                part_N[slice(*wire.chunks[wire.shadow.before])] += kept.sum_c - kept.sent(wire.shadow.table)
-        server_s, at = self.server_c, 0
-        for start, stop in self._served_spans(self._group.rank):
-            part_N[start:stop] += server_s[at : at + stop - start]
-            at += stop - start
+        for rows, kept in zip(self._rows, self.replica, strict=False):
+            if rows.replica is not None and rows.replica.before in missing:
+                part_N[rows.replica.span] += kept.sum_c - kept.sent(rows.replica.table)
+        for rows, kept in zip(self._rows, self.server, strict=True):
+            part_N[rows.own] += kept.sum_c - kept.sent(rows.own_table)
         return part_N
 
     def kept_of(self, rank: int) -> bool:
         """Is the server error of this rank kept here?"""
-        here = any(wire.shadow is not None and wire.shadow.before == rank for wire in self._wires)
+        here = any(rows.replica is not None and rows.replica.before == rank for rows in self._rows)
         return rank == self._group.rank or here
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server's sums, each rank its own chunks; nothing sent. Local; R is not modified.
 
-        Exact for any number of ranks and any buckets on either side. What was received last is no longer known as the
-        momentum (BucketedAllReduce.has_momentum). Raises: ValueError where R is of another length.
+        Exact for any number of ranks and any buckets on either side. What was received last no longer counts as the
+        result (BucketedAllReduce.last). Raises: ValueError where R is of another length.
         """
         if residual_N.shape != self._sum_N.shape:
             raise ValueError(
@@ -143,13 +132,9 @@ class KeptSums:
         self._sum_N.zero_()
         self.worker_scale_b.zero_()
         self.server_scale_b.zero_()
-        for wire, kept in zip(self._wires, self.server, strict=True):
-            kept.sum_c.copy_(residual_N[wire.own])
-        for wire, kept in zip(self._wires, self.shadow, strict=False):
-            if wire.shadow is not None:
-                kept.sum_c.copy_(residual_N[slice(*wire.chunks[wire.shadow.before])])
+        for rows, kept in zip(self._rows, self.server, strict=True):
+            kept.sum_c.copy_(residual_N[rows.own])
+        for rows, kept in zip(self._rows, self.replica, strict=False):
+            if rows.replica is not None:
+                kept.sum_c.copy_(residual_N[rows.replica.span])
                 kept.scale_b.zero_()
-
-    def _served_spans(self, rank: int) -> list[tuple[int, int]]:
-        """What a rank serves, in the order of the vector."""
-        return [wire.chunks[rank] for wire in self._wires[::-1]]

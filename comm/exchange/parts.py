@@ -1,6 +1,6 @@
-"""Of which memory is a chunk's gradient read? Of the vector, or where backward left the gradient of a tensor.
+"""Of which memory is a bucket read? Of the flat vector, or where a tensor's part of it lies elsewhere.
 
-    chunk    |....tensor a....|..tensor b..|bias, norm, bias|
+    bucket   |....tensor a....|..tensor b..|bias, norm, bias|
     parts    |--- a's grad ---|- b's grad -|---- vector ----|
 
 A gradient that is read where backward left it need not be copied into the flat vector. That works for tensors that are
@@ -21,20 +21,8 @@ from thinwire.comm.layout import VectorLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """What a bucket was launched with. vector: x, or g of a momentum with this beta1; None: nothing (abandoned).
-
-    runs: what was read in place of parts of g.
-    """
-
-    vector_N: Tensor | None
-    beta1: float | None = None
-    runs: Sequence[Tensor | None] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Elements [start, stop) of the vector, in one chunk. run: the live run that they are of, where it stands alone.
+    """Elements [start, stop) of the vector, in one bucket. run: the live run that they are of, where it stands alone.
 
     inside: where they are in that run; None where they are all of it.
     """
@@ -53,7 +41,7 @@ class Part:
 
 
 def by_run(start: int, table: BlockTable, layout: VectorLayout) -> list[Part]:
-    """The chunk that begins at `start`, cut around every run that stands alone: at ends of blocks."""
+    """The bucket that begins at `start`, cut around every run that stands alone: at ends of blocks."""
     alone = {layout.live[i]: i for i in layout.alone()}
     stops = [stop for _, stop in layout.segments]
     found: list[Part] = []

@@ -1,152 +1,196 @@
-"""The two-phase compressed all-reduce with error feedback, in two collectives.  [Tang et al. 2021, fig. 3]
+"""The two-phase compressed all-reduce with error feedback, in two collectives, through any codec.  [Tang et al. 2021]
 
-Scales travel in the same row as the signs, and each row begins with a flag, so that all ranks decide alike whether a
-step may be committed. Nothing is written into error memory before the last collective has succeeded: `x` is worked
-on in place, the errors are formed at the commit, and undoing a failed call is to not have written.
+Fig. 3 of the paper, with scales in the same row as the signs; each row begins with a flag, so that all ranks decide
+alike whether a step may be committed. The vector is exchanged as one bucket. Nothing is written into error memory
+before commit(), so undoing a failed exchange is to not have written. What the fused exchange (bucketed.py) is held
+against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import NonFiniteInput
-from thinwire.comm.exchange.error_feedback import ErrorFeedback, ErrorMemory
+from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
+from thinwire.comm.exchange.full_mean import FullMean
+from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
-from thinwire.comm.layout import Partition, VectorLayout, round_up
-from thinwire.comm.protocol import Codec, Group, RowCodec
-
-HEADER_BYTES = 8
-"""One flag (1: all values finite), padded so that scales of any dtype are aligned."""
+from thinwire.comm.kernels.blocks import HEADER_BYTES
+from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
+from thinwire.comm.protocol import Codec, ErrorMemory, Group, Pending, Reader, RowCodec
 
 
-class CompressedAllReduce:
+class CompressedAllReduce(Stepwise):
     """A Reducer for vectors of one layout, over one group, through one codec.
 
+    (1) x += worker error; encode a row for each rank        (2) all-to-all                            launch
+    (3) decode, average, += server error; encode             (4) all-gather                            finish
+    (5) the errors become what the two encodings left out                                              commit
+
+    given: the layout of what is launched, where a subclass lays it out otherwise for the exchange (_arrange_).
     Collective: every rank constructs it, with the same layout and codec. Raises: WireMismatch, PeerLost.
     """
 
-    def __init__(self, group: Group, layout: VectorLayout, codec: Codec, like: Tensor) -> None:
-        self.size = group.size
-        self.stats = group.stats
-        self._group = group
-        self._layout = layout
-        self._dtype = like.dtype
-        self._device = like.device
+    def __init__(
+        self, group: Group, layout: VectorLayout, codec: Codec, like: Tensor, *, given: VectorLayout | None = None
+    ) -> None:
         agree(group, exchange_facts(layout, codec), like)
-        self._partition = Partition(layout.numel, group.size)
-        self._bounds = [self._partition.bounds(rank) for rank in range(group.size)]
-        self._rows: list[RowCodec] = [codec.row(layout, start, stop, like) for start, stop in self._bounds]
-        row_bytes = HEADER_BYTES + round_up(max(row.wire_bytes for row in self._rows), HEADER_BYTES)
+        given = given or layout
+        super().__init__(group, Buckets(given, ((0, given.numel),)))
+        self._layout = layout
+        self.full = FullMean(group, self.buckets, like)
+        self._like = like.new_empty(0)
+        partition = Partition(layout.numel, group.size)
+        self._bounds = [partition.bounds(rank) for rank in range(group.size)]
+        self._codecs: list[RowCodec] = [codec.row(layout, start, stop, like) for start, stop in self._bounds]
+        row_bytes = HEADER_BYTES + round_up(max(row.wire_bytes for row in self._codecs), HEADER_BYTES)
         self._sent_nB = torch.zeros((group.size, row_bytes), dtype=torch.uint8, device=like.device)
-        self._received_nB = torch.zeros_like(self._sent_nB)
+        self._collected_nB = torch.zeros_like(self._sent_nB)
         self._served_B = torch.zeros(row_bytes, dtype=torch.uint8, device=like.device)
+        self._results = [
+            Decoded(torch.zeros_like(self._sent_nB), given.numel, self._like, self._decode_) for _ in range(2)
+        ]
+        self._last = 0
+        """Which of the two was committed last; the exchange under way writes the other."""
+        self._last_of: tuple[ErrorMemory, int] | None = None
+        self._sum_N = like.new_zeros(layout.numel)
         own = self._bounds[group.rank]
-        self._server_c = torch.empty(own[1] - own[0], dtype=like.dtype, device=like.device)
+        self._server_c = like.new_empty(own[1] - own[0])
         self._decoded_c = torch.empty_like(self._server_c)
-        self._last_slot: ErrorFeedback | None = None
-        self._lost: tuple[ErrorFeedback, Tensor] | None = None
-        self._has_served = False
+        self._memory: ErrorFeedback | None = None
+        self._pending: Pending | None = None
+        self._error: CommError | None = None
+        self._num_launched = 0
+        self._has_served = self._finished = False
+        self._lost: ErrorFeedback | None = None
+        self._sent_of: ErrorMemory | None = None
+        """Of whose last exchange the sent and served rows are; None after one that failed."""
 
-    def new_slot(self) -> ErrorFeedback:
+    def new_memory(self) -> ErrorFeedback:
         """Error memory for one exchanged vector, empty."""
-        return ErrorFeedback(self._layout, self._group, self._dtype, self._device)
+        return ErrorFeedback(self._layout, self._group, self._like.dtype, self._like.device)
 
-    def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src`. Raises: PeerLost."""
-        self._group.broadcast_(x, src)
+    def begin(self, memory: ErrorMemory) -> None:
+        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
+        if self._memory is not None:
+            raise RuntimeError(
+                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
+            )
+        if not isinstance(memory, ErrorFeedback):
+            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
+        self._memory, self._lost = memory, None
 
-    def full_(self, x_N: Tensor) -> None:
-        """X <- mean_i x_i, uncompressed, in place.
+    def launch_sum(self, k: int, x_N: Tensor) -> None:
+        """Encode x and send it. x: float[N], zero where dead; only read. A lost peer is told by finish()."""
+        memory = self._expect(k, x_N)
+        self._launch(memory, x_N)
 
-        Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then.
+    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
+        """As launch_sum of r + weight (x - r), r being last(memory). Raises: RuntimeError where that is None."""
+        memory = self._expect(k, x_N)
+        last = self.last(memory)
+        if last is None:
+            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        z_N = torch.zeros_like(x_N)
+        last.decode_(z_N)
+        lerp_(z_N, x_N, weight, self.buckets.layout, runs)
+        self._launch(memory, z_N)
+
+    def finish(self) -> None:
+        """Wait for what was launched, serve this rank's chunk, and gather all. Waits for the device twice.
+
+        Raises: PeerLost; NonFiniteInput, alike on every rank. Then nothing has changed and no exchange is open.
         """
-        own_peak = torch.linalg.vector_norm(x_N, torch.inf)  # NaN and infinity survive it; read only on failure
-        self._group.mean_(x_N)
-        if not bool(torch.isfinite(torch.linalg.vector_norm(x_N, torch.inf))):
-            raise non_finite(gather_flags(self._group, torch.isfinite(own_peak)))
+        memory = self._open()
+        if not self._num_launched or self._finished:
+            raise RuntimeError(
+                f"launched = {self._num_launched}, finished = {self._finished}: launch, then finish once"
+            )
+        try:
+            self._finish(memory)
+        except CommError as error:
+            self._lost = None if isinstance(error, NonFiniteInput) else memory
+            self._close()
+            raise
+        self._finished = True
 
-    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
-        """Average x over ranks through the codec, in place:  out + R' = mean_i x_i + R.
+    @property
+    def result(self) -> Decoded:
+        """What the finished exchange gave. Raises: RuntimeError where none is."""
+        self._require_finished()
+        return self._results[1 - self._last]
 
-        (1) x += worker error; encode a row for each rank        (2) all-to-all
-        (3) decode, average, += server error; encode             (4) all-gather
-        (5) commit: the errors become what the two encodings left out; x becomes what was received
+    def commit(self) -> None:
+        """Keep it: the errors become what the encodings left out. Local; ends the exchange."""
+        memory = self._require_finished()
+        self._keep_errors(memory)
+        self._last = 1 - self._last
+        self._last_of, self._sent_of = (memory, memory.version), memory
+        self._close()
 
-        x: float[N], zero where dead; modified, undefined after a failure. slot: modified on success, untouched on
-        failure. out is bit-identical on every rank. Raises: PeerLost; NonFiniteInput, alike on every rank.
-        Source: Tang et al. 2021, Alg. 1, l. 7-11.
+    def last(self, memory: ErrorMemory) -> Decoded | None:
+        """The last committed result, where it is of this memory and nobody has restored that since."""
+        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
+        return self._results[self._last] if known else None
+
+    def abandon(self) -> None:
+        """End the exchange as if it had not begun; nothing happens where none is open.
+
+        Collective where it is not finished: what was not launched crosses the wire marked as unusable, so that ranks
+        that have launched go on, with NonFiniteInput. Raises: PeerLost.
         """
-        if not isinstance(slot, ErrorFeedback):
-            raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
-        self._last_slot, self._lost, self._has_served = None, (slot, x_N), False
-        # (1)
-        x_N.add_(slot.worker_N)
-        self._sent_nB[:, 0] = self._encode_rows(x_N, self._sent_nB)
-        # (2)
-        self._group.all_to_all(self._received_nB, self._sent_nB)
-        self._refuse_non_finite(self._received_nB[:, 0])
-        # (3)
-        served = self._rows[self._group.rank]
-        self._server_c.zero_()
-        for wire in self._received_nB:
-            served.decode(wire[HEADER_BYTES:], self._decoded_c)
-            self._server_c.add_(self._decoded_c)
-        self._server_c.div_(self.size).add_(slot.server_c)
-        self._served_B[0] = served.encode(self._server_c, self._served_B[HEADER_BYTES:])
-        self._has_served = True
-        # (4)
-        self._group.all_gather(self._received_nB, self._served_B)
-        self._refuse_non_finite(self._received_nB[:, 0])
-        # (5)
-        self._keep_errors(slot, x_N)
-        self._decode_all(self._received_nB, x_N)
-        self._last_slot, self._lost = slot, None
+        if self._memory is None:
+            return
+        if not self._finished:
+            if not self._num_launched:
+                self._sent_nB[:, 0] = 0
+                self._send()
+            try:
+                self.finish()
+            except NonFiniteInput:
+                return
+        self._close()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
-        """Inside, an exchange that lost a peer counts: another rank has its whole result. x is as the call left it.
+        """Inside, an exchange that lost a peer counts: another rank has its whole result.
 
         Local. Gives whether there was one of which this rank had served its chunk; where not, nothing is done.
         """
-        if self._lost is None or not self._has_served:
+        memory = self._lost
+        if memory is None or not self._has_served:
             yield False
             return
-        slot, sum_N = self._lost
-        before = slot.worker_N.clone(), slot.server_c.clone()
-        self._keep_errors(slot, sum_N)
+        before = memory.worker_N.clone(), memory.server_c.clone()
+        self._keep_errors(memory)
         try:
             yield True
         finally:
-            slot.worker_N.copy_(before[0])
-            slot.server_c.copy_(before[1])
+            memory.worker_N.copy_(before[0])
+            memory.server_c.copy_(before[1])
 
-    def _keep_errors(self, slot: ErrorFeedback, sum_N: Tensor) -> None:
-        self._decode_all(self._sent_nB, slot.worker_N)
-        slot.worker_N.neg_().add_(sum_N)
-        self._rows[self._group.rank].decode(self._served_B[HEADER_BYTES:], slot.server_c)
-        slot.server_c.neg_().add_(self._server_c)
-
-    def fidelity(self, slot: ErrorMemory) -> Fidelity | None:
-        """How well the last exchange carried what it was given; None where it was not one of `slot`.
+    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
+        """How well the last exchange carried what it was given; None where it was not one of `memory`.
 
         Collective: one mean of a few thousand numbers. Waits for the device, and decodes all rows once.
         Modifies nothing but scratch. Raises: PeerLost.
         """
-        if self._last_slot is not slot or not isinstance(slot, ErrorFeedback):
+        if self._sent_of is not memory or not isinstance(memory, ErrorFeedback):
             return None
-        own_start, own_stop = self._bounds[self._group.rank]
-        self._rows[self._group.rank].decode(self._served_B[HEADER_BYTES:], self._decoded_c)
-        worker_sums, server_sums = self._worker_alignment(slot), alignment(self._server_c, self._decoded_c)
-        at_k = sampled_elements(self._layout, self._device)
+        rank = self._group.rank
+        own_start, own_stop = self._bounds[rank]
+        self._codecs[rank].decode(self._served_B[HEADER_BYTES:], self._decoded_c)
+        worker_sums, server_sums = self._worker_alignment(memory), alignment(self._server_c, self._decoded_c)
+        at_k = sampled_elements(self._layout, self._like.device)
         own_k = (at_k >= own_start) & (at_k < own_stop)
-        residual_k = slot.worker_N[at_k]
-        residual_k[own_k] += self.size * slot.server_c[at_k[own_k] - own_start]
+        residual_k = memory.worker_N[at_k]
+        residual_k[own_k] += self.size * memory.server_c[at_k[own_k] - own_start]
         given = self._decoded_c[at_k[own_k] - own_start].square().sum().view(1)
         told = torch.cat([worker_sums, server_sums, given, residual_k])
         self._group.mean_(told)
@@ -156,48 +200,130 @@ class CompressedAllReduce:
             density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
         )
 
-    def _worker_alignment(self, slot: ErrorFeedback) -> Tensor:
+    def _decode_rows(self, wire_nB: Tensor, out_N: Tensor) -> None:
+        """out <- what these rows say, one of each rank, as it is exchanged."""
+        for row, (start, stop), wire in zip(self._codecs, self._bounds, wire_nB, strict=True):
+            row.decode(wire[HEADER_BYTES:], out_N[start:stop])
+
+    def _open(self) -> ErrorFeedback:
+        if self._memory is None:
+            raise RuntimeError("no exchange is open: begin(memory) first")
+        return self._memory
+
+    def _require_finished(self) -> ErrorFeedback:
+        memory = self._open()
+        if not self._finished:
+            raise RuntimeError("the exchange is not finished: finish() first")
+        return memory
+
+    def _expect(self, k: int, x_N: Tensor) -> ErrorFeedback:
+        memory = self._open()
+        if k or self._num_launched:
+            raise RuntimeError(f"bucket {k}: the only bucket is 0, and {self._num_launched} of 1 are launched")
+        if x_N.shape != (self.buckets.layout.numel,) or x_N.dtype != self._like.dtype:
+            raise ValueError(
+                f"vector is {x_N.dtype}{list(x_N.shape)}: must be {self._like.dtype}[{self.buckets.layout.numel}], as "
+                "the layout"
+            )
+        return memory
+
+    def _arrange_(self, out_P: Tensor, x_N: Tensor, memory: ErrorFeedback) -> None:
+        """out <- x, as it is exchanged."""
+        out_P.copy_(x_N)
+
+    def _decode_(self, wire_nB: Tensor, out_N: Tensor) -> None:
+        """out <- what these rows say, as it was launched; 0 where dead."""
+        self._decode_rows(wire_nB, out_N)
+
+    def _launch(self, memory: ErrorFeedback, x_N: Tensor) -> None:
+        self._arrange_(self._sum_N, x_N, memory)
+        self._sum_N.add_(memory.worker_N)
+        self._sent_nB[:, 0] = self._encode_rows(self._sum_N, self._sent_nB)
+        self._send()
+
+    def _send(self) -> None:
+        self._num_launched, self._has_served, self._sent_of = 1, False, None
+        try:
+            self._pending = self._group.start_all_to_all(self._collected_nB, self._sent_nB)
+        except CommError as error:
+            self._error = error
+
+    def _finish(self, memory: ErrorFeedback) -> None:
+        pending, self._pending = self._pending, None
+        if self._error is not None:
+            raise self._error
+        assert pending is not None
+        pending.wait()
+        _refuse_non_finite(self._collected_nB[:, 0])
+        served = self._codecs[self._group.rank]
+        self._server_c.zero_()
+        for wire in self._collected_nB:
+            served.decode(wire[HEADER_BYTES:], self._decoded_c)
+            self._server_c.add_(self._decoded_c)
+        self._server_c.div_(self.size).add_(memory.server_c)
+        self._served_B[0] = served.encode(self._server_c, self._served_B[HEADER_BYTES:])
+        self._has_served = True
+        result = self._results[1 - self._last]
+        result.changed()
+        self._group.all_gather(result.wire_nB, self._served_B)
+        _refuse_non_finite(result.wire_nB[:, 0])
+
+    def _keep_errors(self, memory: ErrorFeedback) -> None:
+        self._decode_rows(self._sent_nB, memory.worker_N)
+        memory.worker_N.neg_().add_(self._sum_N)
+        self._codecs[self._group.rank].decode(self._served_B[HEADER_BYTES:], memory.server_c)
+        memory.server_c.neg_().add_(self._server_c)
+
+    def _worker_alignment(self, memory: ErrorFeedback) -> Tensor:
         """Of what this rank sent, its error added; zero where the error memory has been moved since."""
-        sums = torch.zeros(3, dtype=self._dtype, device=self._device)
-        if not bool(slot.worker_N.any()):
+        sums = self._like.new_zeros(3)
+        if not bool(memory.worker_N.any()):
             return sums
-        for row, (start, stop), wire in zip(self._rows, self._bounds, self._sent_nB, strict=True):
-            sent_c = torch.empty(stop - start, dtype=self._dtype, device=self._device)
+        for row, (start, stop), wire in zip(self._codecs, self._bounds, self._sent_nB, strict=True):
+            sent_c = self._like.new_empty(stop - start)
             row.decode(wire[HEADER_BYTES:], sent_c)
-            sums += alignment(sent_c + slot.worker_N[start:stop], sent_c)
+            sums += alignment(sent_c + memory.worker_N[start:stop], sent_c)
         return sums
 
     def _encode_rows(self, x_N: Tensor, wire_nB: Tensor) -> Tensor:
         """A row for each rank's chunk. Returns a 0-dim bool: all that was written is finite."""
         flags = [
             row.encode(x_N[start:stop], wire[HEADER_BYTES:])
-            for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True)
+            for row, (start, stop), wire in zip(self._codecs, self._bounds, wire_nB, strict=True)
         ]
         return torch.stack(flags).all()
 
-    def _decode_all(self, wire_nB: Tensor, out_N: Tensor) -> None:
-        for row, (start, stop), wire in zip(self._rows, self._bounds, wire_nB, strict=True):
-            row.decode(wire[HEADER_BYTES:], out_N[start:stop])
-
-    def _refuse_non_finite(self, flags: Tensor) -> None:
-        # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
-        if not bool(flags.all()):
-            raise non_finite(flags)
+    def _close(self) -> None:
+        self._memory, self._pending, self._error = None, None, None
+        self._num_launched, self._finished = 0, False
 
 
-def gather_flags(group: Group, own: Tensor) -> Tensor:
-    """uint8[n]: every rank's 0-dim flag. Collective. Raises: PeerLost."""
-    flags = torch.zeros((group.size, 1), dtype=torch.uint8, device=own.device)
-    group.all_gather(flags, own.to(torch.uint8).view(1))
-    return flags[:, 0]
+class Decoded:
+    """Received rows of any codec, as a Result: decoded before they are read. wire: uint8[n, B]; like: of the vector."""
+
+    def __init__(self, wire_nB: Tensor, numel: int, like: Tensor, decode: Callable[[Tensor, Tensor], None]) -> None:
+        self.wire_nB = wire_nB
+        self._numel, self._like, self._decode = numel, like, decode
+        self._values_N: Tensor | None = None
+
+    def changed(self) -> None:
+        """The rows have been received anew."""
+        self._values_N = None
+
+    def decode_(self, out_N: Tensor) -> None:
+        """out <- the result, 0 where dead."""
+        self._decode(self.wire_nB, out_N)
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand elements [start, stop) to the reader, as floats."""
+        if self._values_N is None:
+            self._values_N = self._like.new_zeros(self._numel)
+            self.decode_(self._values_N)
+        at = slice(start, self._numel if stop is None else stop)
+        reader.values(at, self._values_N[at])
 
 
-def non_finite(flags: Tensor) -> NonFiniteInput:
-    """The error that every rank raises. flags: [n], 0 for a rank whose own input was not finite."""
-    ranks = tuple(rank for rank, finite in enumerate(flags.tolist()) if not finite)
-    whose = f"of rank {', '.join(map(str, ranks))}" if ranks else "mean over ranks (each rank's own was finite)"
-    return NonFiniteInput(
-        f"the input {whose} holds NaN or infinity; nothing was changed. Look at the loss and the learning rate of the "
-        "step before",
-        ranks,
-    )
+def _refuse_non_finite(flags: Tensor) -> None:
+    # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
+    if not bool(flags.all()):
+        raise non_finite(flags)

@@ -1,104 +1,131 @@
-"""Where do the bytes of one bucket stand? Its chunks, their block tables, and the rows that are sent and received.
+"""What is on the wire: the rows that are sent and received for each bucket, and what the received ones say.
 
     sent       one row for each rank, its chunk of what this rank gives     -> collected of that rank   all-to-all
     collected  one row from each rank, all of this rank's own chunk
     served     the mean of those, encoded                                   -> gathered of every rank   all-gather
     gathered   one row from each rank, its chunk of the result; two sets: the last result, and the one that is made
-    shadow     where it is asked for: the same as sent and collected, of the chunk of the rank before this one
 
-A row is [8-byte header: byte 0 is 1 where all of it is finite | scales of the chunk's blocks | signs]: plain.py's.
-Everything is made once; a step makes no tensor.
+The replica, where it is asked for, has rows as sent and collected for the chunk of the rank before this one. A row is
+[8-byte header: byte 0 is 1 where all of it is finite | scales of the chunk's blocks | signs]. The gathered rows of all
+buckets lie in one piece of memory, so that one table says where each block of the vector is in it; they are the
+result in 1/32 of its size, and are decoded where it is used. Everything is made once; a step makes no tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable
-from thinwire.comm.layout import BYTE, Bucket, Span, VectorLayout, round_up
-
-HEADER_BYTES = 8
-"""One flag (1: all values finite), padded so that scales of any dtype are aligned."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """Views into a row, or into n rows of one chunk. flag: uint8[] or [n]; scale: float[b]; bits: uint8[c/8]."""
-
-    flag: Tensor
-    scale_b: Tensor
-    bits_B: Tensor
-
-    @classmethod
-    def of(cls, wire_B: Tensor, table: BlockTable, dtype: torch.dtype) -> Row:
-        """The views into rows of this table's chunk. wire: uint8[..., B]."""
-        end = HEADER_BYTES + table.num_blocks * dtype.itemsize
-        return cls(
-            wire_B[..., 0],
-            wire_B[..., HEADER_BYTES:end].view(dtype),
-            wire_B[..., end : end + table.numel // BYTE],
-        )
-
-    def refuse(self) -> None:
-        """Say that nothing was written: flag 0, every scale NaN."""
-        self.flag.zero_()
-        self.scale_b.fill_(torch.nan)
+from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.choose import Kernels
+from thinwire.comm.layout import Bucket, Buckets, Span
+from thinwire.comm.protocol import Reader
 
 
-class ShadowWire:
-    """Buffers for what the rank before this one serves, to know its server error too. before: that rank.
+class ReplicaRows:
+    """Rows of what the rank before this one serves, to know its server error too. before: that rank.
 
     Rank i sends to rank j what it sends to rank j - 1 as well. served: scratch.
     """
 
-    def __init__(self, wire: BucketWire, rank: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: BucketRows, block: int, rank: int, like: Tensor) -> None:
+        size = len(rows.chunks)
         self.before = (rank - 1) % size
-        self.table = wire.tables[self.before]
-        self.sent_nB, self.collected_nB = torch.zeros_like(wire.sent_nB), torch.zeros_like(wire.sent_nB)
-        self.collected = Row.of(self.collected_nB, self.table, dtype)
-        self.served = Row.of(torch.zeros_like(wire.served_B), self.table, dtype)
+        self.span = slice(*rows.chunks[self.before])
+        self.table = BlockTable.of(rows.layout, self.span.start, self.span.stop, block, like, rows.table.row_bytes)
+        self.sent_nB, self.collected_nB = torch.zeros_like(rows.sent_nB), torch.zeros_like(rows.sent_nB)
+        self.collected = Wire.of(self.collected_nB.view(-1), like.dtype)
+        self.served = Wire.of(torch.zeros_like(rows.served_B), like.dtype)
 
-    def take(self, wire: BucketWire) -> None:
-        """Sent <- the rows that are sent to the ranks before."""
-        self.sent_nB[0].copy_(wire.sent_nB[-1])
-        self.sent_nB[1:].copy_(wire.sent_nB[:-1])
+    def take(self, rows: BucketRows) -> None:
+        """sent <- the rows that are sent to the ranks before."""
+        self.sent_nB[0].copy_(rows.sent_nB[-1])
+        self.sent_nB[1:].copy_(rows.sent_nB[:-1])
 
 
-class BucketWire:
-    """The buffers of one bucket on one rank, and the views into them.
+class BucketRows:
+    """The rows of one bucket on one rank.
 
-    chunks: the elements that each rank serves, counted from the start of the vector. tables: their blocks.
-    sent_nB, collected_nB, served_B, gathered_nB[0 and 1]: uint8 buffers. sent, collected, served, gathered: their rows.
-    shadow: None unless it is asked for.
+    chunks: the elements that each rank serves, counted from the start of the vector. span: of the bucket; own: of this
+    rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
+    gathered: the two sets, once they have been placed. replica: None unless it is asked for.
     """
 
-    def __init__(
-        self, bucket: Bucket, layout: VectorLayout, block: int, rank: int, size: int, like: Tensor, *, shadow: bool
-    ) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: Bucket, buckets: Buckets, block: int, rank: int, size: int, like: Tensor) -> None:
+        self.layout = buckets.layout
         self.chunks: list[Span] = [bucket.chunk(owner, size) for owner in range(size)]
-        self.tables = [BlockTable.of(layout, start, stop, block, like) for start, stop in self.chunks]
-        self.own = slice(*self.chunks[rank])
-        self.own_table = self.tables[rank]
-        payload = max(t.num_blocks * like.element_size() + t.numel // BYTE for t in self.tables)
-        row_bytes = HEADER_BYTES + round_up(payload, HEADER_BYTES)
+        self.span, self.own = slice(bucket.start, bucket.stop), slice(*self.chunks[rank])
+        self.table = BlockTable.of_rows(self.layout, self.chunks, block, like)
+        self.own_table = BlockTable.of(self.layout, self.own.start, self.own.stop, block, like, self.table.row_bytes)
+        self.sent_nB = torch.zeros((size, self.table.row_bytes), dtype=torch.uint8, device=like.device)
+        self.collected_nB = torch.zeros_like(self.sent_nB)
+        self.served_B = torch.zeros_like(self.sent_nB[0])
+        self.sent = Wire.of(self.sent_nB.view(-1), like.dtype)
+        self.collected = Wire.of(self.collected_nB.view(-1), like.dtype)
+        self.served = Wire.of(self.served_B, like.dtype)
+        self.gathered: list[Wire] = []
+        self.gathered_nB: list[Tensor] = []
+        self.replica: ReplicaRows | None = None
+        self.sent_nB[:, 0] = 1  # a chunk without elements is never written, and finite
+        self.served_B[0] = 1
 
-        def rows(*shape: int) -> Tensor:
-            return torch.zeros((*shape, row_bytes), dtype=torch.uint8, device=like.device)
+    def place(self, bytes_B: Tensor, dtype: torch.dtype) -> None:
+        """One more set of gathered rows: in this memory."""
+        self.gathered.append(Wire.of(bytes_B, dtype))
+        self.gathered_nB.append(bytes_B.view(self.sent_nB.shape))
 
-        self.sent_nB, self.collected_nB, self.served_B = rows(size), rows(size), rows()
-        self.gathered_nB = rows(size), rows(size)
-        self.sent = self._rows(self.sent_nB, like.dtype)
-        self.collected = Row.of(self.collected_nB, self.own_table, like.dtype)
-        self.served = Row.of(self.served_B, self.own_table, like.dtype)
-        self.gathered = tuple(self._rows(gathered_nB, like.dtype) for gathered_nB in self.gathered_nB)
-        self.gathered_flags = tuple(gathered_nB[:, 0] for gathered_nB in self.gathered_nB)
-        for row in (*self.sent, self.served):
-            row.flag.fill_(1)  # a chunk without elements is never written, and finite
-        self.shadow = ShadowWire(self, rank, size, like.dtype) if shadow else None
+    def refuse(self) -> None:
+        """Say that nothing was encoded: the flag of every row with elements 0, every scale NaN."""
+        self.sent.values_V[self.table.scale_at] = torch.nan
+        self.sent.bytes_B[self.table.flag_at[self.table.row_starts.diff() > 0]] = 0
 
-    def _rows(self, wire_nB: Tensor, dtype: torch.dtype) -> list[Row]:
-        return [Row.of(wire_B, table, dtype) for wire_B, table in zip(wire_nB, self.tables, strict=True)]
+
+def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, *, replicated: bool) -> list[BucketRows]:
+    """The rows of all buckets. replicated: each rank also collects what the rank before it does."""
+    found = [BucketRows(bucket, buckets, block, rank, size, like) for bucket in buckets]
+    for rows in found if replicated else ():
+        rows.replica = ReplicaRows(rows, block, rank, like)
+    return found
+
+
+class Received:
+    """One set of the gathered rows of all buckets, as a Result."""
+
+    def __init__(self, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor) -> None:
+        ends = [0, *accumulate(one.sent_nB.numel() for one in rows)]
+        bytes_B = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
+        for one, (low, high) in zip(rows, pairwise(ends), strict=True):
+            one.place(bytes_B[low:high], like.dtype)
+        self._wire = Wire.of(bytes_B, like.dtype)
+        self._parts = [(one.table, one.span.start, at) for one, at in zip(rows, ends, strict=False)]
+        self._numel = rows[0].layout.numel
+        self._kernels = kernels
+        self._tables: dict[Span, BlockTable] = {}
+        self._flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
+        self._flags = torch.ones_like(self._flag_at, dtype=torch.uint8)
+        self._finite = torch.ones((), dtype=torch.uint8, device=like.device)
+
+    def all_finite(self) -> bool:
+        """Whether every server could write all of its rows: the same on every rank. Waits for the device."""
+        torch.index_select(self._wire.bytes_B, 0, self._flag_at, out=self._flags)
+        torch.amin(self._flags, 0, out=self._finite)
+        return bool(self._finite)
+
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the result, 0 where dead."""
+        self._kernels.decode(self._wire, self._table(start, self._numel if stop is None else stop), out_N)
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand elements [start, stop) to the reader, as rows of signs. Raises: ValueError for bounds inside a byte."""
+        stop = self._numel if stop is None else stop
+        if start != stop:
+            reader.rows(slice(start, stop), self._wire, self._table(start, stop))
+
+    def _table(self, start: int, stop: int) -> BlockTable:
+        found = self._tables.get((start, stop))
+        if found is None:
+            found = self._tables[start, stop] = BlockTable.over(self._parts, start, stop)
+        return found

@@ -23,12 +23,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.codecs import DenseCodec, SignCodec
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import given_or_default
-from thinwire.comm.exchange.error_feedback import ErrorFeedback, ErrorMemory
-from thinwire.comm.exchange.plain import HEADER_BYTES, CompressedAllReduce
+from thinwire.comm.exchange.error_feedback import ErrorFeedback
+from thinwire.comm.exchange.plain import CompressedAllReduce
+from thinwire.comm.exchange.solo import SoloReducer
+from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.layout import BYTE, Partition, Span, VectorLayout, round_up
-from thinwire.comm.protocol import Group, Reducer, RowCodec
+from thinwire.comm.protocol import ErrorMemory, Group, Reducer, RowCodec
 
 Runs = Sequence[Span]
 """One vector: runs of live elements of a flat vector, laid end to end in this order."""
@@ -149,15 +151,15 @@ class ArrangedErrors(ErrorFeedback):
 
 
 class VectorScaleAllReduce(CompressedAllReduce):
-    """A CompressedAllReduce whose worker scales are those of whole vectors. x is float[numel], flat.
+    """A CompressedAllReduce whose worker scales are those of whole vectors, and whose vectors are arranged for it.
 
-    Collective, as CompressedAllReduce. Raises: WireMismatch, PeerLost.
+    flat: the layout of what is launched. Collective, as CompressedAllReduce. Raises: WireMismatch, PeerLost.
     """
 
-    def __init__(self, group: Group, numel: int, arrangement: Arrangement, like: Tensor) -> None:
+    def __init__(self, group: Group, flat: VectorLayout, arrangement: Arrangement, like: Tensor) -> None:
         layout = arrangement.layout
-        super().__init__(group, layout, VectorSignCodec(arrangement), like)
-        self._numel, self._arrangement, self._like = numel, arrangement, like.new_empty(0)
+        super().__init__(group, layout, VectorSignCodec(arrangement), like, given=flat)
+        self._arrangement = arrangement
         self._padding = arrangement.padding() if arrangement.keep_padding else []
         self._exchanged_P = like.new_zeros(layout.numel)
         chunks = [Partition(layout.numel, group.size).bounds(rank) for rank in range(group.size)]
@@ -168,23 +170,35 @@ class VectorScaleAllReduce(CompressedAllReduce):
         ]
         self._live_rv = torch.tensor(live, dtype=like.dtype, device=like.device)  # r: rows that are not empty
 
-    def new_slot(self) -> ArrangedErrors:
+    def new_memory(self) -> ArrangedErrors:
         """Error memory for one exchanged vector, empty."""
-        return ArrangedErrors(self._arrangement, self._numel, self._group, self._like)
+        return ArrangedErrors(self._arrangement, self.buckets.layout.numel, self._group, self._like)
 
-    def compressed_(self, x_N: Tensor, slot: ErrorMemory) -> None:
-        """As CompressedAllReduce.compressed_; after a failure x too is as it was."""
-        if not isinstance(slot, ArrangedErrors):
-            raise TypeError(f"slot is {type(slot).__name__}: must come from new_slot() of this reducer")
-        self._exchanged_P.zero_()
-        self._arrangement.scatter_(self._exchanged_P, x_N)
-        at = 0
-        for start, stop in self._padding:
-            self._exchanged_P[start:stop] = slot.padding_q[at : (at := at + stop - start)]
-        super().compressed_(self._exchanged_P, slot)
-        self._arrangement.gather_(x_N, self._exchanged_P)
-        if self._padding:
-            torch.cat([self._exchanged_P[start:stop] for start, stop in self._padding], out=slot.padding_q)
+    def begin(self, memory: ErrorMemory) -> None:
+        """As CompressedAllReduce.begin."""
+        if not isinstance(memory, ArrangedErrors):
+            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
+        super().begin(memory)
+
+    def commit(self) -> None:
+        """As CompressedAllReduce.commit; what came back for padding that is kept goes into the next exchange."""
+        memory, result = self._open(), self.result
+        super().commit()
+        if self._padding and isinstance(memory, ArrangedErrors):
+            self._decode_rows(result.wire_nB, self._exchanged_P)
+            torch.cat([self._exchanged_P[start:stop] for start, stop in self._padding], out=memory.padding_q)
+
+    def _arrange_(self, out_P: Tensor, x_N: Tensor, memory: ErrorFeedback) -> None:
+        out_P.zero_()
+        self._arrangement.scatter_(out_P, x_N)
+        if self._padding and isinstance(memory, ArrangedErrors):
+            lengths = [stop - start for start, stop in self._padding]
+            for (start, stop), kept in zip(self._padding, torch.split(memory.padding_q, lengths), strict=True):
+                out_P[start:stop] = kept
+
+    def _decode_(self, wire_nB: Tensor, out_N: Tensor) -> None:
+        self._decode_rows(wire_nB, self._exchanged_P)
+        self._arrangement.gather_(out_N, self._exchanged_P)
 
     def _encode_rows(self, x_N: Tensor, wire_nB: Tensor) -> Tensor:
         """Rows whose scales are those of the whole vectors: a root of the mean square of their chunks' scales."""
@@ -201,8 +215,8 @@ def whole_vector_reducer(group: Group | None, layout: VectorLayout, runs: Runs, 
     """The papers' exchange: one scale for all of `runs`, in this order. group, layout, like: as in default_reducer."""
     group = given_or_default(group)
     if group.size == 1:
-        return CompressedAllReduce(group, layout, DenseCodec(), like)
-    return VectorScaleAllReduce(group, layout.numel, Arrangement.whole(runs), like)
+        return SoloReducer(group, layout, like)
+    return VectorScaleAllReduce(group, layout, Arrangement.whole(runs), like)
 
 
 def deepspeed_reducer(
@@ -215,6 +229,6 @@ def deepspeed_reducer(
     """
     group = given_or_default(group)
     if group.size == 1:
-        return CompressedAllReduce(group, layout, DenseCodec(), like)
+        return SoloReducer(group, layout, like)
     arrangement = Arrangement.deepspeed(vectors, group.size, keep_padding=keep_padding)
-    return VectorScaleAllReduce(group, layout.numel, arrangement, like)
+    return VectorScaleAllReduce(group, layout, arrangement, like)

@@ -6,7 +6,7 @@ Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by s
     CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     1-bit LAMB, first compressed steps
     FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam
 
-What two compressed ones leave is taken from the reducer, by decode_ or descend_, then commit.
+What the two compressed ones leave is the reducer's result: read it, then commit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import BucketedReducer
+from thinwire.comm.protocol import ErrorMemory, Reducer
 
 
 class Exchange(Protocol):
@@ -67,9 +66,9 @@ class LeftInPlace:
 
 
 class MeanGradient:
-    """G <- the mean over ranks, in full. After a failure, and after abandon(), g is undefined."""
+    """g <- the mean over ranks, in full. After a failure, and after abandon(), g is undefined."""
 
-    def __init__(self, reduce: BucketedReducer, g_N: Tensor) -> None:
+    def __init__(self, reduce: Reducer, g_N: Tensor) -> None:
         self._full = reduce.full
         self._g_N = g_N
         self._full.begin()
@@ -92,25 +91,25 @@ class MeanGradient:
 
 
 class CompressedSum:
-    """Z through the codec. form(k, slice, runs): writes bucket k of z, these elements, from gradients that are final.
+    """z through the codec. form(slice, runs): writes these elements of z, from gradients that are final.
 
-    z: float[N], its own until the commit. slot: modified; as before, to rounding, where it fails or is abandoned.
+    z: float[N], its own until the commit. memory: modified; as before, to rounding, where it fails or is abandoned.
     where: of tensors whose gradients form() reads where backward left them; without it all are in g.
     """
 
     def __init__(
         self,
-        reduce: BucketedReducer,
-        slot: KeptSums,
+        reduce: Reducer,
+        memory: ErrorMemory,
         z_N: Tensor,
-        form: Callable[[int, slice, Runs], None],
+        form: Callable[[slice, Runs], None],
         where: LeftInPlace | None = None,
     ) -> None:
         self._reduce = reduce
         self._z_N = z_N
         self._form = form
         self._where = where
-        reduce.begin(slot)
+        reduce.begin(memory)
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Where form() can read it there."""
@@ -119,7 +118,7 @@ class CompressedSum:
     def launch(self, k: int) -> None:
         """Form bucket k of z, encode it and send it."""
         runs = () if self._where is None else self._where.runs
-        self._form(k, slice(*self._reduce.buckets.spans[k]), runs)
+        self._form(slice(*self._reduce.buckets.spans[k]), runs)
         self._reduce.launch_sum(k, self._z_N)
 
     def finish(self) -> None:
@@ -132,18 +131,18 @@ class CompressedSum:
 
 
 class FusedMomentum:
-    """The next momentum, formed from the rows of the last and from g in the pass that encodes it.
+    """beta1 m + (1 - beta1) g, m being the reducer's last result: formed in the pass that encodes it.
 
-    g: float[N], not to be written until the commit. beta1_K: of each bucket. slot: as in CompressedSum; its last result
-    is the momentum (has_momentum).
+    g: float[N], not to be written until the commit. beta1_K: of each bucket. memory: as in CompressedSum; its last
+    result is the momentum (reduce.last).
     """
 
-    def __init__(self, reduce: BucketedReducer, slot: KeptSums, g_N: Tensor, beta1_K: Sequence[float]) -> None:
+    def __init__(self, reduce: Reducer, memory: ErrorMemory, g_N: Tensor, beta1_K: Sequence[float]) -> None:
         self._reduce = reduce
         self._g_N = g_N
         self._beta1_K = beta1_K
         self._where = LeftInPlace(reduce.buckets.layout, g_N)
-        reduce.begin(slot)
+        reduce.begin(memory)
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Where the reducer can read it there."""
@@ -151,7 +150,7 @@ class FusedMomentum:
 
     def launch(self, k: int) -> None:
         """Encode bucket k and send it."""
-        self._reduce.launch_momentum(k, self._g_N, self._beta1_K[k], self._where.runs)
+        self._reduce.launch_lerp(k, self._g_N, 1 - self._beta1_K[k], self._where.runs)
 
     def finish(self) -> None:
         """Wait for all K."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.engine.state import slots
+from thinwire.optim.engine.state import error_memories
 
 PIECE = 1 << 22
 """Elements looked at at a time: 16 MB of scratch in fp32, whatever the model."""
@@ -33,8 +33,8 @@ def health(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
     nothing else is modified. Raises: PeerLost.
     """
     found: dict[str, float | None] = {}
-    for slot in slots(optimizer.vectors).values():
-        fidelity = optimizer.reduce.fidelity(slot)
+    for memory in error_memories(optimizer.vectors).values():
+        fidelity = optimizer.reduce.fidelity(memory)
         if fidelity is not None:
             found["error_to_momentum"] = fidelity.residual_ratio
             found["sign_density_worker"] = fidelity.worker_density

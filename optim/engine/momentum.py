@@ -1,4 +1,4 @@
-"""Where is the momentum of the compressed phase? In the rows that all ranks have received; as floats when asked for.
+"""Where is the momentum of the compressed phase? In what all ranks have received; as floats when asked for.
 
 After a compressed exchange m is what the rows say, a bit and a bit an element. The next step forms its momentum from
 them, and the parameters descend along them, so that float m is neither read nor written in a step.
@@ -11,28 +11,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.kernels.blocks import BlockTable, Wire
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import BucketedReducer
+from thinwire.comm.protocol import ErrorMemory, Reducer
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.kernels.descend import descend_
 
 
 class Momentum:
-    """M of all ranks: float[N], or the last result of the reducer where that is newer.
+    """m of all ranks: float[N], or the last result of the reducer where that is newer. memory: of its exchanges."""
 
-    reduce, slot: whose results; None where nothing is exchanged by bucket: then m is always the floats.
-    """
-
-    def __init__(self, like_N: Tensor, reduce: BucketedReducer | None, slot: KeptSums | None) -> None:
+    def __init__(self, like_N: Tensor, reduce: Reducer, memory: ErrorMemory) -> None:
         self._reduce = reduce
-        self._slot = slot
+        self._memory = memory
         self._m_N = torch.zeros_like(like_N)
         self._decoded = True
 
     @property
-    def in_rows(self) -> bool:
-        """Do the reducer's rows say what m is, so that the next exchange may begin from them?"""
-        return self._reduce is not None and self._slot is not None and self._reduce.has_momentum(self._slot)
+    def is_last_result(self) -> bool:
+        """Does the reducer hold what m is, so that the next exchange may begin from that?"""
+        return self._reduce.last(self._memory) is not None
 
     @property
     def buffer_N(self) -> Tensor:
@@ -44,14 +42,39 @@ class Momentum:
         self._decoded = False
 
     def floats(self) -> Tensor:
-        """M as float[N], brought up to date. May be written in warm-up and by who restores the slot.
+        """m as float[N], brought up to date. May be written in warm-up and by who restores the error memory.
 
-        Call it before slot.restore(), after which rows are no momentum any more.
+        Call it before memory.restore(), after which a result is no momentum any more.
         """
-        if not self._decoded and self._reduce is not None and self._slot is not None:
-            self._reduce.momentum_(self._slot, self._m_N)
+        if not self._decoded:
+            last = self._reduce.last(self._memory)
+            if last is None:
+                raise RuntimeError("the momentum was in rows that no longer count: read it before memory.restore()")
+            last.decode_(self._m_N)
             self._decoded = True
         return self._m_N
+
+
+class Descent:
+    """x <- x - lr (m D + wd x) along a received m, in one pass over what was received. A Reader.
+
+    p: float[N], modified where it is read. divisor: D, float[N].  Source: Tang et al. 2021, Alg. 1, l. 13.
+    """
+
+    def __init__(self, p_N: Tensor, divisor_N: Tensor, h: AdamHyper) -> None:
+        self._p_N, self._divisor_N = p_N, divisor_N
+        self._lr, self._decay = h.lr, h.lr * h.weight_decay
+
+    def rows(self, at: slice, rows: Wire, table: BlockTable) -> None:
+        """m as rows of signs."""
+        descend_(self._p_N[at], self._divisor_N[at], rows, self._lr, self._decay, table)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """m as floats."""
+        p = self._p_N[at]
+        if self._decay:
+            p.mul_(1 - self._decay)
+        p.sub_(torch.mul(values, self._divisor_N[at]).mul_(self._lr))
 
 
 class Divisor:
@@ -78,6 +101,6 @@ class Divisor:
 
 
 def next_momentum_(z_N: Tensor, m_N: Tensor, g_N: Tensor, beta1: float) -> None:
-    """Z <- m + (1 - beta1) (g - m), rounded as the fused kernels do it: without a fused multiply-add."""
+    """z <- m + (1 - beta1) (g - m), rounded as the fused kernels do it: without a fused multiply-add."""
     torch.sub(g_N, m_N, out=z_N)
     z_N.mul_(1 - beta1).add_(m_N)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import BucketedReducer, Group, Reducer
+from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.flat import FlatSpace
@@ -44,11 +44,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     bfloat16 and float16, which get a master in float32 (optim.engine.flat).
     group, max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
 
-    Attributes for readers: space (FlatSpace), reduce (Reducer), bucketed (the same, where it has buckets), vectors (the
-    algorithm's state), num_steps, frozen_at, saved (the algorithm's own small values: plain numbers and lists, part of
-    the state_dict), evidence (what it found, such as elements floored at the freeze; saved, and shown in stats()),
-    begun (what `saved` was at first), handed_over (R of each slot by name, from when it was taken to the next step at
-    which all hold the same).
+    Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
+    saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
+    such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
+    (R of each error memory by name, from when it was taken to the next step at which all hold the same).
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
@@ -57,7 +56,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     block: int = DEFAULT_BLOCK
     """Values that share a scale, where something is compressed."""
 
-    shadow: bool = False
+    server_replica: bool = False
     """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
     takes none of it away (comm.exchange.bucketed). The same on every rank."""
 
@@ -115,25 +114,23 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         beta1, beta2 = group["betas"]
         return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
-    def group_at(self, position: int) -> dict[str, Any]:
-        """The parameter group that owns this element of the flat vectors."""
+    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
         spans = zip(self.param_groups, self.space.spans, strict=True)
-        return next(group for group, span in spans if span.start <= position < span.stop)
+        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
+        return [(part, group) for part, group in parts if part.start < part.stop]
 
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """What this plan exchanges, opened, where the reducer has buckets; the mean gradient for most algorithms."""
-        assert self.bucketed is not None
-        return MeanGradient(self.bucketed, self.space.g_N)
+        """What this plan exchanges, opened; the mean gradient for most algorithms."""
+        return MeanGradient(self.reduce, self.space.g_N)
 
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
         if self._group.size == 1:
             return "one rank sends nothing"
-        if self.bucketed is None:
-            return "this reducer has no buckets: it exchanges a vector as a whole"
         if self._scaled is None:
             return "the first step finds out whether a GradScaler calls it"
         if self._scaled:
@@ -144,12 +141,12 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def mean_gradient_(self) -> None:
         """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
-        reduce, g_N = self.bucketed, self.space.g_N
-        if reduce is None:
-            self.reduce.full_(g_N)
-        else:
-            self.overlap.complete(lambda: MeanGradient(reduce, g_N))
+        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N))
         self.space.shorten_gradient(self.max_grad_norm)
+
+    def exchange_(self, plan: StepPlan) -> None:
+        """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
+        self.overlap.complete(lambda: self.begin_exchange(plan))
 
     @property
     def num_steps(self) -> int:
@@ -357,16 +354,13 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def _connect(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.reduce = self.make_reducer(self._group, self.block)
-        self.bucketed = self.reduce if isinstance(self.reduce, BucketedReducer) else None
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
         show_state(self.state, self.space, self.vectors, self.shown, self._step)
-        whole = ((0, self.space.layout.numel),)
-        spans = whole if self.bucketed is None else self.bucketed.buckets.spans
-        self.overlap = Overlap(self.space, spans, self._begin_early, hooks=self.overlaps)
+        self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""

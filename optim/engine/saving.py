@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.engine.state import error_memories, replicated
 
 FORMAT = 3
 """Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
@@ -51,12 +51,12 @@ def collect(optimizer: Saved) -> dict[str, Any]:
 
     Raises: PeerLost; then nothing has changed.
     """
-    errors = slots(optimizer.vectors)
+    errors = error_memories(optimizer.vectors)
     vectors = replicated(optimizer.vectors)  # before the error memory moves: a momentum may still be in received rows
-    residuals = {name: slot.residual() for name, slot in errors.items()}
+    residuals = {name: memory.residual() for name, memory in errors.items()}
     optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
-    for name, slot in errors.items():
-        slot.restore(residuals[name])
+    for name, memory in errors.items():
+        memory.restore(residuals[name])
     return {
         **plain(optimizer),
         "vectors": {name: vector.clone() for name, vector in vectors.items()},
@@ -81,7 +81,7 @@ def plain(optimizer: Saved) -> dict[str, Any]:
 def apply(optimizer: Saved, state_dict: object) -> None:
     """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed."""
     loaded = _whole(state_dict, _identity(optimizer))
-    space, vectors, errors = optimizer.space, replicated(optimizer.vectors), slots(optimizer.vectors)
+    space, vectors, errors = optimizer.space, replicated(optimizer.vectors), error_memories(optimizer.vectors)
     _refuse_other_counts(loaded)
     _refuse_other_values("saved", loaded["saved"], optimizer.begun)
     _refuse_other_values("evidence", loaded["evidence"], {})
@@ -98,8 +98,8 @@ def apply(optimizer: Saved, state_dict: object) -> None:
         vector.copy_(loaded["vectors"][name])
     residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
     optimizer.handed_over = residuals
-    for name, slot in errors.items():
-        slot.restore(residuals[name])
+    for name, memory in errors.items():
+        memory.restore(residuals[name])
     if space.has_master:
         space.load_master(loaded["master"])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]

@@ -37,12 +37,12 @@ def scaled_reducer(
     scale: Scale,
     bucket_elements: int,
     *,
-    shadow: bool,
+    server_replica: bool,
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
-    only. bucket_elements: the most that is sent at a time, there with "l2". shadow: as in
+    only. bucket_elements: the most that is sent at a time, there with "l2". server_replica: as in
     comm.exchange.bucketed, there too. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
@@ -62,7 +62,7 @@ def scaled_reducer(
                 scale,
                 bucket_elements=bucket_elements,
                 cuts=space.cuts,
-                shadow=shadow,
+                server_replica=server_replica,
             )
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from torch import Tensor
 
-from thinwire.comm.exchange.error_feedback import ErrorMemory
+from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim.engine.flat import FlatSpace
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def replicated(state: object) -> dict[str, Tensor]:
     return {name: getattr(state, name) for name in _names(state, Kind.REPLICATED)}
 
 
-def slots(state: object) -> dict[str, ErrorMemory]:
+def error_memories(state: object) -> dict[str, ErrorMemory]:
     """The error memory of a state, by field name."""
     return {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
 

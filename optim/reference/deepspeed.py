@@ -51,16 +51,16 @@ class DeepSpeedExchange:
         self.errors: dict[str, Errors] = {}
         self.padding: dict[str, Tensor] = {}
 
-    def __call__(self, zs: list[Tensor], slot: str) -> Tensor:
-        """The compressed mean of zs; modifies the slot's errors, and its padding where that is kept."""
+    def __call__(self, zs: list[Tensor], memory: str) -> Tensor:
+        """The compressed mean of zs; modifies the memory's errors, and its padding where that is kept."""
         if len(zs) == 1:
             return zs[0].clone()
-        padding = self.padding.setdefault(slot, zs[0].new_zeros(self.padded_length))
+        padding = self.padding.setdefault(memory, zs[0].new_zeros(self.padded_length))
         padded = [padding.index_copy(0, self.live, z) for z in zs]
-        errors = self.errors.setdefault(slot, Errors.zeros(padded))
+        errors = self.errors.setdefault(memory, Errors.zeros(padded))
         out = compressed_mean(padded, errors, self.worker_units, self.server_units)
         if self.keep_padding:
-            self.padding[slot] = out
+            self.padding[memory] = out
         return out[self.live]
 
 

@@ -26,7 +26,7 @@ Vectors = list[Tensor]
 Floor = Callable[[Vectors], Vectors]
 """A frozen variance -> the one to divide by."""
 Exchange = Callable[[list[Tensor], str], Tensor]
-"""exchange(zs, slot): the mean of one vector a worker, or what stands for it. slot: which error memory is meant."""
+"""exchange(zs, memory): the mean of one vector a worker, or what stands for it. memory: which error memory is meant."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ def compressed_mean(
 
 
 class TwoPhase:
-    """compressed_mean as an Exchange: remembers one Errors a slot, made at its first use.
+    """compressed_mean as an Exchange: remembers one Errors a memory, made at its first use.
 
     worker_units, server_units: as in compressed_mean; worker_units None: one scale for the whole vector, the paper's.
     """
@@ -108,18 +108,18 @@ class TwoPhase:
         self.scale: Scale = scale
         self.errors: dict[str, Errors] = {}
 
-    def __call__(self, zs: list[Tensor], slot: str) -> Tensor:
-        """The compressed mean of zs; modifies the slot's errors."""
-        errors = self.errors.setdefault(slot, Errors.zeros(zs))
+    def __call__(self, zs: list[Tensor], memory: str) -> Tensor:
+        """The compressed mean of zs; modifies the memory's errors."""
+        errors = self.errors.setdefault(memory, Errors.zeros(zs))
         whole = [(0, zs[0].numel())]
         return compressed_mean(zs, errors, self.worker_units or whole, self.server_units, self.scale)
 
-    def residual(self, slot: str) -> Tensor | None:
-        """R of a slot; None before its first use, when it is zero."""
-        return self.errors[slot].residual() if slot in self.errors else None
+    def residual(self, memory: str) -> Tensor | None:
+        """R of a memory; None before its first use, when it is zero."""
+        return self.errors[memory].residual() if memory in self.errors else None
 
 
-def exact_mean(zs: list[Tensor], slot: str) -> Tensor:
+def exact_mean(zs: list[Tensor], memory: str) -> Tensor:
     """The exchange that leaves nothing out: also what a group of one does."""
     return mean(zs)
 

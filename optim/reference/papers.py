@@ -260,7 +260,7 @@ class ReferenceZeroOneAdam:
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
-    there are no local steps: g_i is exchanged, in full at variance steps and through the slot "gradient" at others,
+    there are no local steps: g_i is exchanged, in full at variance steps and through the memory "gradient" at others,
     and m and x are Adam's; sync_step is asked from the step after it on.
     """
 
@@ -371,7 +371,7 @@ class ReferenceZeroOneAdam:
         return [v.sqrt() + h.eps if self.eps_outside else (v + h.eps).sqrt() for v, h in pairs]
 
     def agreed(self, residual: Tensor | None) -> Vectors:
-        """y = mean_i x_i - R / root, what no exchange changes. residual: R of the slot "update", None where zero."""
+        """y = mean_i x_i - R / root, what no exchange changes. residual: R of the memory "update", None where zero."""
         means = [mean(xs) for xs in zip(*self.x, strict=True)]
         if residual is None:
             return means

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.exchange.error_feedback import ErrorMemory
+from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan

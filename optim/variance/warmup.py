@@ -122,7 +122,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             block,
             self.scale,
             self.bucket_elements,
-            shadow=self.shadow,
+            server_replica=self.server_replica,
         )
 
     @torch.no_grad()

@@ -27,13 +27,13 @@ def test_threads_on_one_gpu_agree_bit_for_bit_and_with_the_simulation(size):
     def work(group):
         x = torch.zeros(LAYOUT.numel, device="cuda")
         reducer = CompressedAllReduce(group, LAYOUT, SignCodec(), x)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         outs = []
         for ranks in rounds:
             x.copy_(ranks[group.rank])
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
             outs.append(x.cpu())
-        return outs, slot.residual().cpu()
+        return outs, memory.residual().cpu()
 
     results = run_threads(size, work)
     errors = SimulatedErrors.zeros(rounds[0])
@@ -79,9 +79,9 @@ def test_nccl_with_one_rank_runs_every_collective(tmp_path):
         x[LAYOUT.num_live :] = 0
         before = x.clone()
         reducer = CompressedAllReduce(group, LAYOUT, SignCodec(), x)
-        slot = reducer.new_slot()
-        reducer.compressed_(x, slot)
-        torch.testing.assert_close(x + slot.residual(), before, rtol=0, atol=1e-5)
+        memory = reducer.new_memory()
+        reducer.compressed_(x, memory)
+        torch.testing.assert_close(x + memory.residual(), before, rtol=0, atol=1e-5)
         reducer.full_(x)
         reducer.broadcast_(x)
         assert group.stats.sent_bytes == 0

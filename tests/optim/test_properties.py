@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make, parameters_of, reference_of, sync_steps
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitLamb
-from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.zero_one_settings import OURS
 
 SIZES = (1, 2, 3, 4, 8)
@@ -253,9 +253,9 @@ def test_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name, pr
         optimizer, parameters = problem.make(name, group)
         for _ in range(saved_at):
             problem.step(optimizer, parameters, group.rank)
-        left = [slot.residual() for slot in slots(optimizer.vectors).values()]
+        left = [memory.residual() for memory in error_memories(optimizer.vectors).values()]
         saved = optimizer.state_dict()
-        still = [slot.residual() for slot in slots(optimizer.vectors).values()]
+        still = [memory.residual() for memory in error_memories(optimizer.vectors).values()]
         assert all(torch.equal(a, b) for a, b in zip(left, still, strict=True))
         return saved, optimizer.space.p_N.clone(), left
 
@@ -267,7 +267,7 @@ def test_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name, pr
             problem.step(optimizer, parameters, group.rank)
         optimizer.load_state_dict(saved)
         optimizer.space.p_N.copy_(p)
-        found = [slot.residual() for slot in slots(optimizer.vectors).values()]
+        found = [memory.residual() for memory in error_memories(optimizer.vectors).values()]
         before = agreed(optimizer)
         problem.step(optimizer, parameters, group.rank)
         return found, before, optimizer.num_steps
@@ -294,8 +294,8 @@ def test_nothing_is_ever_written_where_no_parameter_is(name, problem):
                 space.g_N,
                 *(v for v in replicated(optimizer.vectors).values() if v.shape == space.p_N.shape),
             ]
-            for slot in slots(optimizer.vectors).values():
-                flat += [slot.worker_N, slot.residual()]
+            for memory in error_memories(optimizer.vectors).values():
+                flat += [memory.worker_N, memory.residual()]
             if name == "zero_one_adam":
                 flat.append(optimizer.vectors.u_N)
             assert not any(vector[dead].any() for vector in flat)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from thinwire.comm import run_threads
+from thinwire.comm import CompressedAllReduce, run_threads
+from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.optim import OneBitAdam
 
 NUM, WARMUP, STEPS = 512, 100, 500
@@ -22,36 +23,36 @@ def of_rank(rank, size):
     return 0.3 * (shifts[rank] - mean)
 
 
-class Exact:
-    """A reducer that compresses nothing: what is left is Adam under a frozen variance."""
+class Exact(OneBitAdam):
+    """Compresses nothing: what is left is Adam under a frozen variance."""
 
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def compressed_(self, x_N, slot):
-        self._inner.full_(x_N)
+    def make_reducer(self, group, block):
+        return CompressedAllReduce(group, self.space.layout, DenseCodec(), self.space.p_N)
 
 
-class Forgetful(Exact):
-    """A reducer that compresses, and forgets what it left out."""
+class ForgetfulAllReduce(CompressedAllReduce):
+    """Compresses, and forgets what it left out."""
 
-    def compressed_(self, x_N, slot):
-        slot.restore(torch.zeros_like(x_N))
-        self._inner.compressed_(x_N, slot)
+    def begin(self, memory):
+        memory.worker_N.zero_()
+        memory.server_c.zero_()
+        super().begin(memory)
 
 
-def losses(wrapped, size, noise, lr):
+class Forgetful(OneBitAdam):
+    """On the exchange that forgets."""
+
+    def make_reducer(self, group, block):
+        return ForgetfulAllReduce(group, self.space.layout, SignCodec(block), self.space.p_N)
+
+
+def losses(kind, size, noise, lr):
     """1/2 sum c x^2 at the freeze, and its mean over the last 50 steps; x starts at one everywhere."""
 
     def work(group):
         curvature, shift = curvatures(), of_rank(group.rank, group.size)
         x = torch.nn.Parameter(torch.ones(NUM, dtype=torch.float64))
-        optimizer = OneBitAdam([x], lr=lr, betas=(0.9, 0.99), warmup=WARMUP, group=group)
-        if wrapped is not None:
-            optimizer.reduce, optimizer.bucketed = wrapped(optimizer.reduce), None
+        optimizer = kind([x], lr=lr, betas=(0.9, 0.99), warmup=WARMUP, group=group)
         seen = []
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(1000 * step + group.rank)
@@ -70,7 +71,7 @@ def test_t12_on_a_quadratic_problem_onebit_adam_ends_where_frozen_adam_does_and_
     size, noise, lr
 ):
     at_freeze, exact = losses(Exact, size, noise, lr)
-    _, compressed = losses(None, size, noise, lr)
+    _, compressed = losses(OneBitAdam, size, noise, lr)
     _, forgetful = losses(Forgetful, size, noise, lr)
     assert exact < 0.1 * at_freeze  # most of the way is left at the freeze
     assert abs(compressed - exact) <= 0.05 * exact  # measured: 1.2 % at most

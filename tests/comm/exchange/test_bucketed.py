@@ -9,6 +9,8 @@ from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.layout import VectorLayout
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.momentum import Descent
 
 CUTS = (64, 200, 504, LAYOUT.numel)
 """Elements of a bucket: many, some, a few, one."""
@@ -19,19 +21,26 @@ def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOU
     return BucketedAllReduce(group, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
 
 
+class Ignoring:
+    """A Reader that looks at nothing."""
+
+    def rows(self, at, rows, table):
+        pass
+
+
 def exchanged(size, rounds, layout=LAYOUT, **how):
     """By rank: the outputs, one after another, the residual before the first and after each, and the errors."""
 
     def work(group):
         reducer = make(group, rounds[0][0].dtype, layout=layout, **how)
-        slot = reducer.new_slot()
-        outs, residuals = [], [slot.residual()]
+        memory = reducer.new_memory()
+        outs, residuals = [], [memory.residual()]
         for ranks in rounds:
             x = ranks[group.rank].clone()
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
             outs.append(x)
-            residuals.append(slot.residual())
-        return outs, residuals, slot.worker_N, slot.server_c
+            residuals.append(memory.residual())
+        return outs, residuals, memory.worker_N, memory.server_c
 
     return run_threads(size, work)
 
@@ -85,11 +94,11 @@ def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the
 
     def work(group):
         reducer = CompressedAllReduce(group, LAYOUT, SignCodec(block), rounds[0][0])
-        slot, outs = reducer.new_slot(), []
+        memory, outs = reducer.new_memory(), []
         for ranks in rounds:
             outs.append(ranks[group.rank].clone())
-            reducer.compressed_(outs[-1], slot)
-        return outs, slot.residual(), slot.worker_N, slot.server_c
+            reducer.compressed_(outs[-1], memory)
+        return outs, memory.residual(), memory.worker_N, memory.server_c
 
     for rank, (outs, residual, worker_N, server_c) in enumerate(run_threads(size, work)):
         for got, due in zip(ours[rank][0], outs, strict=True):
@@ -131,7 +140,7 @@ def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, 
 
     def work(group):
         ours, theirs = (make(group, dtype, bucket_elements) for _ in range(2))
-        slot, other = ours.new_slot(), theirs.new_slot()
+        memory, other = ours.new_memory(), theirs.new_memory()
         m = torch.zeros(LAYOUT.numel, dtype=dtype)
         got = torch.empty_like(m)
         for step, ranks in enumerate(gradients):
@@ -139,22 +148,22 @@ def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, 
             z = m + (1 - beta1) * (g - m)
             theirs.compressed_(z, other)
             m = z
-            ours.begin(slot)
-            assert ours.has_momentum(slot) == (step > 0)
+            ours.begin(memory)
+            assert (ours.last(memory) is not None) == (step > 0)
             for k in range(len(ours.buckets)):
                 if step:
-                    ours.launch_momentum(k, g, beta1)
+                    ours.launch_lerp(k, g, 1 - beta1)
                 else:
                     ours.launch_sum(k, (1 - beta1) * g)
             ours.finish()
-            ours.decode_(got)
+            ours.result.decode_(got)
             ours.commit()
             assert torch.equal(g, ranks[group.rank])
             assert torch.equal(got, m)
-            ours.momentum_(slot, got)
+            ours.last(memory).decode_(got)
             assert torch.equal(got, m)
-            assert torch.equal(slot.worker_N, other.worker_N)
-            assert torch.equal(slot.server_c, other.server_c)
+            assert torch.equal(memory.worker_N, other.worker_N)
+            assert torch.equal(memory.server_c, other.server_c)
         return True
 
     assert all(run_threads(size, work))
@@ -169,18 +178,19 @@ def test_parameters_descend_by_the_result_in_spans_of_any_whole_bytes(size, buck
     divisor = torch.logspace(-1, 2, LAYOUT.numel, dtype=torch.float64)
     divisor[LAYOUT.dead(0, LAYOUT.numel)] = 0
     spans = [(0, 16), (16, 504), (504, 1000), (1000, 1024), (1024, 1072)]
+    hyper = AdamHyper(slice(0, LAYOUT.numel), 0.25, 0.9, 0.999, 1e-8, decay / 0.25)
 
     def work(group):
         reducer = make(group, bucket_elements=bucket_elements)
-        slot, m, whole, apart = reducer.new_slot(), torch.empty_like(p), p.clone(), p.clone()
-        reducer.begin(slot)
+        memory, m, whole, apart = reducer.new_memory(), torch.empty_like(p), p.clone(), p.clone()
+        reducer.begin(memory)
         for k in range(len(reducer.buckets)):
             reducer.launch_sum(k, ranks[group.rank])
         reducer.finish()
-        reducer.decode_(m)
-        reducer.descend_(whole, divisor, 0.25, decay)
+        reducer.result.decode_(m)
+        reducer.result.read(Descent(whole, divisor, hyper))
         for start, stop in spans:
-            reducer.descend_(apart, divisor, 0.25, decay, start, stop)
+            reducer.result.read(Descent(apart, divisor, hyper), start, stop)
         reducer.commit()
         return m, whole, apart
 
@@ -195,12 +205,12 @@ def test_spans_inside_a_byte_or_outside_of_the_vector_are_refused(span):
     def work(group):
         reducer = make(group)
         x = torch.ones(LAYOUT.numel, dtype=torch.float64)
-        reducer.begin(reducer.new_slot())
+        reducer.begin(reducer.new_memory())
         for k in range(len(reducer.buckets)):
             reducer.launch_sum(k, x)
         reducer.finish()
         with pytest.raises(ValueError, match="multiples of 8 inside a vector of 1072"):
-            reducer.descend_(x, x, 0.1, 0.0, *span)
+            reducer.result.read(Ignoring(), *span)
         reducer.commit()
         return True
 
@@ -212,36 +222,35 @@ def test_steps_in_the_wrong_order_are_refused_before_anything_is_written():
 
     def work(group):
         reducer = make(group)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for step in (
             reducer.finish,
             reducer.commit,
-            lambda: reducer.decode_(x),
+            lambda: reducer.result.decode_(x),
             lambda: reducer.launch_sum(0, x),
-            lambda: reducer.momentum_(slot, x),
         ):
-            with pytest.raises(RuntimeError, match=r"no exchange is open|no result of this slot"):
+            with pytest.raises(RuntimeError, match=r"no exchange is open"):
                 step()
-        reducer.begin(slot)
+        reducer.begin(memory)
         with pytest.raises(RuntimeError, match="an exchange is open"):
-            reducer.begin(slot)
+            reducer.begin(memory)
         with pytest.raises(RuntimeError, match="bucket 1: the next to launch is 0 of 5"):
             reducer.launch_sum(1, x)
-        with pytest.raises(RuntimeError, match="no result of this slot"):
-            reducer.launch_momentum(0, x, 0.9)
+        with pytest.raises(RuntimeError, match="no result of this memory"):
+            reducer.launch_lerp(0, x, 1 - 0.9)
         with pytest.raises(ValueError, match=r"torch\.float32\[8\]: must be contiguous torch\.float64\[1072\]"):
             reducer.launch_sum(0, torch.ones(8))
         with pytest.raises(RuntimeError, match="0 of 5 buckets launched"):
             reducer.finish()
         reducer.launch_sum(0, x)
         with pytest.raises(RuntimeError, match="not finished"):
-            reducer.decode_(x)
+            reducer.result.decode_(x)
         reducer.abandon()
         assert not reducer.is_open
-        assert not slot.worker_N.any()
+        assert not memory.worker_N.any()
         reducer.abandon()
         with pytest.raises(TypeError, match="ErrorFeedback"):
-            reducer.begin(CompressedAllReduce(group, LAYOUT, SignCodec(64), x).new_slot())
+            reducer.begin(CompressedAllReduce(group, LAYOUT, SignCodec(64), x).new_memory())
         return True
 
     assert run_threads(1, work) == [True]
@@ -323,7 +332,7 @@ def test_an_exchange_sends_one_bit_a_value_each_way_in_two_collectives_a_bucket(
         reducer = make(group, torch.float32, 1 << 19, 4096, layout)
         x = torch.randn(layout.numel)
         before = group.stats.sent_bytes, group.stats.collectives
-        reducer.compressed_(x, reducer.new_slot())
+        reducer.compressed_(x, reducer.new_memory())
         return group.stats.sent_bytes - before[0], group.stats.collectives - before[1]
 
     for sent, collectives in run_threads(size, work):
@@ -342,14 +351,14 @@ def test_fidelity_is_that_of_the_compressed_all_reduce_and_asking_changes_nothin
             make(group, bucket_elements=bucket_elements, block=8),
             CompressedAllReduce(group, LAYOUT, SignCodec(8), rounds[0][0]),
         ):
-            slot = reducer.new_slot()
-            assert reducer.fidelity(slot) is None
+            memory = reducer.new_memory()
+            assert reducer.fidelity(memory) is None
             for ranks in rounds:
-                reducer.compressed_(ranks[group.rank].clone(), slot)
-            found.append(reducer.fidelity(slot))
-            assert reducer.fidelity(slot) == found[-1]
-            assert reducer.fidelity(reducer.new_slot()) is None
-        slot.restore(slot.residual())
+                reducer.compressed_(ranks[group.rank].clone(), memory)
+            found.append(reducer.fidelity(memory))
+            assert reducer.fidelity(memory) == found[-1]
+            assert reducer.fidelity(reducer.new_memory()) is None
+        memory.restore(memory.residual())
         return found
 
     results = run_threads(size, work)
@@ -364,12 +373,12 @@ def test_saving_moves_the_errors_and_takes_the_densities():
 
     def work(group):
         reducer = make(group)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in rounds:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        before = reducer.fidelity(slot)
-        slot.restore(slot.residual())
-        return before, reducer.fidelity(slot)
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        before = reducer.fidelity(memory)
+        memory.restore(memory.residual())
+        return before, reducer.fidelity(memory)
 
     for before, after in run_threads(3, work):
         assert after.worker_density is None

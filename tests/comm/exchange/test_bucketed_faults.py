@@ -47,31 +47,31 @@ class Watched(Blocking):
             self._then()
 
 
-def errors_of(slot):
-    return torch.cat([slot.worker_N, slot.server_c])
+def errors_of(memory):
+    return torch.cat([memory.worker_N, memory.server_c])
 
 
-def step(reducer, slot, vector, momentum):
+def step(reducer, memory, vector, momentum):
     """Launch one exchange of `vector`, as a gradient where momentum says so, and finish it."""
-    reducer.begin(slot)
+    reducer.begin(memory)
     for k in range(len(reducer.buckets)):
         if momentum:
-            reducer.launch_momentum(k, vector, BETA1)
+            reducer.launch_lerp(k, vector, 1 - BETA1)
         else:
             reducer.launch_sum(k, vector)
     reducer.finish()
 
 
 def warmed_up(group, rounds):
-    """A reducer and its slot after exchanges of all rounds but the last."""
+    """A reducer and its memory after exchanges of all rounds but the last."""
     dtype = rounds[0][0].dtype
     reducer = make(group, dtype)
-    slot, out = reducer.new_slot(), torch.empty(LAYOUT.numel, dtype=dtype)
+    memory, out = reducer.new_memory(), torch.empty(LAYOUT.numel, dtype=dtype)
     for ranks in rounds[:-1]:
-        step(reducer, slot, ranks[group.rank], momentum=False)
-        reducer.decode_(out)
+        step(reducer, memory, ranks[group.rank], momentum=False)
+        reducer.result.decode_(out)
         reducer.commit()
-    return reducer, slot, out
+    return reducer, memory, out
 
 
 def room(before, *given):
@@ -99,21 +99,21 @@ def test_t6_a_lost_peer_in_any_phase_of_any_bucket_is_undone(dtype, momentum, co
 
     def work(group):
         watched = Watched(group)
-        reducer, slot, m = warmed_up(watched, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank].clone()
+        reducer, memory, m = warmed_up(watched, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank].clone()
         watched.arm(collective, lost, after=after)
         with pytest.raises(PeerLost, match="injected"):
-            step(reducer, slot, given, momentum)
+            step(reducer, memory, given, momentum)
         assert not reducer.is_open
         assert torch.equal(given, rounds[-1][group.rank])
-        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
-        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         assert torch.equal(out, m)
         # the group is in step, as here all have lost each other alike: R itself, and a step from it
-        slot.restore(residual := slot.residual())
-        reducer.compressed_(given, slot)
+        memory.restore(residual := memory.residual())
+        reducer.compressed_(given, memory)
         due = sum(rounds[-1]) / 3 + residual
-        assert (given + slot.residual() - due).abs().max() <= room(before, *rounds[-1])
+        assert (given + memory.residual() - due).abs().max() <= room(before, *rounds[-1])
         return True
 
     assert run_threads(3, work) == [True] * 3
@@ -126,15 +126,15 @@ def test_survivors_of_a_rank_that_dies_before_a_collective_are_as_before_the_ste
 
     def work(group):
         watched = Watched(group)
-        reducer, slot, m = warmed_up(watched, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank]
+        reducer, memory, m = warmed_up(watched, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank]
         arrived.wait(60)
         if group.rank == 2:
             watched.arm(collective, lambda: (group.leave(), lost()))
         with pytest.raises(PeerLost, match="injected" if group.rank == 2 else "lost rank 2|lost a peer"):
-            step(reducer, slot, given, momentum=True)
-        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
-        reducer.momentum_(slot, out := torch.empty_like(m))
+            step(reducer, memory, given, momentum=True)
+        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         return torch.equal(out, m)
 
     assert run_threads(3, work) == [True] * 3
@@ -145,19 +145,19 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
 
     def work(group):
         watched = Watched(group)
-        reducer, slot, m = warmed_up(watched, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank]
+        reducer, memory, m = warmed_up(watched, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank]
         if group.rank == 1:
             watched.arm(2 * BUCKETS, lost, after=True)
             with pytest.raises(PeerLost):
-                step(reducer, slot, given, momentum=True)
-            assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
-            reducer.momentum_(slot, out := torch.empty_like(m))
+                step(reducer, memory, given, momentum=True)
+            assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
+            reducer.last(memory).decode_(out := torch.empty_like(m))
             assert torch.equal(out, m)
             return None
-        step(reducer, slot, given, momentum=True)
+        step(reducer, memory, given, momentum=True)
         reducer.commit()
-        reducer.momentum_(slot, out := torch.empty_like(m))
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         assert not torch.equal(out, m)
         return out
 
@@ -172,25 +172,25 @@ def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where,
     rounds = inputs(3, 4, torch.float32)
 
     def work(group):
-        reducer, slot, m = warmed_up(group, rounds)
-        before, residual = errors_of(slot), slot.residual()
+        reducer, memory, m = warmed_up(group, rounds)
+        before, residual = errors_of(memory), memory.residual()
         given = rounds[-1][group.rank].clone()
         if group.rank == 1:
             given[where] = bad
         kept = given.clone()
         with pytest.raises(NonFiniteInput, match="rank 1") as raised:
-            step(reducer, slot, given, momentum)
+            step(reducer, memory, given, momentum)
         assert raised.value.ranks == (1,)
         assert not reducer.is_open
         assert torch.equal(given.nan_to_num(), kept.nan_to_num())
-        assert (errors_of(slot) - before).abs().max() <= room(before, m, *rounds[-1])
-        assert (slot.residual() - residual).abs().max() <= room(before, m, *rounds[-1])
-        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert (errors_of(memory) - before).abs().max() <= room(before, m, *rounds[-1])
+        assert (memory.residual() - residual).abs().max() <= room(before, m, *rounds[-1])
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         assert torch.equal(out, m)
-        step(reducer, slot, rounds[-1][group.rank], momentum)  # the group is in step and goes on
-        reducer.decode_(out)
+        step(reducer, memory, rounds[-1][group.rank], momentum)  # the group is in step and goes on
+        reducer.result.decode_(out)
         reducer.commit()
-        return out, slot.residual()
+        return out, memory.residual()
 
     first, *others = run_threads(3, work)
     assert torch.isfinite(first[0]).all()
@@ -202,14 +202,14 @@ def test_a_mean_that_overflows_though_every_input_was_finite_names_no_rank():
 
     def work(group):
         reducer = make(group, torch.float32)
-        slot = reducer.new_slot()
-        slot.restore(torch.full((LAYOUT.numel,), 2e18))
+        memory = reducer.new_memory()
+        memory.restore(torch.full((LAYOUT.numel,), 2e18))
         x = torch.full((LAYOUT.numel,), 2e18)
         with pytest.raises(NonFiniteInput, match="each rank's own was finite") as raised:
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
         assert raised.value.ranks == ()
         assert torch.equal(x, torch.full((LAYOUT.numel,), 2e18))
-        return float(slot.worker_N.abs().max())
+        return float(memory.worker_N.abs().max())
 
     assert run_threads(2, work) == [0.0, 0.0]
 
@@ -219,18 +219,18 @@ def test_ranks_that_abandon_what_they_have_launched_go_on_from_where_they_were(l
     rounds = inputs(3, 4, torch.float32)
 
     def work(group):
-        reducer, slot, m = warmed_up(group, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank]
-        reducer.begin(slot)
+        reducer, memory, m = warmed_up(group, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank]
+        reducer.begin(memory)
         for k in range(launched[group.rank]):
-            reducer.launch_momentum(k, given, BETA1)
+            reducer.launch_lerp(k, given, 1 - BETA1)
         reducer.abandon()
         assert not reducer.is_open
-        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
-        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         assert torch.equal(out, m)
-        step(reducer, slot, given, momentum=True)
-        reducer.decode_(out)
+        step(reducer, memory, given, momentum=True)
+        reducer.result.decode_(out)
         reducer.commit()
         return out
 
@@ -242,17 +242,17 @@ def test_a_rank_that_abandons_lets_the_others_out_of_finish():
     rounds = inputs(3, 3, torch.float32)
 
     def work(group):
-        reducer, slot, m = warmed_up(group, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank]
+        reducer, memory, m = warmed_up(group, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank]
         if group.rank == 1:
-            reducer.begin(slot)
+            reducer.begin(memory)
             reducer.launch_sum(0, given)
             reducer.abandon()
         else:
             with pytest.raises(NonFiniteInput) as raised:
-                step(reducer, slot, given, momentum=False)
+                step(reducer, memory, given, momentum=False)
             assert raised.value.ranks == (1,)
-        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
+        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
         return True
 
     assert run_threads(3, work) == [True] * 3
@@ -262,14 +262,14 @@ def test_what_was_finished_can_be_abandoned():
     rounds = inputs(2, 3, torch.float32)
 
     def work(group):
-        reducer, slot, m = warmed_up(group, rounds)
-        before, given = errors_of(slot), rounds[-1][group.rank]
-        step(reducer, slot, given, momentum=True)
+        reducer, memory, m = warmed_up(group, rounds)
+        before, given = errors_of(memory), rounds[-1][group.rank]
+        step(reducer, memory, given, momentum=True)
         sent = group.stats.collectives
         reducer.abandon()
         assert group.stats.collectives == sent
-        assert (errors_of(slot) - before).abs().max() <= room(before, given, m)
-        reducer.momentum_(slot, out := torch.empty_like(m))
+        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
+        reducer.last(memory).decode_(out := torch.empty_like(m))
         return torch.equal(out, m)
 
     assert run_threads(2, work) == [True, True]

@@ -9,6 +9,8 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import SoloGroup, run_threads
+from thinwire.optim.adam_math import AdamHyper
+from thinwire.optim.engine.momentum import Descent
 
 torch_profiler = pytest.importorskip("torch.profiler")
 
@@ -21,26 +23,26 @@ from tests.comm.exchange.test_plain import LAYOUT, inputs
 join()
 rounds = inputs(size, 6, torch.float32)
 reducer = make(TorchGroup(), torch.float32)
-slot, m = reducer.new_slot(), torch.empty(LAYOUT.numel)
+memory, m = reducer.new_memory(), torch.empty(LAYOUT.numel)
 outs = []
 for turn, ranks in enumerate(rounds[:-1]):
-    step(reducer, slot, ranks[rank], momentum=turn > 0)
-    reducer.decode_(m)
+    step(reducer, memory, ranks[rank], momentum=turn > 0)
+    reducer.result.decode_(m)
     reducer.commit()
     outs.append(m.clone())
-torch.save((outs, slot.worker_N, slot.server_c), f"{folder}/{rank}.pt")
+torch.save((outs, memory.worker_N, memory.server_c), f"{folder}/{rank}.pt")
 say("threads", json.dumps([thread.name for thread in threading.enumerate()]))
-before, given = errors_of(slot), rounds[-1][rank]
+before, given = errors_of(memory), rounds[-1][rank]
 if rank == size - 1:
-    reducer.begin(slot)
+    reducer.begin(memory)
     for k in range(2):
-        reducer.launch_momentum(k, given, BETA1)
+        reducer.launch_lerp(k, given, 1 - BETA1)
     os._exit(9)
 try:
-    step(reducer, slot, given, momentum=True)
+    step(reducer, memory, given, momentum=True)
 except PeerLost as error:
-    reducer.momentum_(slot, out := torch.empty_like(m))
-    close = float((errors_of(slot) - before).abs().max()) <= room(before, given, m)
+    reducer.last(memory).decode_(out := torch.empty_like(m))
+    close = float((errors_of(memory) - before).abs().max()) <= room(before, given, m)
     say("lost", json.dumps([str(error), torch.equal(out, m), close, reducer.is_open]))
 os._exit(0)
 """
@@ -56,13 +58,13 @@ def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_br
         from tests.comm.exchange.test_bucketed_faults import step
 
         reducer = make(group, torch.float32)
-        slot, m, outs = reducer.new_slot(), torch.empty(LAYOUT.numel), []
+        memory, m, outs = reducer.new_memory(), torch.empty(LAYOUT.numel), []
         for turn, given in enumerate(rounds[:-1]):
-            step(reducer, slot, given[group.rank], momentum=turn > 0)
-            reducer.decode_(m)
+            step(reducer, memory, given[group.rank], momentum=turn > 0)
+            reducer.result.decode_(m)
             reducer.commit()
             outs.append(m.clone())
-        return outs, slot.worker_N, slot.server_c
+        return outs, memory.worker_N, memory.server_c
 
     for rank, (outs, worker_N, server_c) in enumerate(run_threads(size, work)):
         saved = torch.load(tmp_path / f"{rank}.pt")
@@ -81,18 +83,19 @@ def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_br
 def test_no_step_after_the_first_allocates():
     """In one thread, as the profiler sees memory of the thread that it is started in."""
     reducer = make(SoloGroup(), torch.float32)
-    slot, x, g = reducer.new_slot(), torch.ones(LAYOUT.numel), torch.full((LAYOUT.numel,), 0.5)
+    memory, x, g = reducer.new_memory(), torch.ones(LAYOUT.numel), torch.full((LAYOUT.numel,), 0.5)
+    descent = Descent(x, g, AdamHyper(slice(0, LAYOUT.numel), 0.1, 0.9, 0.999, 1e-8, 0.1))
 
     def fused_step():
-        reducer.begin(slot)
+        reducer.begin(memory)
         for k in range(len(reducer.buckets)):
-            reducer.launch_momentum(k, g, 0.9)
+            reducer.launch_lerp(k, g, 1 - 0.9)
         reducer.finish()
-        reducer.descend_(x, g, 0.1, 0.01)
+        reducer.result.read(descent)
         reducer.commit()
 
     def plain_steps():
-        reducer.compressed_(x, slot)
+        reducer.compressed_(x, memory)
         reducer.full_(x)
 
     def allocations(step):

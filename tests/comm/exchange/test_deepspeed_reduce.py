@@ -48,13 +48,13 @@ def run(size, rounds, make):
 
     def work(group):
         reducer = make(group)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         outs, residuals = [], []
         for ranks in rounds:
             x = ranks[group.rank].clone()
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
             outs.append(x)
-            residuals.append(slot.residual())
+            residuals.append(memory.residual())
         return outs, residuals
 
     return run_threads(size, work)
@@ -105,7 +105,7 @@ def test_a_vector_shorter_than_the_ranks_are_many_is_exchanged_too(size):
             deepspeed_reducer(group, layout, [[(0, 1)]], x),
         ):
             outs.append(x.clone())
-            reducer.compressed_(outs[-1], reducer.new_slot())
+            reducer.compressed_(outs[-1], reducer.new_memory())
         return outs
 
     for whole, padded in run_threads(size, work):
@@ -125,9 +125,9 @@ def test_the_residual_of_the_live_elements_goes_to_any_number_of_ranks(before, a
     residual = run(before, inputs(before, 5), make)[0][1][-1]
 
     def work(group):
-        slot = make(group).new_slot()
-        slot.restore(residual)
-        return slot.residual()
+        memory = make(group).new_memory()
+        memory.restore(residual)
+        return memory.residual()
 
     for held in run_threads(after, work):
         assert torch.equal(held, residual)
@@ -135,14 +135,14 @@ def test_the_residual_of_the_live_elements_goes_to_any_number_of_ranks(before, a
 
     def go_on(group):
         reducer = make(group)
-        slot = reducer.new_slot()
-        slot.restore(residual)
+        memory = reducer.new_memory()
+        memory.restore(residual)
         total = torch.zeros_like(residual)
         for ranks in again:
             x = ranks[group.rank].clone()
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
             total += x
-        return total + slot.residual()
+        return total + memory.residual()
 
     expected = sum(sum(ranks) / after for ranks in again) + residual
     torch.testing.assert_close(run_threads(after, go_on)[0], expected, rtol=0, atol=1e-11)
@@ -156,10 +156,10 @@ def test_a_call_that_fails_leaves_input_and_errors_as_they_were(keep_padding, fa
     def work(group):
         failing = FailingGroup(group, fail_at=10**9)
         reducer = deepspeed_reducer(failing, LAYOUT, VECTORS["fused"], rounds[0][0], keep_padding=keep_padding)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in rounds[:2]:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        before = [t.clone() for t in (slot.worker_N, slot.server_c, slot.padding_q)]
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        before = [t.clone() for t in (memory.worker_N, memory.server_c, memory.padding_q)]
         x = rounds[2][group.rank].clone()
         if failure == "non-finite":
             x[20] = float("nan") if group.rank == 1 else x[20]
@@ -167,11 +167,11 @@ def test_a_call_that_fails_leaves_input_and_errors_as_they_were(keep_padding, fa
             failing._left = failure
         kept = x.clone()
         with pytest.raises(NonFiniteInput if failure == "non-finite" else PeerLost) as raised:
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
         if failure == "non-finite":
             assert raised.value.ranks == (1,)
         assert torch.equal(x.nan_to_num(), kept.nan_to_num())
-        after = (slot.worker_N, slot.server_c, slot.padding_q)
+        after = (memory.worker_N, memory.server_c, memory.padding_q)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         return True
 
@@ -181,9 +181,9 @@ def test_a_call_that_fails_leaves_input_and_errors_as_they_were(keep_padding, fa
 def test_an_exchange_is_two_collectives_and_one_bit_a_value_each_way():
     def work(group):
         reducer = deepspeed_reducer(group, LAYOUT, VECTORS["a tensor"], torch.zeros(1))
-        slot, x = reducer.new_slot(), torch.ones(LAYOUT.numel)
+        memory, x = reducer.new_memory(), torch.ones(LAYOUT.numel)
         sent, calls = group.stats.sent_bytes, group.stats.collectives
-        reducer.compressed_(x, slot)
+        reducer.compressed_(x, memory)
         return group.stats.sent_bytes - sent, group.stats.collectives - calls
 
     padded = sum(-(-(b - a) // 32) * 32 for a, b in LAYOUT.live)
@@ -204,12 +204,12 @@ def test_ranks_whose_tensors_differ_are_told_though_their_padding_hides_it():
 def test_error_memory_of_another_reducer_or_model_is_refused():
     def work(group):
         reducer = deepspeed_reducer(group, LAYOUT, VECTORS["a tensor"], torch.zeros(1))
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         with pytest.raises(ValueError, match="other parameters"):
-            slot.restore(torch.zeros_like(slot.worker_N))
+            memory.restore(torch.zeros_like(memory.worker_N))
         ours = default_reducer(group, LAYOUT, torch.zeros(1))
-        with pytest.raises(TypeError, match="new_slot"):
-            reducer.compressed_(torch.zeros(LAYOUT.numel), ours.new_slot())
+        with pytest.raises(TypeError, match="new_memory"):
+            reducer.compressed_(torch.zeros(LAYOUT.numel), ours.new_memory())
         return True
 
     assert all(run_threads(2, work))

@@ -18,14 +18,14 @@ SIZES = (2, 3, 4)
 
 
 def after_rounds(size, rounds, reducer_of, then):
-    """`then(reducer, slot)` of every rank, after `rounds` exchanges."""
+    """`then(reducer, memory)` of every rank, after `rounds` exchanges."""
 
     def work(group):
         reducer = reducer_of(group)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in rounds:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        return then(reducer, slot)
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        return then(reducer, memory)
 
     return run_threads(size, work)
 
@@ -51,7 +51,7 @@ def rho(vectors, layout, size, block):
 @pytest.mark.parametrize("size", SIZES)
 def test_density_is_that_of_the_blocks_weighted_by_size(size):
     (xs,) = inputs(size, 1, torch.float64)
-    found = after_rounds(size, [xs], signs(), lambda reducer, slot: reducer.fidelity(slot))
+    found = after_rounds(size, [xs], signs(), lambda reducer, memory: reducer.fidelity(memory))
     assert found[0].worker_density == pytest.approx(rho(xs, LAYOUT, size, 64), rel=1e-9)
     errors = SimulatedErrors.zeros(xs)
     compressed_mean(xs, errors, LAYOUT, 64)
@@ -62,7 +62,7 @@ def test_density_is_that_of_the_blocks_weighted_by_size(size):
 def test_gaussian_values_have_the_density_they_should():
     layout = VectorLayout.single(2 * 4096)
     xs = [torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    found = after_rounds(2, [xs], signs(4096, layout, torch.float32), lambda reducer, slot: reducer.fidelity(slot))
+    found = after_rounds(2, [xs], signs(4096, layout, torch.float32), lambda reducer, memory: reducer.fidelity(memory))
     assert found[0].worker_density == pytest.approx(sqrt(2 / torch.pi), abs=0.01)
 
 
@@ -71,10 +71,10 @@ def test_residual_ratio_is_exact_where_the_vector_is_short_and_near_where_it_is_
     for layout, rel in ((LAYOUT, 1e-6), (VectorLayout.single(20 * SAMPLED), 0.05)):
         rounds = inputs(size, 4, torch.float32, layout)
 
-        def both(reducer, slot, rounds=rounds):
+        def both(reducer, memory, rounds=rounds):
             out = rounds[-1][0].clone()
-            reducer.compressed_(out, slot)
-            return reducer.fidelity(slot).residual_ratio, float(slot.residual().norm() / out.norm())
+            reducer.compressed_(out, memory)
+            return reducer.fidelity(memory).residual_ratio, float(memory.residual().norm() / out.norm())
 
         for found, exact in after_rounds(size, rounds, signs(4096, layout, torch.float32), both):
             assert found == pytest.approx(exact, rel=rel)
@@ -87,13 +87,13 @@ def test_ranks_are_told_the_same_and_nothing_changes_by_asking(size):
     def asking(ask):
         def work(group):
             reducer = signs(dtype=torch.float32)(group)
-            slot, told, outs = reducer.new_slot(), [], []
+            memory, told, outs = reducer.new_memory(), [], []
             for ranks in rounds:
                 x = ranks[group.rank].clone()
-                reducer.compressed_(x, slot)
+                reducer.compressed_(x, memory)
                 outs.append(x)
-                told.append(reducer.fidelity(slot) if ask else None)
-            return torch.stack(outs), slot.worker_N, slot.server_c, told
+                told.append(reducer.fidelity(memory) if ask else None)
+            return torch.stack(outs), memory.worker_N, memory.server_c, told
 
         return run_threads(size, work)
 
@@ -107,9 +107,9 @@ def test_it_costs_one_small_mean():
     layout = VectorLayout.single(100_000)
     rounds = inputs(2, 1, torch.float32, layout)
 
-    def cost(reducer, slot):
+    def cost(reducer, memory):
         before, calls = reducer.stats.sent_bytes, reducer.stats.collectives
-        reducer.fidelity(slot)
+        reducer.fidelity(memory)
         return reducer.stats.sent_bytes - before, reducer.stats.collectives - calls
 
     expected = all_reduce_bytes(torch.empty(SAMPLED + 7), 2)
@@ -120,11 +120,11 @@ def test_nothing_is_said_before_an_exchange_or_after_one_that_failed():
     (xs,) = inputs(2, 1, torch.float32)
     bad = [torch.full_like(xs[0], torch.nan), xs[1]]
 
-    def then(reducer, slot):
-        before_any = reducer.fidelity(reducer.new_slot())
+    def then(reducer, memory):
+        before_any = reducer.fidelity(reducer.new_memory())
         with pytest.raises(NonFiniteInput):
-            reducer.compressed_(bad[0].clone(), slot)
-        return before_any, reducer.fidelity(slot)
+            reducer.compressed_(bad[0].clone(), memory)
+        return before_any, reducer.fidelity(memory)
 
     assert after_rounds(2, [xs], signs(dtype=torch.float32), then) == [(None, None)] * 2
 
@@ -132,10 +132,10 @@ def test_nothing_is_said_before_an_exchange_or_after_one_that_failed():
 def test_saving_moves_the_errors_and_takes_only_the_density_of_the_workers():
     rounds = inputs(3, 2, torch.float64)
 
-    def then(reducer, slot):
-        before = reducer.fidelity(slot)
-        slot.restore(slot.residual())
-        return before, reducer.fidelity(slot)
+    def then(reducer, memory):
+        before = reducer.fidelity(memory)
+        memory.restore(memory.residual())
+        return before, reducer.fidelity(memory)
 
     for before, after in after_rounds(3, rounds, signs(), then):
         assert after.worker_density is None
@@ -146,7 +146,7 @@ def test_saving_moves_the_errors_and_takes_only_the_density_of_the_workers():
 def test_one_rank_leaves_nothing_out():
     rounds = inputs(1, 2, torch.float64)
     dense = lambda group: CompressedAllReduce(group, LAYOUT, DenseCodec(), rounds[0][0])  # noqa: E731
-    (found,) = after_rounds(1, rounds, dense, lambda reducer, slot: reducer.fidelity(slot))
+    (found,) = after_rounds(1, rounds, dense, lambda reducer, memory: reducer.fidelity(memory))
     assert found.worker_density is None
     assert found.residual_ratio == 0
 
@@ -155,7 +155,7 @@ def test_scales_of_whole_vectors_are_described_too():
     layout = VectorLayout.single(1000)
     (xs,) = inputs(2, 1, torch.float64, layout)
     reducer_of = lambda group: deepspeed_reducer(group, layout, [[(0, 1000)]], xs[0])  # noqa: E731
-    found = after_rounds(2, [xs], reducer_of, lambda reducer, slot: reducer.fidelity(slot))[0]
+    found = after_rounds(2, [xs], reducer_of, lambda reducer, memory: reducer.fidelity(memory))[0]
     # one scale for 1008 values: padding counts
     product = sum(float(x.abs().sum() * x.norm()) / sqrt(1008) for x in xs)
     padded = sum(float(x.norm()) ** 2 for x in xs)

@@ -11,15 +11,15 @@ from thinwire.comm.codecs import SignCodec
 
 
 def after_rounds(size, bucket_elements=256, rounds=3, dtype=torch.float64, block=8):
-    """What `rounds` exchanges left, by rank: (R, worker errors, server errors, the slot's scales)."""
+    """What `rounds` exchanges left, by rank: (R, worker errors, server errors, the memory's scales)."""
     given = inputs(size, rounds, dtype)
 
     def work(group):
         reducer = make(group, dtype, bucket_elements, block)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in given:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        return slot.residual(), slot.worker_N, slot.server_c, reducer
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        return memory.residual(), memory.worker_N, memory.server_c, reducer
 
     return run_threads(size, work)
 
@@ -56,10 +56,10 @@ def test_t3_resize_keeps_the_residual_whatever_the_buckets(old, new):
     def work(group):
         held = []
         for bucket_elements in (200, LAYOUT.numel):
-            slot = make(group, torch.float32, bucket_elements).new_slot()
-            slot.restore(residual)
-            held.append((slot.residual(), bool(slot.worker_N.any())))
-        old_kind = CompressedAllReduce(group, LAYOUT, SignCodec(64), residual).new_slot()
+            memory = make(group, torch.float32, bucket_elements).new_memory()
+            memory.restore(residual)
+            held.append((memory.residual(), bool(memory.worker_N.any())))
+        old_kind = CompressedAllReduce(group, LAYOUT, SignCodec(64), residual).new_memory()
         old_kind.restore(residual)
         return [*held, (old_kind.residual(), bool(old_kind.worker_N.any()))]
 
@@ -74,16 +74,16 @@ def test_restoring_forgets_what_was_kept_before_and_leaves_the_residual_it_is_gi
 
     def work(group):
         reducer = make(group)
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in given:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        assert reducer.has_momentum(slot)
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        assert reducer.last(memory) is not None
         wanted = torch.linspace(-1, 1, LAYOUT.numel, dtype=torch.float64)
         kept = wanted.clone()
-        slot.restore(wanted)
-        assert not reducer.has_momentum(slot)
+        memory.restore(wanted)
+        assert not (reducer.last(memory) is not None)
         assert torch.equal(wanted, kept)
-        return torch.equal(slot.residual(), wanted)
+        return torch.equal(memory.residual(), wanted)
 
     assert run_threads(2, work) == [True, True]
 
@@ -91,7 +91,7 @@ def test_restoring_forgets_what_was_kept_before_and_leaves_the_residual_it_is_gi
 def test_a_residual_of_another_model_is_refused():
     def work(group):
         with pytest.raises(ValueError, match="other parameters"):
-            make(group).new_slot().restore(torch.zeros(8))
+            make(group).new_memory().restore(torch.zeros(8))
         return True
 
     assert run_threads(1, work) == [True]

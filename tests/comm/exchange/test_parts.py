@@ -34,26 +34,26 @@ def elsewhere(g_N, apart):
 
 def exchange(group, apart, bucket_elements, poison=None):
     reduce = BucketedAllReduce(group, LAYOUT, SignCodec(256), torch.zeros(0), bucket_elements=bucket_elements)
-    slot = reduce.new_slot()
+    memory = reduce.new_memory()
     first = filled(group.rank)
-    reduce.compressed_(first, slot)
-    before = slot.residual()
+    reduce.compressed_(first, memory)
+    before = memory.residual()
     g_N = filled(10 + group.rank)
     if poison is not None and group.rank == 0:
         g_N[poison] = torch.nan
     vector, runs = elsewhere(g_N, apart) if apart else (g_N, [])
-    reduce.begin(slot)
+    reduce.begin(memory)
     for k in range(len(reduce.buckets)):
-        reduce.launch_momentum(k, vector, BETA1, runs)
+        reduce.launch_lerp(k, vector, 1 - BETA1, runs)
     if poison is not None:
         with pytest.raises(NonFiniteInput):
             reduce.finish()
-        return before, slot.residual(), slot.largest
+        return before, memory.residual(), memory.largest
     reduce.finish()
     out = torch.empty(LAYOUT.numel)
-    reduce.decode_(out)
+    reduce.result.decode_(out)
     reduce.commit()
-    return out, slot.residual()
+    return out, memory.residual()
 
 
 def test_which_runs_may_lie_elsewhere():
@@ -85,13 +85,13 @@ def test_a_run_that_shares_its_scales_is_read_of_the_vector():
         reduce = BucketedAllReduce(group, LAYOUT, SignCodec(256), torch.zeros(0))
         found = []
         for runs in ([], [None, torch.full((999,), 7.0), None, None, torch.full((592,), 7.0)]):
-            slot = reduce.new_slot()
-            reduce.compressed_(filled(group.rank), slot)
-            reduce.begin(slot)
-            reduce.launch_momentum(0, filled(10 + group.rank), BETA1, runs)
+            memory = reduce.new_memory()
+            reduce.compressed_(filled(group.rank), memory)
+            reduce.begin(memory)
+            reduce.launch_lerp(0, filled(10 + group.rank), 1 - BETA1, runs)
             reduce.finish()
             out = torch.empty(LAYOUT.numel)
-            reduce.decode_(out)
+            reduce.result.decode_(out)
             reduce.commit()
             found.append(out)
         return torch.equal(*found)

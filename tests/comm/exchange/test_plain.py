@@ -38,13 +38,13 @@ def reduce_rounds(size, rounds, codec, layout=LAYOUT):
 
     def work(group: ThreadGroup):
         reducer = CompressedAllReduce(group, layout, codec, rounds[0][0])
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         outs = []
         for ranks in rounds:
             x = ranks[group.rank].clone()
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
             outs.append(x)
-        return outs, slot.residual(), slot
+        return outs, memory.residual(), memory
 
     by_rank = run_threads(size, work)
     return [[r[0][t] for r in by_rank] for t in range(len(rounds))], by_rank[0][1], [r[2] for r in by_rank]
@@ -84,7 +84,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
             assert torch.equal(out.view(torch.int32), ranks[0].view(torch.int32))
             assert not out[dead].any()
     assert not residual[dead].any()
-    assert not any(slot.worker_N[dead].any() for slot in slots)
+    assert not any(memory.worker_N[dead].any() for memory in slots)
 
 
 @every_pair({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
@@ -95,9 +95,9 @@ def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     errors = SimulatedErrors.zeros(rounds[0])
     for ranks, out in zip(rounds, outs, strict=True):
         assert torch.equal(compressed_mean(ranks, errors, LAYOUT, 64, scale), out[0])
-    for worker, slot in zip(errors.workers, slots, strict=True):
-        assert torch.equal(worker, slot.worker_N)
-    assert torch.equal(errors.server_N, torch.cat([slot.server_c for slot in slots]))
+    for worker, memory in zip(errors.workers, slots, strict=True):
+        assert torch.equal(worker, memory.worker_N)
+    assert torch.equal(errors.server_N, torch.cat([memory.server_c for memory in slots]))
 
 
 @pytest.mark.law
@@ -108,12 +108,12 @@ def test_t11_one_rank_does_not_compress():
         from thinwire.comm import default_reducer
 
         reducer = default_reducer(group, LAYOUT, rounds[0][0])
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for (x,) in rounds:
             out = x.clone()
-            reducer.compressed_(out, slot)
+            reducer.compressed_(out, memory)
             assert torch.equal(out, x)
-        return float(slot.residual().abs().max()), reducer.stats.sent_bytes
+        return float(memory.residual().abs().max()), reducer.stats.sent_bytes
 
     assert run_threads(1, work) == [(0.0, 0)]
 
@@ -126,7 +126,7 @@ def test_a_compressed_exchange_sends_one_bit_a_value_each_way(size):
         x = torch.randn(layout.numel)
         reducer = CompressedAllReduce(group, layout, SignCodec(), x)
         before = group.stats.sent_bytes, group.stats.collectives
-        reducer.compressed_(x, reducer.new_slot())
+        reducer.compressed_(x, reducer.new_memory())
         compressed = group.stats.sent_bytes - before[0]
         assert group.stats.collectives - before[1] == 2
         reducer.full_(x)
@@ -145,9 +145,9 @@ def test_t3_resize_keeps_the_residual(old, new):
         assert residual.abs().max() > 0
 
     def work(group):
-        slot = CompressedAllReduce(group, LAYOUT, SignCodec(block=64), residual).new_slot()
-        slot.restore(residual)
-        return slot.residual()
+        memory = CompressedAllReduce(group, LAYOUT, SignCodec(block=64), residual).new_memory()
+        memory.restore(residual)
+        return memory.residual()
 
     for restored in run_threads(new, work):
         assert torch.equal(restored, residual)
@@ -158,7 +158,7 @@ def test_t4_reusing_server_errors_by_rank_would_break_the_residual():
     """The negative of T3: what restore() must not do is visible to T3's measure."""
     _, residual, slots = reduce_rounds(2, inputs(2, 5, torch.float32), SignCodec(block=64))
     wrong = torch.cat([slots[rank % 2].server_c[: LAYOUT.numel // 4] for rank in range(4)])
-    right = torch.cat([slot.server_c for slot in slots])
+    right = torch.cat([memory.server_c for memory in slots])
     assert (wrong - right).norm() > 0.5 * residual.norm()
 
 
@@ -170,20 +170,20 @@ def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, whe
 
     def work(group):
         reducer = CompressedAllReduce(group, LAYOUT, SignCodec(block=64), rounds[0][0])
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in rounds[:3]:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        before = slot.worker_N.clone(), slot.server_c.clone()
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        before = memory.worker_N.clone(), memory.server_c.clone()
         x = rounds[3][group.rank].clone()
         if group.rank == 1:
             x[where] = bad
         with pytest.raises(NonFiniteInput, match="rank 1") as raised:
-            reducer.compressed_(x, slot)
+            reducer.compressed_(x, memory)
         assert raised.value.ranks == (1,)
-        assert torch.equal(slot.worker_N, before[0])
-        assert torch.equal(slot.server_c, before[1])
+        assert torch.equal(memory.worker_N, before[0])
+        assert torch.equal(memory.server_c, before[1])
         x = rounds[3][group.rank].clone()
-        reducer.compressed_(x, slot)  # the group is in step and goes on
+        reducer.compressed_(x, memory)  # the group is in step and goes on
         return x
 
     first, *others = run_threads(3, work)
@@ -226,15 +226,15 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(collect
     def work(group):
         failing = FailingGroup(group, fail_at=10**9)
         reducer = CompressedAllReduce(failing, LAYOUT, SignCodec(block=64), rounds[0][0])
-        slot = reducer.new_slot()
+        memory = reducer.new_memory()
         for ranks in rounds[:2]:
-            reducer.compressed_(ranks[group.rank].clone(), slot)
-        before = slot.worker_N.clone(), slot.server_c.clone()
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        before = memory.worker_N.clone(), memory.server_c.clone()
         failing._left = collective
         with pytest.raises(PeerLost, match="injected"):
-            reducer.compressed_(rounds[2][group.rank].clone(), slot)
-        assert torch.equal(slot.worker_N, before[0])
-        assert torch.equal(slot.server_c, before[1])
+            reducer.compressed_(rounds[2][group.rank].clone(), memory)
+        assert torch.equal(memory.worker_N, before[0])
+        assert torch.equal(memory.server_c, before[1])
         return True
 
     assert run_threads(2, work) == [True, True]
@@ -253,9 +253,9 @@ def test_ranks_that_disagree_are_told_so_with_both_sides(other):
 
 def test_a_residual_of_another_model_is_refused():
     def work(group):
-        slot = CompressedAllReduce(group, LAYOUT, SignCodec(), torch.zeros(1)).new_slot()
+        memory = CompressedAllReduce(group, LAYOUT, SignCodec(), torch.zeros(1)).new_memory()
         with pytest.raises(ValueError, match="other parameters"):
-            slot.restore(torch.zeros(8))
+            memory.restore(torch.zeros(8))
         return True
 
     assert run_threads(1, work) == [True]

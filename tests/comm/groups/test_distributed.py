@@ -29,7 +29,7 @@ GLOO_RANK = textwrap.dedent(
     generator = torch.Generator().manual_seed(rank)
     x = torch.zeros(layout.numel)
     reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
-    slot = reducer.new_slot()
+    slot = reducer.new_memory()
     for _ in range(3):
         x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
         reducer.compressed_(x, slot)
@@ -60,7 +60,7 @@ def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tm
         generator = torch.Generator().manual_seed(group.rank)
         x = torch.zeros(layout.numel)
         reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
-        slot = reducer.new_slot()
+        slot = reducer.new_memory()
         for _ in range(3):
             x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
             reducer.compressed_(x, slot)

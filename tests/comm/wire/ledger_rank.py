@@ -25,14 +25,14 @@ def main() -> None:
     ledger = Ledger(group.stats, exchange_boxes(group))
     layout = VectorLayout.single(numel)
     reducer = CompressedAllReduce(group, layout, SignCodec(), torch.empty(0))
-    slot = reducer.new_slot()
+    memory = reducer.new_memory()
     x_N = torch.randn(layout.numel, generator=torch.Generator().manual_seed(group.rank))
     x_N[numel:] = 0
     reducer.broadcast_(x_N.clone())
     for _ in range(full_steps):
         reducer.full_(x_N.clone())
     for _ in range(compressed_steps):
-        reducer.compressed_(x_N.clone(), slot)
+        reducer.compressed_(x_N.clone(), memory)
     said = {
         "boxes": [asdict(box) for box in ledger.boxes.of_rank],
         "calls": [[*call, times] for call, times in ledger.calls().items()],

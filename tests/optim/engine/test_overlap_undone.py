@@ -10,7 +10,7 @@ from tests.covering import every_pair
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
-from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.engine.state import error_memories, replicated
 
 COMPRESSED = ("onebit_adam", "onebit_lamb")
 FIRST = WARMUP
@@ -25,7 +25,7 @@ def replicas(optimizer):
 def kept(optimizer):
     """What must be as before bit for bit, and what to rounding: (bits, R, 4 ulp of the largest kept sum)."""
     exact = replicas(optimizer)
-    errors = list(slots(optimizer.vectors).values())
+    errors = list(error_memories(optimizer.vectors).values())
     if not errors:
         return exact, torch.zeros(1), 0.0
     eps = torch.finfo(optimizer.space.p_N.dtype).eps
@@ -119,9 +119,9 @@ def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late)
         net = copy.deepcopy(NETS[0])
         optimizer = make(name, net, group, overlap=True)
         train(net, optimizer, steps, group.rank)
-        slot = next(iter(slots(optimizer.vectors).values()), None)
+        memory = next(iter(error_memories(optimizer.vectors).values()), None)
         exact = replicas(optimizer)
-        errors = None if slot is None else (slot.worker_N.clone(), slot.server_c.clone())
+        errors = None if memory is None else (memory.worker_N.clone(), memory.server_c.clone())
         optimizer.zero_grad()
         if group.rank == 1:
             if late:
@@ -136,9 +136,9 @@ def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late)
         assert not optimizer.overlap.is_open
         assert torch.equal(exact, replicas(optimizer))
         assert optimizer.num_steps == steps
-        if slot is not None:
-            rounding = 4 * torch.finfo(torch.float32).eps * getattr(slot, "largest", 0.0)
-            for old, new in zip(errors, (slot.worker_N, slot.server_c), strict=True):
+        if memory is not None:
+            rounding = 4 * torch.finfo(torch.float32).eps * getattr(memory, "largest", 0.0)
+            for old, new in zip(errors, (memory.worker_N, memory.server_c), strict=True):
                 torch.testing.assert_close(new, old, rtol=0, atol=rounding)
         held["seen"] = True
 

@@ -11,7 +11,7 @@ from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.engine.state import error_memories, replicated
 
 FREEZE = 5
 DENSE_STEPS = (4,)
@@ -47,7 +47,7 @@ def train(net, optimizer, steps, rank):
 def everything(optimizer):
     """All that the next step depends on, and that a rank can see."""
     s = optimizer.vectors
-    errors = [part for slot in slots(s).values() for part in (slot.worker_N, slot.server_c)]
+    errors = [part for memory in error_memories(s).values() for part in (memory.worker_N, memory.server_c)]
     local = [s.u_N] if isinstance(optimizer, ZeroOneAdam) else []
     return bits(optimizer.space.p_N, *replicated(s).values(), *errors, *local)
 

@@ -135,9 +135,9 @@ def test_a_nan_gradient_on_one_rank_stops_all_and_changes_nothing(at):
         model = small_model(torch.float32)
         optimizer = OneBitAdam(model.parameters(), warmup=5, group=group, **HYPER)
         train(model, optimizer, at - 1, group.rank)
-        vectors, slot = optimizer.vectors, optimizer.vectors.momentum_error
+        vectors, memory = optimizer.vectors, optimizer.vectors.momentum_error
         before = [t.clone() for t in (optimizer.space.p_N, vectors.m_N, vectors.v_N)]
-        residual = slot.residual()
+        residual = memory.residual()
         x, y = batch(at, group.rank, torch.float32)
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
@@ -146,8 +146,8 @@ def test_a_nan_gradient_on_one_rank_stops_all_and_changes_nothing(at):
             optimizer.step()
         after = (optimizer.space.p_N, vectors.m_N, vectors.v_N)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        rounding = 4 * torch.finfo(torch.float32).eps * slot.largest
-        torch.testing.assert_close(slot.residual(), residual, rtol=0, atol=rounding)
+        rounding = 4 * torch.finfo(torch.float32).eps * memory.largest
+        torch.testing.assert_close(memory.residual(), residual, rtol=0, atol=rounding)
         assert optimizer.num_steps == at - 1
         return True
 

@@ -120,9 +120,9 @@ class FlatOrder:
     def __init__(self, inner, space, parameters):
         self.inner, self.to_flat = inner, flat_order(space, parameters)
 
-    def __call__(self, zs, slot):
+    def __call__(self, zs, memory):
         out = torch.empty_like(zs[0])
-        out[self.to_flat] = self.inner([z[self.to_flat] for z in zs], slot)
+        out[self.to_flat] = self.inner([z[self.to_flat] for z in zs], memory)
         return out
 
 

@@ -118,7 +118,7 @@ def padding_cleared(trace: Trace):
 
 def errors_kept_over_the_stages(trace: Trace):
     exchange = DeepSpeedExchange([t.numel() for t in trace.start], trace.num_workers)
-    return lambda zs, slot: exchange(zs, "either")
+    return lambda zs, memory: exchange(zs, "either")
 
 
 def intervals_from_the_update(trace: Trace):

@@ -23,15 +23,15 @@ NEAR_ZERO = 1e-6
 class Watched(TwoPhase):
     """The exchange, and which of its elements may come out otherwise in float32. doubtful: bool[live elements]."""
 
-    def __init__(self, units, errors, slot):
+    def __init__(self, units, errors, memory):
         super().__init__(units)
-        self.errors[slot] = errors
+        self.errors[memory] = errors
         self.doubtful = torch.zeros_like(errors.server, dtype=torch.bool)
 
-    def __call__(self, zs, slot):
-        sums = [z + d for z, d in zip(zs, self.errors[slot].workers, strict=True)]
-        out = super().__call__(zs, slot)
-        b = out + self.errors[slot].server
+    def __call__(self, zs, memory):
+        sums = [z + d for z, d in zip(zs, self.errors[memory].workers, strict=True)]
+        out = super().__call__(zs, memory)
+        b = out + self.errors[memory].server
         for start, stop in self.worker_units:
             if any(near_zero(a[start:stop]).any() for a in sums):
                 self.doubtful[start:stop] = True  # a worker's sign moves the servers' scale of its unit
@@ -47,15 +47,15 @@ def near_zero(values):
 def state_of(optimizer):
     """Of one rank, in float64: parameters and vectors as tensors, the errors as live elements of flat vectors."""
     s, space = optimizer.vectors, optimizer.space
-    slot = s.update_error if hasattr(s, "update_error") else s.momentum_error
+    memory = s.update_error if hasattr(s, "update_error") else s.momentum_error
     found = {
         name: in_pieces(optimizer, getattr(s, name))
         for name in ("m_N", "v_N", "u_N", "x_s_N", "fresh_v_N")
         if hasattr(s, name)
     }
     found["x"] = in_pieces(optimizer, space.p_N)
-    found["worker"] = laid_end_to_end(in_pieces(optimizer, slot.worker_N))
-    found["server_c"] = slot.server_c.double().clone()
+    found["worker"] = laid_end_to_end(in_pieces(optimizer, memory.worker_N))
+    found["server_c"] = memory.server_c.double().clone()
     for name in ("coeff_T", "factor_T", "scaling_T"):
         if hasattr(s, name):
             found[name] = getattr(s, name).tolist()
@@ -103,9 +103,9 @@ def watch(reference, states, optimizer):
             server_N[start + low : start + high] = state["server_c"][at : at + high - low]
             at += high - low
     server = laid_end_to_end(in_pieces(optimizer, server_N))
-    slot = "update" if hasattr(optimizer.vectors, "update_error") else "momentum"
+    memory = "update" if hasattr(optimizer.vectors, "update_error") else "momentum"
     errors = Errors([state["worker"] for state in states], server)
-    reference.exchange = Watched(reference.exchange.worker_units, errors, slot)
+    reference.exchange = Watched(reference.exchange.worker_units, errors, memory)
     return reference.exchange
 
 

@@ -194,9 +194,9 @@ def test_the_floor_is_a_part_of_the_mean_around_and_of_the_model_where_that_is_n
 def test_onebit_lamb_scales_all_layers_to_one_size_for_the_wire():
     seen = []
 
-    def exchange(zs, slot):
+    def exchange(zs, memory):
         seen.append(zs)
-        return exact_mean(zs, slot)
+        return exact_mean(zs, memory)
 
     reference = run(ReferenceOneBitLamb(start(), HYPER, warmup=10, exchange=exchange), 10, 3)
     rms = [float((k * m).square().mean().sqrt()) for k, m in zip(reference.k, reference.m, strict=True)]

@@ -182,7 +182,7 @@ def test_zero_one_adam_may_leave_momentum_alone_at_learning_rate_zero():
 
 
 def test_zero_one_adam_sends_nothing_after_a_round_of_learning_rate_zero():
-    def exchange(zs, slot):
+    def exchange(zs, memory):
         raise AssertionError("there is nothing to send")
 
     reference = ReferenceZeroOneAdam(

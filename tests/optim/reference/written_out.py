@@ -74,8 +74,8 @@ def in_pieces(optimizer, vector_N):
 
 
 def buckets_of(optimizer):
-    """The spans that it exchanges one by one; none where it exchanges the vector as a whole."""
-    return optimizer.bucketed.buckets.spans if optimizer.bucketed else ()
+    """The spans that it exchanges one by one."""
+    return optimizer.reduce.buckets.spans
 
 
 def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=100):

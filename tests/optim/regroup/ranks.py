@@ -8,7 +8,7 @@ from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, run_threads
 from thinwire.comm.groups.faults import FaultyGroup
-from thinwire.optim.engine.state import replicated, slots
+from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.regroup import regroup
 
 
@@ -47,7 +47,7 @@ class Rank:
         return bits(self.optimizer.space.p_N, *replicated(s).values())
 
     def residual(self, group):
-        return {name: slot.residual() for name, slot in slots(self.optimizer.vectors).items()}
+        return {name: memory.residual() for name, memory in error_memories(self.optimizer.vectors).items()}
 
 
 def new_ranks(size, make_optimizer):

@@ -11,7 +11,7 @@ from tests.optim.reference.written_out import COMPRESSED, make
 from tests.optim.regroup.ranks import new_ranks, together, until
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, What, When
-from thinwire.optim.engine.state import slots
+from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over, regroup
 
 SIZES = (1, 2, 3, 4, 8)
@@ -86,8 +86,8 @@ def test_t3_a_planned_change_keeps_r_to_4_ulp(name, before, after):
     assert all(torch.equal(one, held[0]) for one in held)
     stay = [*ranks[:after], *new_ranks(max(0, after - before), maker(name))]
     for residuals in regrouped(stay):
-        for slot, r_N in residuals.items():
-            expected_N = handed[0][slot]
+        for memory, r_N in residuals.items():
+            expected_N = handed[0][memory]
             assert (r_N - expected_N).abs().max() <= 4 * EPS * expected_N.abs().max()
             assert before == 1 or expected_N.any()
     for rank in stay:
@@ -176,13 +176,13 @@ def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_el
 
 
 def shares(ranks):
-    """Of each rank and slot: worker error, and server error in its place."""
+    """Of each rank and memory: worker error, and server error in its place."""
     found = []
     for rank in ranks:
         own = {}
-        for name, slot in slots(rank.optimizer.vectors).items():
-            worker_N = slot.worker_N
-            own[name] = worker_N, slot.share(1) - worker_N
+        for name, memory in error_memories(rank.optimizer.vectors).items():
+            worker_N = memory.worker_N
+            own[name] = worker_N, memory.share(1) - worker_N
         found.append(own)
     return found
 
@@ -231,7 +231,7 @@ def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size
         rank.regroup(group)
         rank.train(group, STEP)
         until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))  # else one may still be in its last wait
-        buckets = 1 if rank.optimizer.bucketed is None else len(rank.optimizer.bucketed.buckets)
+        buckets = len(rank.optimizer.reduce.buckets)
         call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
         group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
         try:
@@ -260,9 +260,9 @@ def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size
     assert stay[0].told.server_lost == (2,)
     assert all(torch.equal(rank.held(), held) for rank in stay)
     largest = max(float(w.abs().max()) + float(s.abs().max()) for own in kept for w, s in own.values())
-    for slot, r_N in expected(kept, survivors).items():
+    for memory, r_N in expected(kept, survivors).items():
         for found in residuals:
-            assert (found[slot] - r_N).abs().max() <= 64 * EPS * largest
+            assert (found[memory] - r_N).abs().max() <= 64 * EPS * largest
     goes_on([*stay, *new_ranks(1, maker(name, scale=scale))])
 
 
@@ -284,16 +284,16 @@ def test_t5_what_is_lost_is_the_dead_ranks_part_and_is_told():
     assert stay[0].told.lost_norm < stay[0].told.residual_norm
 
 
-def shadowed(net):
+def with_replica(net):
     optimizer = maker("onebit_adam")(net)
-    optimizer.shadow = True
+    optimizer.server_replica = True
     return optimizer
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.law
-def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
-    ranks = new_ranks(size, shadowed)
+def test_a_replica_is_bit_equal_to_the_server_error_that_it_follows(size):
+    ranks = new_ranks(size, with_replica)
 
     def work(rank, group):
         rank.regroup(group)
@@ -301,16 +301,16 @@ def test_a_shadow_is_bit_equal_to_the_server_error_that_it_follows(size):
 
     together(ranks, work)
     kept = [rank.optimizer.vectors.momentum_error for rank in ranks]
-    assert any(own.sum_c.any() for slot in kept for own in slot.server)
-    for at, slot in enumerate(kept):
+    assert any(own.sum_c.any() for memory in kept for own in memory.server)
+    for at, memory in enumerate(kept):
         before = kept[at - 1]
-        for own, followed in zip(before.server, slot.shadow, strict=True):
+        for own, followed in zip(before.server, memory.replica, strict=True):
             assert torch.equal(own.sum_c, followed.sum_c)
             assert torch.equal(own.scale_b, followed.scale_b)
 
 
-def test_a_shadow_changes_no_bit_of_training_and_costs_half_as_many_bytes_again():
-    plain, ours = new_ranks(3, maker("onebit_adam")), new_ranks(3, shadowed)
+def test_a_replica_changes_no_bit_of_training_and_costs_half_as_many_bytes_again():
+    plain, ours = new_ranks(3, maker("onebit_adam")), new_ranks(3, with_replica)
     sent = []
     for ranks in (plain, ours):
 
@@ -328,21 +328,21 @@ def test_a_shadow_changes_no_bit_of_training_and_costs_half_as_many_bytes_again(
 
 @every_value({"where": FAULTS, "size": (4, 3, 2)})
 @pytest.mark.law
-def test_t5_with_a_shadow_one_death_loses_nothing_of_the_server_errors(where, size):
+def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, size):
     dead, fault = size - 1, FAULTS[where]
     behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
     forward = len(behind) > 1
     name = "momentum_error"
-    ranks = new_ranks(size, shadowed)
+    ranks = new_ranks(size, with_replica)
 
     def work(rank, group):
         rank.regroup(group)
         rank.train(group, STEP)
         until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))
-        call = len(rank.optimizer.bucketed.buckets) - 1 if fault.call < 0 else fault.call
+        call = len(rank.optimizer.reduce.buckets) - 1 if fault.call < 0 else fault.call
         what = fault.what if forward else What.LOSE
         when = fault.when if forward or fault.call >= 0 else When.BEFORE
-        calls = call * (2 if fault.collective == "all_to_all" else 1)  # a shadow's rows are one more in each bucket
+        calls = call * (2 if fault.collective == "all_to_all" else 1)  # a replica's rows are one more in each bucket
         group.arm(Fault(behind, fault.collective, calls, when, what))
         try:
             rank.train(group, STEP + 3)

@@ -52,8 +52,8 @@ def bits(*tensors):
 
 
 def errors(optimizer):
-    slot = optimizer.vectors.update_error
-    return torch.cat([slot.worker_N, slot.server_c])
+    memory = optimizer.vectors.update_error
+    return torch.cat([memory.worker_N, memory.server_c])
 
 
 def assert_errors_undone(optimizer, before):

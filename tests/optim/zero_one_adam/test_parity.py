@@ -59,11 +59,11 @@ def switched(exchange, settings, step_now):
     """The exchange of the reference with two choices more: that -u is sent, that errors of gradients are delivered."""
     left = 0.0  # R, by its law: what went in and has not come out
 
-    def exchanged(zs, slot):
+    def exchanged(zs, memory):
         nonlocal left
-        if slot == "update":
-            return -exchange([-z for z in zs], slot) if settings.negated else exchange(zs, slot)
-        out = mean(zs) + left if settings.deliver_errors and step_now() == FREEZE else exchange(zs, slot)
+        if memory == "update":
+            return -exchange([-z for z in zs], memory) if settings.negated else exchange(zs, memory)
+        out = mean(zs) + left if settings.deliver_errors and step_now() == FREEZE else exchange(zs, memory)
         left = left + mean(zs) - out
         return out
 

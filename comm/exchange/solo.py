@@ -1,0 +1,184 @@
+"""The reducer of one rank: nothing crosses a wire, so nothing is compressed, and what error memory holds is given out.
+
+    result = x + R;  R <- 0
+
+A larger group may have left R: a run that shrinks to one rank loses none of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange.error_feedback import ErrorFeedback
+from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
+from thinwire.comm.layout import Buckets, VectorLayout
+from thinwire.comm.protocol import ErrorMemory, Group, Reader
+
+
+class Values:
+    """A float vector, as a Result."""
+
+    def __init__(self, values_N: Tensor) -> None:
+        self.values_N = values_N
+
+    def decode_(self, out_N: Tensor) -> None:
+        """out <- the result."""
+        out_N.copy_(self.values_N)
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand elements [start, stop) to the reader, as floats."""
+        at = slice(start, self.values_N.numel() if stop is None else stop)
+        reader.values(at, self.values_N[at])
+
+
+class OwnMean:
+    """The mean over one rank: x itself, if it is finite."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._x_N: Tensor | None = None
+
+    def begin(self) -> None:
+        """Open a mean. Raises: RuntimeError where one is open."""
+        if self.is_open:
+            raise RuntimeError("a mean is open: finish() or abandon() it before the next begin()")
+        self.is_open = True
+
+    def launch(self, k: int, x_N: Tensor) -> None:
+        """The only bucket."""
+        if not self.is_open or k or self._x_N is not None:
+            raise RuntimeError(f"bucket {k}: begin() first, then launch the only bucket, 0")
+        self._x_N = x_N
+
+    def finish(self) -> None:
+        """Waits for the device once. Raises: NonFiniteInput."""
+        x_N, self._x_N, self.is_open = self._x_N, None, False
+        if x_N is None:
+            raise RuntimeError("0 of 1 buckets launched: launch every bucket first")
+        _refuse_non_finite(x_N)
+
+    def abandon(self) -> None:
+        """End it."""
+        self._x_N, self.is_open = None, False
+
+
+class SoloReducer(Stepwise):
+    """A Reducer of one rank, for vectors of one layout."""
+
+    def __init__(self, group: Group, layout: VectorLayout, like: Tensor) -> None:
+        super().__init__(group, Buckets(layout, ((0, layout.numel),)))
+        self.full = OwnMean()
+        self._like = like.new_empty(0)
+        self._results = [Values(like.new_zeros(layout.numel)) for _ in range(2)]
+        self._last = 0
+        """Which of the two was committed last; the exchange under way writes the other."""
+        self._last_of: tuple[ErrorMemory, int] | None = None
+        self._memory: ErrorFeedback | None = None
+        self._launched = self._finished = False
+
+    def new_memory(self) -> ErrorFeedback:
+        """Error memory for one exchanged vector, empty."""
+        return ErrorFeedback(self.buckets.layout, self._group, self._like.dtype, self._like.device)
+
+    def begin(self, memory: ErrorMemory) -> None:
+        """Open an exchange. Raises: RuntimeError where one is open."""
+        if self._memory is not None:
+            raise RuntimeError(
+                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
+            )
+        if not isinstance(memory, ErrorFeedback):
+            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
+        self._memory = memory
+
+    def launch_sum(self, k: int, x_N: Tensor) -> None:
+        """result <- x + R."""
+        self._expect(k)
+        self._results[1 - self._last].values_N.copy_(x_N)
+        self._add_residual()
+
+    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
+        """result <- r + weight (x - r) + R, r being last(memory). Raises: RuntimeError where that is None."""
+        last = self.last(self._expect(k))
+        if last is None:
+            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        result_N = self._results[1 - self._last].values_N
+        lerp_(result_N.copy_(last.values_N), x_N, weight, self.buckets.layout, runs)
+        self._add_residual()
+
+    def finish(self) -> None:
+        """Waits for the device once. Raises: NonFiniteInput; then nothing has changed and no exchange is open."""
+        if not self._launched or self._finished:
+            raise RuntimeError(f"launched = {self._launched}, finished = {self._finished}: launch, then finish once")
+        try:
+            _refuse_non_finite(self._results[1 - self._last].values_N)
+        except BaseException:
+            self._close()
+            raise
+        self._finished = True
+
+    @property
+    def result(self) -> Values:
+        """What the finished exchange gave. Raises: RuntimeError where none is."""
+        if not self._finished:
+            raise RuntimeError("the exchange is not finished: finish() first")
+        return self._results[1 - self._last]
+
+    def commit(self) -> None:
+        """Keep it; R is given out. Ends the exchange."""
+        memory, _ = self._memory, self.result
+        assert memory is not None
+        memory.worker_N.zero_()
+        memory.server_c.zero_()
+        self._last = 1 - self._last
+        self._last_of = (memory, memory.version)
+        self._close()
+
+    def last(self, memory: ErrorMemory) -> Values | None:
+        """The last committed result, where it is of this memory and nobody has restored that since."""
+        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
+        return self._results[self._last] if known else None
+
+    def abandon(self) -> None:
+        """End the exchange as if it had not begun."""
+        self._close()
+
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """There are no peers to lose."""
+        yield False
+
+    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
+        """All of it was carried: rho is 1 on the way back; what waits in error memory was put there since."""
+        if self._last_of is None or self._last_of[0] is not memory:
+            return None
+        given = float(torch.linalg.vector_norm(self._results[self._last].values_N))
+        waiting = float(torch.linalg.vector_norm(memory.residual()))
+        return Fidelity(None, 1.0 if given > 0 else None, waiting / given if given > 0 else None)
+
+    def _expect(self, k: int) -> ErrorFeedback:
+        if self._memory is None:
+            raise RuntimeError("no exchange is open: begin(memory) first")
+        if k or self._launched:
+            raise RuntimeError(f"bucket {k}: the only bucket is 0; launched = {self._launched}")
+        self._launched = True
+        return self._memory
+
+    def _add_residual(self) -> None:
+        assert self._memory is not None
+        self._results[1 - self._last].values_N.add_(self._memory.worker_N).add_(self._memory.server_c)
+
+    def _close(self) -> None:
+        self._memory, self._launched, self._finished = None, False, False
+
+
+def _refuse_non_finite(x_N: Tensor) -> None:
+    # NaN and infinity survive the maximum.
+    peak = torch.linalg.vector_norm(x_N, torch.inf)
+    if not math.isfinite(float(peak)):
+        raise non_finite(torch.isfinite(peak).view(1))

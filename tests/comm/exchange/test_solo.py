@@ -1,0 +1,121 @@
+"""One rank: nothing is compressed, and what a larger group left in error memory is given out."""
+
+import pytest
+import torch
+
+from tests.comm.exchange.test_plain import LAYOUT
+from thinwire.comm import NonFiniteInput, SoloGroup, default_reducer
+from thinwire.comm.exchange.solo import SoloReducer
+
+
+def made(dtype=torch.float64):
+    reducer = default_reducer(SoloGroup(), LAYOUT, torch.empty(0, dtype=dtype))
+    assert isinstance(reducer, SoloReducer)
+    return reducer, reducer.new_memory()
+
+
+def filled(seed):
+    x = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x[LAYOUT.dead(0, LAYOUT.numel)] = 0
+    return x
+
+
+class Reading:
+    """A Reader that keeps what it was given."""
+
+    def __init__(self):
+        self.found = []
+
+    def values(self, at, values):
+        self.found.append((at.start, values.clone()))
+
+
+def test_the_output_is_the_input_and_what_waited_in_error_memory():
+    reducer, memory = made()
+    x, waiting = filled(1), filled(2)
+    memory.restore(waiting)
+    out = x.clone()
+    reducer.compressed_(out, memory)
+    assert torch.equal(out, x + waiting)
+    assert not memory.residual().any()
+    again = x.clone()
+    reducer.compressed_(again, memory)
+    assert torch.equal(again, x)
+
+
+def test_a_lerp_goes_on_from_the_last_result_and_reads_gradients_where_they_are():
+    reducer, memory = made()
+    x, g = filled(1), filled(2)
+    reducer.compressed_(x, memory)
+    runs = [g[start:stop].clone() if i % 2 else None for i, (start, stop) in enumerate(LAYOUT.live)]
+    elsewhere = g.clone()
+    for (start, stop), run in zip(LAYOUT.live, runs, strict=True):
+        if run is not None:
+            elsewhere[start:stop] = torch.nan
+    reducer.begin(memory)
+    reducer.launch_lerp(0, elsewhere, 0.125, runs)
+    reducer.finish()
+    reader = Reading()
+    reducer.result.read(reader, 8, 64)
+    expected = x + (g - x) * 0.125
+    assert reader.found[0][0] == 8
+    assert torch.equal(reader.found[0][1], expected[8:64])
+    reducer.commit()
+    reducer.last(memory).decode_(out := torch.empty_like(x))
+    assert torch.equal(out, expected)
+
+
+def test_a_value_that_is_not_finite_is_refused_and_changes_nothing():
+    reducer, memory = made()
+    waiting, bad = filled(2), filled(1)
+    memory.restore(waiting)
+    bad[3] = torch.inf
+    with pytest.raises(NonFiniteInput, match="rank 0"):
+        reducer.compressed_(bad, memory)
+    with pytest.raises(NonFiniteInput, match="rank 0"):
+        reducer.full_(bad)
+    assert torch.equal(memory.residual(), waiting)
+    reducer.full_(out := filled(1))
+    assert torch.equal(out, filled(1))
+
+
+def test_error_memory_that_was_restored_has_no_last_result():
+    reducer, memory = made()
+    x = filled(1)
+    reducer.compressed_(x.clone(), memory)
+    assert reducer.last(memory) is not None
+    memory.restore(torch.zeros_like(x))
+    assert reducer.last(memory) is None
+    reducer.begin(memory)
+    with pytest.raises(RuntimeError, match="use launch_sum"):
+        reducer.launch_lerp(0, x, 0.5)
+    reducer.abandon()
+
+
+def test_steps_in_the_wrong_order_are_refused():
+    reducer, memory = made()
+    x = filled(1)
+    for step in (reducer.finish, reducer.commit, lambda: reducer.launch_sum(0, x), lambda: reducer.result):
+        with pytest.raises(RuntimeError):
+            step()
+    reducer.begin(memory)
+    with pytest.raises(RuntimeError, match="an exchange is open"):
+        reducer.begin(memory)
+    with pytest.raises(RuntimeError, match="bucket 1"):
+        reducer.launch_sum(1, x)
+    with pytest.raises(RuntimeError, match="launched = False"):
+        reducer.finish()
+    reducer.launch_sum(0, x)
+    with pytest.raises(RuntimeError, match="bucket 0"):
+        reducer.launch_sum(0, x)
+    reducer.abandon()
+    assert not memory.residual().any()
+    reducer.compressed_(x, memory)
+
+
+def test_fidelity_says_that_all_was_carried():
+    reducer, memory = made()
+    assert reducer.fidelity(memory) is None
+    reducer.compressed_(filled(1), memory)
+    found = reducer.fidelity(memory)
+    assert (found.worker_density, found.server_density, found.residual_ratio) == (None, 1.0, 0.0)
