@@ -1,7 +1,7 @@
 # make run       set up, train the quickstart through the service, write runs/quickstart/
 # make serve     set up, keep a service on 127.0.0.1 with its state in .thinwire/
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
-# make test-fast set up, run the laws, until the first that fails: less than a minute
+# make test-fast set up, run the laws, until the first that fails: about a minute
 # make check     formatting, lint, types, import rules, spelling
 
 PYTHON ?= python3
