@@ -87,11 +87,11 @@ class Arrangement:
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
     def scatter_(self, out_P: Tensor, x_N: Tensor) -> None:
-        """Out <- the live elements of x, each in its place; the rest of out stays."""
+        """out <- the live elements of x, each in its place; the rest of out stays."""
         torch._foreach_copy_(*self._views(out_P, x_N))
 
     def gather_(self, out_N: Tensor, x_P: Tensor) -> None:
-        """Out <- x, each live element in its place; dead elements of out stay."""
+        """out <- x, each live element in its place; dead elements of out stay."""
         arranged, flat = self._views(x_P, out_N)
         torch._foreach_copy_(flat, arranged)
 

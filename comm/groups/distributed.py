@@ -75,13 +75,13 @@ class TorchGroup:
         self.start_all_gather(out_nB, in_B).wait()
 
     def mean_(self, x: Tensor) -> None:
-        """X <- mean over ranks of x. Raises: PeerLost."""
+        """x <- mean over ranks of x. Raises: PeerLost."""
         self.stats.count("mean", all_reduce_bytes(x, self.size))
         self._start("mean", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True)).wait()
         x.div_(self.size)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src` of this group. Raises: PeerLost."""
+        """x <- x of rank `src` of this group. Raises: PeerLost."""
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
@@ -123,7 +123,7 @@ class TorchGroup:
         )
 
     def start_sum_(self, x: Tensor) -> TorchPending:
-        """X <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""
+        """x <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""
         self.stats.count("sum", all_reduce_bytes(x, self.size))
         return self._start("sum", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True))
 
@@ -227,7 +227,7 @@ class SoloGroup(Blocking):
         self.stats = Stats()
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
-        """Out <- in."""
+        """out <- in."""
         out_nB.copy_(in_nB)
 
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:

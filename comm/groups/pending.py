@@ -36,7 +36,7 @@ class Blocking:
         raise NotImplementedError
 
     def sum_(self, x: Tensor) -> None:
-        """X <- sum over ranks of x. The group's own."""
+        """x <- sum over ranks of x. The group's own."""
         raise NotImplementedError
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
@@ -50,7 +50,7 @@ class Blocking:
         return FINISHED
 
     def start_sum_(self, x: Tensor) -> Pending:
-        """X <- sum over ranks of x, not divided; done when this returns. Raises: PeerLost."""
+        """x <- sum over ranks of x, not divided; done when this returns. Raises: PeerLost."""
         self.sum_(x)
         return FINISHED
 

@@ -72,17 +72,17 @@ class ThreadGroup(Blocking):
         self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
 
     def mean_(self, x: Tensor) -> None:
-        """X <- mean over ranks, summed in order of rank. Raises: PeerLost."""
+        """x <- mean over ranks, summed in order of rank. Raises: PeerLost."""
         x.copy_(self._sum(x).div_(self.size))
         self.stats.count("mean", all_reduce_bytes(x, self.size))
 
     def sum_(self, x: Tensor) -> None:
-        """X <- sum over ranks, in order of rank. Raises: PeerLost."""
+        """x <- sum over ranks, in order of rank. Raises: PeerLost."""
         x.copy_(self._sum(x))
         self.stats.count("sum", all_reduce_bytes(x, self.size))
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X <- x of rank `src`. Raises: PeerLost."""
+        """x <- x of rank `src`. Raises: PeerLost."""
         theirs = self._show(x)
         if self.rank != src:
             x.copy_(theirs[src])
