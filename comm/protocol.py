@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from thinwire.comm.exchange.fidelity import Fidelity
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import Buckets, VectorLayout
 
 Call = tuple[str, int, int]
@@ -174,7 +174,7 @@ class ErrorMemory(Protocol):
 class Reader(Protocol):
     """One pass over a result, in whichever form a reducer holds it. at: the elements of the vector."""
 
-    def rows(self, at: slice, rows: Wire, table: BlockTable) -> None:
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
         """Read them as rows of signs. table: their blocks, counted from at.start, and where in `rows` each stands."""
 
     def values(self, at: slice, values: Tensor) -> None:

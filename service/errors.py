@@ -12,7 +12,7 @@
       +- InvalidRequest       422  carries the problems, field by field
       +- Unavailable          503  the launcher or the database cannot answer now
 
-Whatever goes wrong, the body is schemas.ErrorBody: `install` registers the handlers.
+Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
 """
 
 from __future__ import annotations

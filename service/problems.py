@@ -1,4 +1,4 @@
-"""What is wrong with a request, field by field: pydantic's errors turned into schemas.Problem.
+"""What is wrong with a request, field by field: pydantic's errors turned into contract.jobs.Problem.
 
 Pydantic's locations hold more than field names: the tag of a discriminated union ('onebit_adam') and a label for
 each branch of a plain union ('constrained-int'), with one error a branch. Walking the JSON schema beside the

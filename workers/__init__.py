@@ -1,1 +1,1 @@
-"""Where training runs. Imports nothing, so that the service can read `spec` without torch or ray."""
+"""Where training runs: the loop, and around it telemetry, elasticity, membership, checkpoints, data and recipes."""

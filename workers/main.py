@@ -1,7 +1,7 @@
 """The driver of a job: what Ray Jobs runs.  python -m thinwire.workers.main --run-dir RUNS/ID --attempt 1
 
 Reads job.json from the run folder, runs a Ray Train job over the workers that the spec asks for, and exits 0 where
-the run succeeded; otherwise failure.json says why and the exit status is 1.
+the run succeeded; otherwise failure.json says why and the exit status is 1, or 3 where nobody has said why.
 """
 
 from __future__ import annotations

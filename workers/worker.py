@@ -1,4 +1,8 @@
-"""What each Ray Train worker runs: joins the process group that Ray Train made, trains, and says how it ended."""
+"""What each Ray Train worker runs: joins the other workers of the job, trains, and says how it ended.
+
+Who the others are says the membership of the job; with `workers.elastic: restart` it is the process group that Ray
+Train made.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.chain import Chain
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels, kernels_for
 from thinwire.comm.layout import DEFAULT_BLOCK, Partition, VectorLayout
 from thinwire.optim.kernels import updates
@@ -85,10 +85,10 @@ class _Buffers:
         }
 
 
-def _rows(table: BlockTable, times: int, random: torch.Generator) -> Wire:
+def _rows(table: BlockTable, times: int, random: torch.Generator) -> RowMemory:
     """Random bits, and scales that are such, of the table's rows so many times."""
     memory = torch.randint(0, 256, (times, table.wire_bytes), generator=random, dtype=torch.uint8)
     for rows in memory:
-        values = Wire.of(rows, torch.float32).values_V
+        values = RowMemory.of(rows, torch.float32).values_V
         values[table.scale_at] = torch.rand(table.num_blocks, generator=random)
-    return Wire.of(memory.view(-1), torch.float32)
+    return RowMemory.of(memory.view(-1), torch.float32)

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span
 from thinwire.comm.protocol import Reader
@@ -37,8 +37,8 @@ class ReplicaRows:
         self.span = slice(*rows.chunks[self.before])
         self.table = BlockTable.of(rows.layout, self.span.start, self.span.stop, block, like, rows.table.row_bytes)
         self.sent_nB, self.collected_nB = torch.zeros_like(rows.sent_nB), torch.zeros_like(rows.sent_nB)
-        self.collected = Wire.of(self.collected_nB.view(-1), like.dtype)
-        self.served = Wire.of(torch.zeros_like(rows.served_B), like.dtype)
+        self.collected = RowMemory.of(self.collected_nB.view(-1), like.dtype)
+        self.served = RowMemory.of(torch.zeros_like(rows.served_B), like.dtype)
 
     def take(self, rows: BucketRows) -> None:
         """sent <- the rows that are sent to the ranks before."""
@@ -63,10 +63,10 @@ class BucketRows:
         self.sent_nB = torch.zeros((size, self.table.row_bytes), dtype=torch.uint8, device=like.device)
         self.collected_nB = torch.zeros_like(self.sent_nB)
         self.served_B = torch.zeros_like(self.sent_nB[0])
-        self.sent = Wire.of(self.sent_nB.view(-1), like.dtype)
-        self.collected = Wire.of(self.collected_nB.view(-1), like.dtype)
-        self.served = Wire.of(self.served_B, like.dtype)
-        self.gathered: list[Wire] = []
+        self.sent = RowMemory.of(self.sent_nB.view(-1), like.dtype)
+        self.collected = RowMemory.of(self.collected_nB.view(-1), like.dtype)
+        self.served = RowMemory.of(self.served_B, like.dtype)
+        self.gathered: list[RowMemory] = []
         self.gathered_nB: list[Tensor] = []
         self.replica: ReplicaRows | None = None
         self.sent_nB[:, 0] = 1  # a chunk without elements is never written, and finite
@@ -74,7 +74,7 @@ class BucketRows:
 
     def place(self, bytes_B: Tensor, dtype: torch.dtype) -> None:
         """One more set of gathered rows: in this memory."""
-        self.gathered.append(Wire.of(bytes_B, dtype))
+        self.gathered.append(RowMemory.of(bytes_B, dtype))
         self.gathered_nB.append(bytes_B.view(self.sent_nB.shape))
 
     def refuse(self) -> None:
@@ -99,7 +99,7 @@ class Received:
         bytes_B = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
         for one, (low, high) in zip(rows, pairwise(ends), strict=True):
             one.place(bytes_B[low:high], like.dtype)
-        self._wire = Wire.of(bytes_B, like.dtype)
+        self._wire = RowMemory.of(bytes_B, like.dtype)
         self._parts = [(one.table, one.span.start, at) for one, at in zip(rows, ends, strict=False)]
         self._numel = rows[0].layout.numel
         self._kernels = kernels

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import require_cover, require_rows
 
 if TYPE_CHECKING:  # it brings numba, which only who compiles needs
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A Wire's bytes, and the same memory as numbers."""
+    """A RowMemory's bytes, and the same memory as numbers."""
 
     bytes: Array
     values: Array
@@ -73,20 +73,20 @@ def scales_of(scale_b: Tensor, table: BlockTable) -> Array:
     return _array(scale_b, table.num_blocks, table)
 
 
-def rows_of(wire: Wire, table: BlockTable) -> Rows:
+def rows_of(wire: RowMemory, table: BlockTable) -> Rows:
     """All rows of a table."""
     _require_room(wire, table.wire_bytes, table)
     return Rows(wire.bytes_B.numpy(), wire.values_V.numpy())
 
 
-def written_rows_of(wire: Wire, table: BlockTable) -> Rows:
+def written_rows_of(wire: RowMemory, table: BlockTable) -> Rows:
     """The same, to be written. Raises: ValueError for a table that cuts blocks (BlockTable.over)."""
     if not table.row_bytes:
         raise ValueError("a table without rows is for reading only: pass the one of a bucket or a chunk")
     return rows_of(wire, table)
 
 
-def collected_of(rows: Wire, num_rows: int, table: BlockTable) -> Collected:
+def collected_of(rows: RowMemory, num_rows: int, table: BlockTable) -> Collected:
     """As many rows of one chunk, which the table puts at byte 0."""
     require_rows(rows, num_rows, table)
     _require_room(rows, num_rows * table.row_bytes, table)
@@ -125,7 +125,7 @@ def _array(vector: Tensor, length: int, table: BlockTable) -> Array:
     return vector.numpy()
 
 
-def _require_room(wire: Wire, num_bytes: int, table: BlockTable) -> None:
+def _require_room(wire: RowMemory, num_bytes: int, table: BlockTable) -> None:
     if wire.bytes_B.numel() < num_bytes or wire.values_V.dtype != table.live.dtype:
         raise ValueError(
             f"wire memory of {wire.bytes_B.numel()} bytes and {wire.values_V.dtype} must have at least {num_bytes} and "

@@ -23,14 +23,14 @@ HEADER_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wire:
+class RowMemory:
     """Memory of rows, contiguous.  bytes_B: uint8[W].  values_V: the same memory in a vector's dtype [W / itemsize]."""
 
     bytes_B: Tensor
     values_V: Tensor
 
     @classmethod
-    def of(cls, bytes_B: Tensor, dtype: torch.dtype) -> Wire:
+    def of(cls, bytes_B: Tensor, dtype: torch.dtype) -> RowMemory:
         """These bytes, seen in both ways. Raises: ValueError where they are no contiguous uint8[W] of whole eights."""
         whole = bytes_B.dim() == 1 and bytes_B.is_contiguous() and bytes_B.numel() % HEADER_BYTES == 0
         if not whole or bytes_B.dtype != torch.uint8:
@@ -49,10 +49,10 @@ class BlockTable:
     starts: int64[b+1], multiples of 8, from 0 to the last element's end; block i is [starts[i], starts[i+1]).
     live: float[b], live elements of a block, at least 1: a block without any then has scale 0, not 0 / 0.
     dead: int64[d], positions of dead elements, ascending.  dead_starts: int64[b+1], where each block's begin in dead.
-    scale_at: int64[b], a block's scale in Wire.values_V.  bits_at: int64[b], its first byte of signs in Wire.bytes_B.
+    scale_at: int64[b], a block's scale in values_V.  bits_at: int64[b], its first byte of signs in bytes_B.
     row_starts: int64[r+1], number of the first block of each row.  flag_at: int64[r], the byte of each row's flag.
     largest: elements of the largest block.  numel: elements of all.
-    row_bytes: bytes of a row; 0 where the table has no rows.  wire_bytes: the least that a Wire must have.
+    row_bytes: bytes of a row; 0 where the table has no rows.  wire_bytes: the least that a RowMemory must have.
     """
 
     starts: Tensor
@@ -130,7 +130,7 @@ class BlockTable:
         """Of the elements [start, stop) of a vector that these tables make up: for reading only.
 
         parts: (table, at, wire_at), in any order: the table's elements begin at `at` of the vector, and its wire memory
-        at byte `wire_at` of one larger Wire, a multiple of 8. Positions count from `start`. A block that is cut keeps
+        at byte `wire_at` of a larger RowMemory, a multiple of 8. Positions count from `start`. A block that is cut keeps
         its scale; its bits begin later, and `live` counts what is inside. There are no rows: row_starts is [0],
         flag_at is empty. Raises: ValueError for bounds inside a byte or outside of the parts.
         """

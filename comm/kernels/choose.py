@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import BYTE
 
 CPU_DTYPES = (torch.float32, torch.float64)
@@ -19,7 +19,7 @@ CPU_DTYPES = (torch.float32, torch.float64)
 class Kernels(Protocol):
     """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: Wire) -> None:
+    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
         """As fused_reference.encode_sum."""
 
     def encode_lerp(
@@ -28,19 +28,21 @@ class Kernels(Protocol):
         scale_b: Tensor,
         x_parts: Sequence[Tensor],
         weight: float,
-        last: Wire,
+        last: RowMemory,
         table: BlockTable,
-        out: Wire,
+        out: RowMemory,
     ) -> None:
         """As fused_reference.encode_lerp."""
 
-    def serve(self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, table: BlockTable, out: Wire) -> None:
+    def serve(
+        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+    ) -> None:
         """As fused_reference.serve."""
 
-    def decode(self, rows: Wire, table: BlockTable, out_c: Tensor) -> None:
+    def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: Wire, table: BlockTable) -> None:
+    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
         """As fused_reference.undo_sum."""
 
     def undo_lerp(
@@ -49,14 +51,14 @@ class Kernels(Protocol):
         scale_b: Tensor,
         x_parts: Sequence[Tensor],
         weight: float,
-        last: Wire,
-        written: Wire,
+        last: RowMemory,
+        written: RowMemory,
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_lerp."""
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, written: Wire, table: BlockTable
+        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
     ) -> None:
         """As fused_reference.undo_serve."""
 
@@ -78,7 +80,7 @@ def warm_up(dtype: torch.dtype) -> None:
         return
     kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
     table = BlockTable.from_spans([[(0, BYTE)]], [], like)
-    last, out = (Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
+    last, out = (RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
     c_c, x_c, scale_b = like.clone(), like.clone(), like[:1].clone()
     kernels.encode_sum(c_c, scale_b, x_c, table, out)
     kernels.undo_sum(c_c, scale_b, x_c, out, table)

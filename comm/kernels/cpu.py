@@ -23,7 +23,7 @@ from thinwire.comm.kernels.arrays import (
     values_of,
     written_rows_of,
 )
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.compiled import Array
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.kernels.vectors import WORD
@@ -37,7 +37,7 @@ class CpuKernels:
     def __init__(self, threads: int = 1) -> None:
         self._threads = Threads(threads)
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: Wire) -> None:
+    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
         """As fused_reference.encode_sum."""
         given = values_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
         self._encode(cpu_loops.encode_sum, given, table, out)
@@ -48,26 +48,28 @@ class CpuKernels:
         scale_b: Tensor,
         x_parts: Sequence[Tensor],
         weight: float,
-        last: Wire,
+        last: RowMemory,
         table: BlockTable,
-        out: Wire,
+        out: RowMemory,
     ) -> None:
         """As fused_reference.encode_lerp."""
         c, scale = values_of(c_c, table), scales_of(scale_b, table)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
         self._encode(cpu_loops.encode_lerp, given, table, out)
 
-    def serve(self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, table: BlockTable, out: Wire) -> None:
+    def serve(
+        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+    ) -> None:
         """As fused_reference.serve."""
         given = values_of(b_c, table), scales_of(scale_b, table), collected_of(rows, num_rows, table)
         self._encode(cpu_loops.serve, given, table, out)
 
-    def decode(self, rows: Wire, table: BlockTable, out_c: Tensor) -> None:
+    def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
         given = rows_of(rows, table), blocks_of(table), values_of(out_c, table)
         self._split(table, lambda first, stop: cpu_loops.decode(first, stop, *given))
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: Wire, table: BlockTable) -> None:
+    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
         """As fused_reference.undo_sum."""
         given = values_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
         tail = rows_of(written, table), blocks_of(table)
@@ -79,8 +81,8 @@ class CpuKernels:
         scale_b: Tensor,
         x_parts: Sequence[Tensor],
         weight: float,
-        last: Wire,
-        written: Wire,
+        last: RowMemory,
+        written: RowMemory,
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_lerp."""
@@ -90,14 +92,14 @@ class CpuKernels:
         self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, written: Wire, table: BlockTable
+        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
     ) -> None:
         """As fused_reference.undo_serve."""
         b, scale = values_of(b_c, table), scales_of(scale_b, table)
         given = b, scale, collected_of(rows, num_rows, table), rows_of(written, table), blocks_of(table)
         self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, b)))
 
-    def _encode(self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: Wire) -> None:
+    def _encode(self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory) -> None:
         """The loop with what it is given, the first of which is c; then the flags of the rows that it wrote."""
         blocks, rows = blocks_of(table), written_rows_of(out, table)
         self._split(table, lambda first, stop: loop(first, stop, *given, blocks, rows, _scratch(table, given[0])))

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
 from thinwire.comm.layout import BYTE
 
@@ -33,7 +33,7 @@ LANES = 64
 """Partial sums of a sum of squares: enough for 8 registers of 8 floats, and so for adds that do not wait."""
 
 
-def encode_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: Wire) -> None:
+def encode_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
     """c <- e + x; write the rows of it.
 
     c, scale: float[c], float[b], modified where finite. x: float[c]. out: modified; a row without blocks is left alone.
@@ -46,9 +46,9 @@ def encode_lerp(
     scale_b: Tensor,
     x_parts: Sequence[Tensor],
     weight: float,
-    last: Wire,
+    last: RowMemory,
     table: BlockTable,
-    out: Wire,
+    out: RowMemory,
 ) -> None:
     """c <- e + m + weight (x - m), m being the values that the rows in `last` say; write the rows of it.
 
@@ -58,7 +58,7 @@ def encode_lerp(
     _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out)
 
 
-def serve(b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, table: BlockTable, out: Wire) -> None:
+def serve(b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory) -> None:
     """b <- mean of the decoded rows, in rank order, + e; write the row of it.
 
     b, scale: the server's kept sums of one chunk, modified where finite. table: that chunk in one row, which begins at
@@ -68,13 +68,13 @@ def serve(b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, table: BlockT
     _encode(b_c, scale_b, _mean(rows, num_rows, table), table, out)
 
 
-def decode(rows: Wire, table: BlockTable, out_c: Tensor) -> None:
+def decode(rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
     """out <- s sgn, 0 where dead. out: float[c], modified."""
     out_c.copy_(decoded(rows, table))
     out_c[table.dead] = 0
 
 
-def undo_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: Wire, table: BlockTable) -> None:
+def undo_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
     """Take an encode_sum back, where the scale in `written` says that a block was written: c <- c - x, s <- 0."""
     _undo(c_c, scale_b, x_c, written, table)
 
@@ -84,20 +84,22 @@ def undo_lerp(
     scale_b: Tensor,
     x_parts: Sequence[Tensor],
     weight: float,
-    last: Wire,
-    written: Wire,
+    last: RowMemory,
+    written: RowMemory,
     table: BlockTable,
 ) -> None:
     """Take an encode_lerp back; x and the rows in `last` as they were then."""
     _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table)
 
 
-def undo_serve(b_c: Tensor, scale_b: Tensor, rows: Wire, num_rows: int, written: Wire, table: BlockTable) -> None:
+def undo_serve(
+    b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+) -> None:
     """Take a serve back; the rows as they were then. written: the row that was served."""
     _undo(b_c, scale_b, _mean(rows, num_rows, table), written, table)
 
 
-def decoded(rows: Wire, table: BlockTable) -> Tensor:
+def decoded(rows: RowMemory, table: BlockTable) -> Tensor:
     """s sgn, float[c], dead elements included."""
     shifts = torch.arange(BYTE - 1, -1, -1, dtype=torch.uint8, device=rows.bytes_B.device)
     bits_B = rows.bytes_B[_bytes_at(table)]
@@ -111,7 +113,7 @@ def require_cover(parts: Sequence[Tensor], table: BlockTable) -> None:
         raise ValueError(f"parts of {[part.numel() for part in parts]} values must cover {table.numel} elements")
 
 
-def require_rows(rows: Wire, num_rows: int, table: BlockTable) -> None:
+def require_rows(rows: RowMemory, num_rows: int, table: BlockTable) -> None:
     """Raises: ValueError where these are not this many rows of the table's one chunk."""
     if table.flag_at.numel() != 1 or rows.bytes_B.numel() != num_rows * table.row_bytes:
         raise ValueError(
@@ -120,7 +122,7 @@ def require_rows(rows: Wire, num_rows: int, table: BlockTable) -> None:
         )
 
 
-def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: Wire) -> None:
+def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory) -> None:
     new_c = (c_c - _signed(_per_element(scale_b, table), c_c >= 0)) + z_c
     new_c[table.dead] = 0
     sum_b = _sums_of_squares(new_c, table)
@@ -135,38 +137,38 @@ def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: W
     c_c.copy_(torch.where(_per_element(finite_b, table), new_c, c_c))
 
 
-def _write_flags(table: BlockTable, out: Wire) -> None:
+def _write_flags(table: BlockTable, out: RowMemory) -> None:
     bad_b = ~torch.isfinite(out.values_V[table.scale_at])
     before = torch.nn.functional.pad(bad_b.cumsum(0), (1, 0))
     bad_r, blocks_r = before[table.row_starts].diff(), table.row_starts.diff()
     out.bytes_B[table.flag_at] = torch.where(blocks_r > 0, (bad_r == 0).to(torch.uint8), out.bytes_B[table.flag_at])
 
 
-def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: Wire, table: BlockTable) -> None:
+def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable) -> None:
     written_b = ~torch.isnan(written.values_V[table.scale_at])
     c_c.copy_(torch.where(_per_element(written_b, table), c_c - z_c, c_c))
     c_c[table.dead] = 0
     scale_b.masked_fill_(written_b, 0)
 
 
-def _lerped(x_parts: Sequence[Tensor], weight: float, last: Wire, table: BlockTable) -> Tensor:
+def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:
     require_cover(x_parts, table)
     x_c = x_parts[0] if len(x_parts) == 1 else torch.cat(list(x_parts))
     m_c = decoded(last, table)
     return (x_c - m_c).mul_(weight).add_(m_c)
 
 
-def _mean(rows: Wire, num_rows: int, table: BlockTable) -> Tensor:
+def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
     require_rows(rows, num_rows, table)
     mean_c = torch.zeros(table.numel, dtype=rows.values_V.dtype, device=rows.values_V.device)
     for begin in range(0, num_rows * table.row_bytes, table.row_bytes):
-        row = Wire.of(rows.bytes_B[begin : begin + table.row_bytes], mean_c.dtype)
+        row = RowMemory.of(rows.bytes_B[begin : begin + table.row_bytes], mean_c.dtype)
         mean_c += decoded(row, table)
     return mean_c.div_(num_rows)
 
 
 def _bytes_at(table: BlockTable) -> Tensor:
-    """Where in Wire.bytes_B the signs of each 8 elements are: int64[c/8]."""
+    """Where in RowMemory.bytes_B the signs of each 8 elements are: int64[c/8]."""
     shift_b = table.bits_at - table.starts[:-1] // BYTE
     return _per_byte(shift_b, table) + torch.arange(table.numel // BYTE, device=table.starts.device)
 

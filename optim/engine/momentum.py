@@ -1,7 +1,7 @@
 """Where is the momentum of the compressed phase? In what all ranks have received; as floats when asked for.
 
-After a compressed exchange m is what the rows say, a bit and a bit an element. The next step forms its momentum from
-them, and the parameters descend along them, so that float m is neither read nor written in a step.
+After a compressed exchange m is what the rows say: a sign an element, a scale a block. The next step forms its momentum
+from that, and the parameters descend along it, so that float m is neither read nor written in a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Reducer
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -65,7 +65,7 @@ class Descent:
         self._p_N, self._divisor_N = p_N, divisor_N
         self._lr, self._decay = h.lr, h.lr * h.weight_decay
 
-    def rows(self, at: slice, rows: Wire, table: BlockTable) -> None:
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
         """m as rows of signs."""
         descend_(self._p_N[at], self._divisor_N[at], rows, self._lr, self._decay, table)
 

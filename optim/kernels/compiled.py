@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
@@ -20,7 +20,9 @@ def compile_all(dtype: torch.dtype) -> None:
     hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
-    updates.descend_(x[0], x[1], Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, table)
+    updates.descend_(
+        x[0], x[1], RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, table
+    )
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)

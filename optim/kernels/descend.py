@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.optim.kernels import updates
 
 
-def descend_(p_c: Tensor, divisor_c: Tensor, rows: Wire, lr: float, decay: float, table: BlockTable) -> None:
+def descend_(p_c: Tensor, divisor_c: Tensor, rows: RowMemory, lr: float, decay: float, table: BlockTable) -> None:
     """p <- p (1 - decay) - lr (m D), m being what the rows say and D the divisor, 0 where dead.
 
     p: float[c], modified. divisor: float[c], 1 / (sqrt v + eps). decay: lr x weight decay. table: where in the rows
@@ -25,7 +25,7 @@ def descend_(p_c: Tensor, divisor_c: Tensor, rows: Wire, lr: float, decay: float
         in_torch_(p_c, divisor_c, rows, lr, decay, table)
 
 
-def in_torch_(p_c: Tensor, divisor_c: Tensor, rows: Wire, lr: float, decay: float, table: BlockTable) -> None:
+def in_torch_(p_c: Tensor, divisor_c: Tensor, rows: RowMemory, lr: float, decay: float, table: BlockTable) -> None:
     """descend_ as a chain of torch operations, on any device and in any float dtype: the definition."""
     step_c = decoded(rows, table).mul_(divisor_c).mul_(lr)
     if decay:

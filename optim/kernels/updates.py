@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from thinwire.comm.kernels.arrays import blocks_of, rows_of, values_of
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.layout import BYTE, Span
@@ -43,7 +43,7 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
     increment_version((p_s, m_s, v_s))
 
 
-def descend_(p_c: Tensor, divisor_c: Tensor, rows: Wire, lr: float, decay: float, table: BlockTable) -> None:
+def descend_(p_c: Tensor, divisor_c: Tensor, rows: RowMemory, lr: float, decay: float, table: BlockTable) -> None:
     """As descend.in_torch_, bit for bit. p: modified."""
     p, loop = values_of(p_c, table), _loops().descend
     rates = p.dtype.type(lr), p.dtype.type(1 - decay)

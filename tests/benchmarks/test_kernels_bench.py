@@ -9,7 +9,7 @@ from benchmarks.kernels import bench, traffic
 from benchmarks.kernels.cases import CORES, cases
 from benchmarks.kernels.chain import Chain
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import VectorLayout
 
 
@@ -28,7 +28,7 @@ def test_the_chain_does_what_the_kernels_do():
     chain.encode_sum()
     table = BlockTable.of(VectorLayout.single(8192), 0, 8192, 4096, x)
     c, scale = torch.zeros(8192), torch.zeros(2)
-    row = Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), torch.float32)
+    row = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), torch.float32)
     fused_reference.encode_sum(c, scale, x, table, row)
     row_scale = row.values_V[table.scale_at]
     assert torch.equal(chain._row[8:], row.bytes_B[table.bits_at[0] :])

@@ -1,7 +1,7 @@
 """The metrics that every worker exports: name, kind, unit, labels and help, declared once. Torch-free.
 
-The service documents them, the dashboards query them, `workers.telemetry.exporter` fills them. Adding one is a row here
-and one line where its value is known.
+docs/operations.md lists them, which a test asks for, and `workers.telemetry.exporter` fills them. What adding one takes
+is in docs/adding.md.
 """
 
 from __future__ import annotations

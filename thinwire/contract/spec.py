@@ -1,6 +1,6 @@
 """What a user asks for: TrainSpec, the contract between the service and the workers. Torch-free.
 
-Every default lives here and nowhere else. The world size never changes the mathematics: the global batch is
+Every default of a job lives here. The world size never changes the mathematics: the global batch is
 fixed by the spec and each worker's share is derived from it.
 """
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 
 HUGE = object()  # finite in its dtype, but not when squared
 NASTY = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 1e-30, -1e15, 1e15, 1.0, -1.0, 3.4e-38]
@@ -79,7 +79,7 @@ class Case:
         size = 16 + times * table.wire_bytes
         memory = torch.randint(0, 256, (size,), generator=self.random, dtype=torch.uint8)
         for begin in range(8, size - 8, table.wire_bytes):
-            row = Wire.of(memory[begin : begin + table.wire_bytes], self.dtype)
+            row = RowMemory.of(memory[begin : begin + table.wire_bytes], self.dtype)
             row.values_V[table.scale_at] = self.scales(table.num_blocks)[1:-1]
         return memory
 
@@ -90,12 +90,12 @@ class Case:
         return self.buffers["scale"][1:-1]
 
     def wire(self, name):
-        return Wire.of(self.buffers[name][8:-8], self.dtype)
+        return RowMemory.of(self.buffers[name][8:-8], self.dtype)
 
     def row(self, name, number=0):
         """One row of the chunk."""
         size = self.chunk.row_bytes
-        return Wire.of(self.wire(name).bytes_B[number * size : (number + 1) * size], self.dtype)
+        return RowMemory.of(self.wire(name).bytes_B[number * size : (number + 1) * size], self.dtype)
 
     def said(self, wire, table):
         """What wire memory says: scale of each block, bytes of signs of each 8 elements."""
@@ -150,7 +150,7 @@ def assert_same(ours, theirs):
             table = ours.chunk if name in ("rows", "served") else ours.table
             a, b = a.clone(), b.clone()
             for begin in range(8, a.numel() - 8, table.wire_bytes):
-                rows = [Wire.of(x[begin : begin + table.wire_bytes], ours.dtype).values_V for x in (a, b)]
+                rows = [RowMemory.of(x[begin : begin + table.wire_bytes], ours.dtype).values_V for x in (a, b)]
                 assert_same_floats(*(values[table.scale_at] for values in rows), f"{name} scales")
                 for values in rows:
                     values[table.scale_at] = 0

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, Wire
+from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.layout import Partition, VectorLayout
 
 LAYOUT = VectorLayout(64, ((0, 13), (16, 37), (40, 64)), ((0, 40), (40, 64)))
@@ -138,11 +138,11 @@ def test_a_gap_between_parts_is_refused():
 
 def test_wire_memory_is_one_vector_of_bytes_seen_as_numbers_too():
     memory = torch.zeros(64, dtype=torch.uint8)
-    wire = Wire.of(memory[8:32], torch.float64)
+    wire = RowMemory.of(memory[8:32], torch.float64)
     wire.values_V[1] = 1.0
     assert wire.values_V.shape == (3,)
     assert memory[16:24].any()
     assert not memory[24:].any()
     for bad in (memory[:12], memory.view(8, 8), memory[::2], memory.view(torch.int8)):
         with pytest.raises(ValueError, match=r"must be one contiguous vector of torch[.]uint8"):
-            Wire.of(bad, torch.float32)
+            RowMemory.of(bad, torch.float32)

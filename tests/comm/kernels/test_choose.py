@@ -46,11 +46,11 @@ def test_warming_up_leaves_nothing_to_compile():
 def test_the_cache_goes_where_it_is_told(tmp_path):
     code = """
 import torch
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import kernels_for
 x = torch.ones(8)
 table = BlockTable.from_spans([[(0, 8)]], [], x)
-rows = Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), x.dtype)
+rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), x.dtype)
 kernels_for(x.device, x.dtype).decode(rows, table, x)
 print(not x.any())
 """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.comm.kernels.cases import KERNELS, POISON, WEIGHT, Case, assert_same, run
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.cpu import CpuKernels
 
 pytestmark = pytest.mark.law
@@ -87,7 +87,7 @@ def test_a_bucket_is_its_chunks_one_after_the_other(kernels):
 
 
 def views(case, elements, blocks, wire_bytes):
-    wires = [Wire.of(case.wire(name).bytes_B[wire_bytes], case.dtype) for name in ("last", "out")]
+    wires = [RowMemory.of(case.wire(name).bytes_B[wire_bytes], case.dtype) for name in ("last", "out")]
     vectors = [case.slice(name)[elements] for name in ("c", "x", "out_c")]
     return *vectors, case.scale()[blocks], *wires
 
@@ -110,7 +110,7 @@ def test_what_is_read_of_any_span_is_that_part_of_the_whole(kernels, span):
     parts = [(second.table, 152, 0), (first.table, 0, second.table.wire_bytes)]
     whole = torch.cat([run(kernels, "decode", case).slice("out_c") for case in (first, second)])
     found = torch.full((span[1] - span[0],), 7.0)
-    kernels.decode(Wire.of(memory, torch.float32), BlockTable.over(parts, *span), found)
+    kernels.decode(RowMemory.of(memory, torch.float32), BlockTable.over(parts, *span), found)
     assert torch.equal(found, whole[slice(*span)])
 
 
@@ -147,9 +147,9 @@ def test_what_does_not_fit_the_table_is_refused_before_memory_is_touched():
     with pytest.raises(ValueError, match=r"vector of torch.float64, .* must be contiguous torch.float32"):
         kernels.encode_sum(c, s, x.double(), t, out)
     with pytest.raises(ValueError, match=r"of 16 bytes .* at least 24"):
-        kernels.encode_sum(c, s, x, t, Wire.of(out.bytes_B[:16], torch.float32))
+        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B[:16], torch.float32))
     with pytest.raises(ValueError, match=r"torch[.]float64 must have at least 24 and be of torch[.]float32"):
-        kernels.encode_sum(c, s, x, t, Wire.of(out.bytes_B, torch.float64))
+        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B, torch.float64))
     with pytest.raises(ValueError, match="for reading only"):
         kernels.encode_sum(c, s, x, BlockTable.over([(t, 0, 0)], 0, 64), out)
 

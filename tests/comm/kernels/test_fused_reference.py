@@ -8,7 +8,7 @@ import torch
 
 from tests.comm.kernels.cases import WEIGHT, Case, run
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import VectorLayout
 
 pytestmark = pytest.mark.law
@@ -155,7 +155,7 @@ def test_narrow_floats_are_encoded_too(dtype):
     x[1000:] = 0
     table = BlockTable.of(layout, 0, layout.numel, 256, x)
     c, scale, out = torch.zeros_like(x), x[:4].clone().zero_(), torch.zeros_like(x)
-    row = Wire.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
+    row = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
     fused_reference.encode_sum(c, scale, x, table, row)
     assert torch.equal(c, x)
     assert row.bytes_B[0] == 1

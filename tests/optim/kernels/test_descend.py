@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.kernels.cases import Case, assert_same_floats
-from thinwire.comm.kernels.blocks import BlockTable, Wire
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.descend import descend_, in_torch_
 
@@ -76,7 +76,7 @@ def test_any_number_of_threads_gives_the_same(threads, monkeypatch):
 def test_vectors_without_a_loop_descend_too(dtype):
     rows = torch.zeros(24, dtype=torch.uint8)
     table, p = BlockTable.from_spans([[(0, 64)]], [], torch.zeros(0, dtype=dtype)), torch.ones(64, dtype=dtype)
-    wire, before = Wire.of(rows, dtype), p._version
+    wire, before = RowMemory.of(rows, dtype), p._version
     wire.values_V[table.scale_at] = 2
     descend_(p, torch.ones_like(p), wire, 0.25, 0.5, table)
     assert torch.equal(p, torch.ones_like(p))  # 1 (1 - 0.5) + 0.25 x 2: every bit says -1
@@ -90,4 +90,4 @@ def test_what_does_not_fit_the_table_is_refused():
         with pytest.raises(ValueError, match="as the table of its blocks says"):
             updates.descend_(p, bad, rows, LR, DECAY, case.table)
     with pytest.raises(ValueError, match="as the table of its blocks says"):
-        updates.descend_(p, p, Wire.of(rows.bytes_B[:16], torch.float32), LR, DECAY, case.table)
+        updates.descend_(p, p, RowMemory.of(rows.bytes_B[:16], torch.float32), LR, DECAY, case.table)
