@@ -130,7 +130,7 @@ class BlockTable:
         """Of the elements [start, stop) of a vector that these tables make up: for reading only.
 
         parts: (table, at, wire_at), in any order: the table's elements begin at `at` of the vector, and its wire memory
-        at byte `wire_at` of a larger RowMemory, a multiple of 8. Positions count from `start`. A block that is cut keeps
+        at byte `wire_at` of a larger RowMemory, a multiple of 8. Positions count from `start`. A cut block keeps
         its scale; its bits begin later, and `live` counts what is inside. There are no rows: row_starts is [0],
         flag_at is empty. Raises: ValueError for bounds inside a byte or outside of the parts.
         """
