@@ -260,6 +260,9 @@ class Reducer(Protocol):
     def abandon(self) -> None:
         """Undo what was launched, where anything was. Collective. Raises PeerLost."""
 
+    def forget(self) -> None:
+        """After an interruption inside a step: close what is open, where no peer may wait for it. Local."""
+
     def last(self, memory: ErrorMemory) -> Result | None:
         """The last committed result, where it is of this memory and nobody has restored that since."""
 

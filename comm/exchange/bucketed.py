@@ -213,6 +213,11 @@ class BucketedAllReduce(Stepwise):
             return
         self._undo(memory)
 
+    def forget(self) -> None:
+        """Close an exchange of which nothing was launched. What was launched stays open, for peers may wait for it."""
+        if not self._given:
+            self._close()
+
     @contextmanager
     def redone(self) -> Iterator[bool]:
         """Inside, an exchange that was undone because a peer was lost counts: another rank has its whole result.
@@ -221,10 +226,11 @@ class BucketedAllReduce(Stepwise):
         and scales are those that were sent. x must be as at the launch. Local. Gives whether there was one of which
         this rank had served every bucket; where not, nothing is done, and no rank can have the result.
         """
-        if self._lost is None or len(self._lost[1]) < len(self.buckets) or self._lost[2] < len(self.buckets):
+        memory, given, num_served = self._lost or (None, (), 0)
+        whole = len(given) == num_served == len(self.buckets) and all(one.vector_N is not None for one in given)
+        if memory is None or not whole:
             yield False
             return
-        memory, given, num_served = self._lost
         for k, one in enumerate(given):
             self._encode(memory, k, one)
             self._serve_rows(memory, k)
@@ -232,11 +238,11 @@ class BucketedAllReduce(Stepwise):
         self._follow(memory)
         try:
             yield True
-        finally:
+        finally:  # also where a peer is lost inside: the next attempt begins from the same
             for kept, (sum_c, scale_b) in zip(memory.replica, before, strict=True):
                 kept.sum_c.copy_(sum_c)
                 kept.scale_b.copy_(scale_b)
-        self._undo_kept(memory, given, num_served)
+            self._undo_kept(memory, given, num_served)
 
     def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `memory`.

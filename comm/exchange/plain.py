@@ -114,8 +114,8 @@ class CompressedAllReduce(Stepwise):
             )
         try:
             self._finish(memory)
-        except CommError as error:
-            self._lost = None if isinstance(error, NonFiniteInput) else memory
+        except BaseException as error:
+            self._lost = memory if isinstance(error, CommError) and not isinstance(error, NonFiniteInput) else None
             self._close()
             raise
         self._finished = True
@@ -132,6 +132,7 @@ class CompressedAllReduce(Stepwise):
         self._keep_errors(memory)
         self._last = 1 - self._last
         self._last_of, self._sent_of = (memory, memory.version), memory
+        self._results[1 - self._last].changed()  # nobody reads it any more: its floats are not kept
         self._close()
 
     def last(self, memory: ErrorMemory) -> Decoded | None:
@@ -155,6 +156,10 @@ class CompressedAllReduce(Stepwise):
                 self.finish()
             except NonFiniteInput:
                 return
+        self._close()
+
+    def forget(self) -> None:
+        """Close the exchange; nothing has been written yet."""
         self._close()
 
     @contextmanager
@@ -307,7 +312,7 @@ class Decoded:
         self._values_N: Tensor | None = None
 
     def changed(self) -> None:
-        """The rows have been received anew."""
+        """The rows are received anew, or nobody reads them any more."""
         self._values_N = None
 
     def decode_(self, out_N: Tensor) -> None:

@@ -75,7 +75,8 @@ class SoloReducer(Stepwise):
         super().__init__(group, Buckets(layout, ((0, layout.numel),)))
         self.full = OwnMean()
         self._like = like.new_empty(0)
-        self._results = [Values(like.new_zeros(layout.numel)) for _ in range(2)]
+        self._results: list[Values] = []
+        """Two, made by the first exchange: an optimizer that compresses nothing has none."""
         self._last = 0
         """Which of the two was committed last; the exchange under way writes the other."""
         self._last_of: tuple[ErrorMemory, int] | None = None
@@ -148,6 +149,11 @@ class SoloReducer(Stepwise):
         """End the exchange as if it had not begun."""
         self._close()
 
+    def forget(self) -> None:
+        """Close what is open, the mean too: there are no peers to wait for it."""
+        self._close()
+        self.full.abandon()
+
     @contextmanager
     def redone(self) -> Iterator[bool]:
         """There are no peers to lose."""
@@ -166,6 +172,8 @@ class SoloReducer(Stepwise):
             raise RuntimeError("no exchange is open: begin(memory) first")
         if k or self._launched:
             raise RuntimeError(f"bucket {k}: the only bucket is 0; launched = {self._launched}")
+        if not self._results:
+            self._results = [Values(self._like.new_zeros(self.buckets.layout.numel)) for _ in range(2)]
         self._launched = True
         return self._memory
 

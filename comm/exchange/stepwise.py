@@ -45,6 +45,10 @@ class Stepwise(ABC):
     def commit(self) -> None:
         """Keep the result."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Close what is open, where no peer may wait for it."""
+
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src`. Raises: PeerLost."""
         self._group.broadcast_(x, src)
@@ -67,10 +71,14 @@ class Stepwise(ABC):
         Raises: PeerLost; NonFiniteInput, alike on every rank. Source: Tang et al. 2021, Alg. 1, l. 7-11.
         """
         self.begin(memory)
-        for k in range(len(self.buckets)):
-            self.launch_sum(k, x_N)
-        self.finish()
-        self.result.decode_(x_N)
+        try:
+            for k in range(len(self.buckets)):
+                self.launch_sum(k, x_N)
+            self.finish()
+            self.result.decode_(x_N)
+        except BaseException:
+            self.forget()
+            raise
         self.commit()
 
 

@@ -198,6 +198,7 @@ class VectorScaleAllReduce(CompressedAllReduce):
 
     def _decode_(self, wire_nB: Tensor, out_N: Tensor) -> None:
         self._decode_rows(wire_nB, self._exchanged_P)
+        out_N.zero_()
         self._arrangement.gather_(out_N, self._exchanged_P)
 
     def _encode_rows(self, x_N: Tensor, wire_nB: Tensor) -> Tensor:

@@ -194,6 +194,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             self._step_once()
         except BaseException:
             forget_scaler(self)
+            self.reduce.forget()  # an interrupt, say: nothing stays open that no peer waits for
             raise
         return loss
 

@@ -113,6 +113,12 @@ def test_steps_in_the_wrong_order_are_refused():
     reducer.compressed_(x, memory)
 
 
+def test_an_optimizer_that_compresses_nothing_keeps_no_vectors_for_it():
+    reducer, _ = made()
+    reducer.full_(filled(1))
+    assert not reducer._results
+
+
 def test_fidelity_says_that_all_was_carried():
     reducer, memory = made()
     assert reducer.fidelity(memory) is None

@@ -1,0 +1,84 @@
+"""An exchange that lost a peer, counted because another rank has its result; and a second loss while it is."""
+
+import pytest
+import torch
+
+from tests.comm.exchange.test_bucketed import make
+from tests.comm.exchange.test_plain import LAYOUT, inputs
+from thinwire.comm import CompressedAllReduce, PeerLost, run_threads
+from thinwire.comm.codecs import SignCodec
+
+KINDS = {
+    "bucketed": lambda group: make(group, torch.float64),
+    "with a replica": lambda group: make(group, torch.float64, server_replica=True),
+    "plain": lambda group: CompressedAllReduce(group, LAYOUT, SignCodec(64), torch.empty(0, dtype=torch.float64)),
+}
+SLACK = 1e-12
+"""4 ulp of the largest kept sum, generously."""
+
+
+class Losing:
+    """A collective that is over here, and whose peer is gone."""
+
+    def wait(self):
+        raise PeerLost("rank 0 of 3 lost rank 1", 1, (1,))
+
+
+def lose_the_second_phase(group, kind):
+    """On this rank; the others have the result."""
+    gather = group.all_gather
+
+    def lost(out_nB, in_B):
+        gather(out_nB, in_B)
+        raise PeerLost("rank 0 of 3 lost rank 1", 1, (1,))
+
+    def started(out_nB, in_B):
+        gather(out_nB, in_B)
+        return Losing()
+
+    if kind == "plain":
+        group.all_gather = lost
+    else:
+        group.start_all_gather = started
+
+
+def held(memory):
+    replica = [kept.sum_c.clone() for kept in getattr(memory, "replica", ())]
+    return [memory.worker_N.clone(), memory.server_c.clone(), *replica]
+
+
+def largest_difference(ours, theirs):
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_loss_while_it_counts_leaves_error_memory_as_before_it_counted(kind):
+    *before, last = inputs(3, 4, torch.float64)
+
+    def work(group):
+        reducer = KINDS[kind](group)
+        memory = reducer.new_memory()
+        for ranks in before:
+            reducer.compressed_(ranks[group.rank].clone(), memory)
+        if group.rank == 0:
+            lose_the_second_phase(group, kind)
+        try:
+            reducer.compressed_(last[group.rank].clone(), memory)
+        except PeerLost:
+            pass
+        else:
+            return None
+        undone = held(memory)
+        with reducer.redone() as counts:
+            assert counts
+            counted = held(memory)
+        assert largest_difference(counted, undone) > 0.01
+        assert largest_difference(held(memory), undone) < SLACK
+        with pytest.raises(PeerLost, match="again"), reducer.redone():
+            raise PeerLost("again", 2, (2,))
+        assert largest_difference(held(memory), undone) < SLACK
+        with reducer.redone():
+            assert largest_difference(held(memory), counted) < SLACK
+        return True
+
+    assert run_threads(3, work) == [True, None, None]
