@@ -30,7 +30,7 @@ READING = ("decode_", "read")
 def watch_reducer(clock: PhaseClock, reducer: Any) -> None:
     """Wrap what an optimizer calls of a reducer."""
     clock.watch(reducer, EXCHANGING, COMPRESS)
-    for result in (*getattr(reducer, "_received", ()), *getattr(reducer, "_results", ())):
+    for result in getattr(reducer, "_results", ()):
         clock.watch(result, READING, UPDATE)
     pipeline = getattr(reducer, "_pipeline", None)
     if pipeline is not None:  # the thread that serves: waiting for it is waiting for peers, mostly

@@ -49,7 +49,7 @@ class Given:
     runs: Sequence[Tensor | None] = ()
 
 
-class BucketedAllReduce(Stepwise):
+class BucketedAllReduce(Stepwise[KeptSums, Received]):
     """A Reducer for vectors of one layout, over one group, through SignCodec with scale "l2", one exchange at a time.
 
     bucket_elements: the most elements of a bucket. cuts: positions that no bucket reaches across, such as the ends of
@@ -76,7 +76,7 @@ class BucketedAllReduce(Stepwise):
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
         agree(group, {**exchange_facts(layout, codec, buckets), "server_replica": str(server_replica)}, like)
-        super().__init__(group, buckets)
+        super().__init__(group, buckets, KeptSums)
         self.full = FullMean(group, buckets, like)
         self._second_communicator = group.second_communicator()
         self._like = like.new_empty(0)
@@ -84,10 +84,7 @@ class BucketedAllReduce(Stepwise):
         if like.device.type == "cpu":
             warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
         self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, replicated=server_replica)
-        self._received = [Received(self._rows, self._kernels, like) for _ in range(2)]
-        self._last = 0
-        """Which of the two was committed last; the exchange under way writes the other."""
-        self._last_of: tuple[KeptSums, int] | None = None
+        self._results = [Received(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
         self._pipeline = self._make_pipeline()
@@ -97,8 +94,6 @@ class BucketedAllReduce(Stepwise):
         self._given: list[Given] = []
         self._num_served = 0
         self._error: Exception | None = None
-        self._memory: KeptSums | None = None
-        self._finished = False
         self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
 
     @property
@@ -116,14 +111,8 @@ class BucketedAllReduce(Stepwise):
         return KeptSums(self._rows, self._group, self._like)
 
     def begin(self, memory: ErrorMemory) -> None:
-        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
-        if self._memory is not None:
-            raise RuntimeError(
-                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
-            )
-        if not isinstance(memory, KeptSums):
-            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
-        self._memory = memory
+        """As Stepwise.begin; what was lost before can no longer be redone."""
+        super().begin(memory)
         self._lost = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
@@ -141,8 +130,7 @@ class BucketedAllReduce(Stepwise):
         be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
         Raises: RuntimeError where last(memory) is None.
         """
-        if self.last(self._open()) is None:
-            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        self._require_last(self._open())
         self._launch(k, Given(x_N, weight, runs))
 
     def finish(self) -> None:
@@ -163,33 +151,18 @@ class BucketedAllReduce(Stepwise):
             self._lost = (memory, tuple(self._given), self._num_served)
             self._undo(memory)
             raise error
-        if not self._received[1 - self._last].all_finite():
+        if not self._results[1 - self._last].all_finite():
             own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
             self._undo(memory)
             raise non_finite(gather_flags(self._group, own))
         self._finished = True
 
-    @property
-    def result(self) -> Received:
-        """What the finished exchange gave. Raises: RuntimeError where none is."""
-        self._require_finished()
-        return self._received[1 - self._last]
-
     def commit(self) -> None:
         """Keep it: result is last() from now on, and what was launched may change. Local; ends the exchange."""
         memory = self._require_finished()
         self._follow(memory)
-        self._last = 1 - self._last
-        self._last_of = (memory, memory.version)
+        self._keep(memory)
         self._close()
-
-    def last(self, memory: ErrorMemory) -> Received | None:
-        """The last committed result, if it is of `memory`, untouched since; launch_lerp forms what it sends from it.
-
-        None before the first commit and after memory.restore(): read it before, which state_dict() does.
-        """
-        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
-        return self._received[self._last] if known else None
 
     def abandon(self) -> None:
         """Undo what was launched; nothing happens where no exchange is open. Ends the exchange.
@@ -261,7 +234,7 @@ class BucketedAllReduce(Stepwise):
             server_sums += alignment(server.sum_c, sent_c)
             result_c = torch.empty_like(sent_c)
             if rows.own_table.numel:
-                self._received[self._last].decode_(result_c, rows.own.start, rows.own.stop)
+                self._results[self._last].decode_(result_c, rows.own.start, rows.own.stop)
             own_k = (at_k >= rows.own.start) & (at_k < rows.own.stop)
             here_k = at_k[own_k] - rows.own.start
             residual_k[own_k] += self.size * (server.sum_c - sent_c)[here_k]
@@ -280,17 +253,6 @@ class BucketedAllReduce(Stepwise):
         if self._like.device.type == "cpu":
             return ThreadPipeline()
         return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway
-
-    def _open(self) -> KeptSums:
-        if self._memory is None:
-            raise RuntimeError("no exchange is open: begin(memory) first")
-        return self._memory
-
-    def _require_finished(self) -> KeptSums:
-        memory = self._open()
-        if not self._finished:
-            raise RuntimeError("the exchange is not finished: finish() first")
-        return memory
 
     def _launch(self, k: int, given: Given) -> None:
         memory, x_N = self._open(), given.vector_N

@@ -26,7 +26,7 @@ from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
 from thinwire.comm.protocol import Codec, ErrorMemory, Group, Pending, Reader, RowCodec
 
 
-class CompressedAllReduce(Stepwise):
+class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
     """A Reducer for vectors of one layout, over one group, through one codec.
 
     (1) x += worker error; encode a row for each rank        (2) all-to-all                            launch
@@ -42,7 +42,7 @@ class CompressedAllReduce(Stepwise):
     ) -> None:
         agree(group, exchange_facts(layout, codec), like)
         given = given or layout
-        super().__init__(group, Buckets(given, ((0, given.numel),)))
+        super().__init__(group, Buckets(given, ((0, given.numel),)), ErrorFeedback)
         self._layout = layout
         self.full = FullMean(group, self.buckets, like)
         self._like = like.new_empty(0)
@@ -56,18 +56,14 @@ class CompressedAllReduce(Stepwise):
         self._results = [
             Decoded(torch.zeros_like(self._sent_nB), given.numel, self._like, self._decode_) for _ in range(2)
         ]
-        self._last = 0
-        """Which of the two was committed last; the exchange under way writes the other."""
-        self._last_of: tuple[ErrorMemory, int] | None = None
         self._sum_N = like.new_zeros(layout.numel)
         own = self._bounds[group.rank]
         self._server_c = like.new_empty(own[1] - own[0])
         self._decoded_c = torch.empty_like(self._server_c)
-        self._memory: ErrorFeedback | None = None
         self._pending: Pending | None = None
         self._error: CommError | None = None
         self._num_launched = 0
-        self._has_served = self._finished = False
+        self._has_served = False
         self._lost: ErrorFeedback | None = None
         self._sent_of: ErrorMemory | None = None
         """Of whose last exchange the sent and served rows are; None after one that failed."""
@@ -77,14 +73,9 @@ class CompressedAllReduce(Stepwise):
         return ErrorFeedback(self._layout, self._group, self._like.dtype, self._like.device)
 
     def begin(self, memory: ErrorMemory) -> None:
-        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
-        if self._memory is not None:
-            raise RuntimeError(
-                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
-            )
-        if not isinstance(memory, ErrorFeedback):
-            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
-        self._memory, self._lost = memory, None
+        """As Stepwise.begin; what was lost before can no longer be redone."""
+        super().begin(memory)
+        self._lost = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode x and send it. x: float[N], zero where dead; only read. A lost peer is told by finish()."""
@@ -94,11 +85,8 @@ class CompressedAllReduce(Stepwise):
     def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
         """As launch_sum of r + weight (x - r), r being last(memory). Raises: RuntimeError where that is None."""
         memory = self._expect(k, x_N)
-        last = self.last(memory)
-        if last is None:
-            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
         z_N = torch.zeros_like(x_N)
-        last.decode_(z_N)
+        self._require_last(memory).decode_(z_N)
         lerp_(z_N, x_N, weight, self.buckets.layout, runs)
         self._launch(memory, z_N)
 
@@ -120,25 +108,14 @@ class CompressedAllReduce(Stepwise):
             raise
         self._finished = True
 
-    @property
-    def result(self) -> Decoded:
-        """What the finished exchange gave. Raises: RuntimeError where none is."""
-        self._require_finished()
-        return self._results[1 - self._last]
-
     def commit(self) -> None:
         """Keep it: the errors become what the encodings left out. Local; ends the exchange."""
         memory = self._require_finished()
         self._keep_errors(memory)
-        self._last = 1 - self._last
-        self._last_of, self._sent_of = (memory, memory.version), memory
+        self._keep(memory)
+        self._sent_of = memory
         self._results[1 - self._last].changed()  # nobody reads it any more: its floats are not kept
         self._close()
-
-    def last(self, memory: ErrorMemory) -> Decoded | None:
-        """The last committed result, where it is of this memory and nobody has restored that since."""
-        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
-        return self._results[self._last] if known else None
 
     def abandon(self) -> None:
         """End the exchange as if it had not begun; nothing happens where none is open.
@@ -209,17 +186,6 @@ class CompressedAllReduce(Stepwise):
         """out <- what these rows say, one of each rank, as it is exchanged."""
         for row, (start, stop), wire in zip(self._codecs, self._bounds, wire_nB, strict=True):
             row.decode(wire[HEADER_BYTES:], out_N[start:stop])
-
-    def _open(self) -> ErrorFeedback:
-        if self._memory is None:
-            raise RuntimeError("no exchange is open: begin(memory) first")
-        return self._memory
-
-    def _require_finished(self) -> ErrorFeedback:
-        memory = self._open()
-        if not self._finished:
-            raise RuntimeError("the exchange is not finished: finish() first")
-        return memory
 
     def _expect(self, k: int, x_N: Tensor) -> ErrorFeedback:
         memory = self._open()

@@ -68,34 +68,18 @@ class OwnMean:
         self._x_N, self.is_open = None, False
 
 
-class SoloReducer(Stepwise):
+class SoloReducer(Stepwise[ErrorFeedback, Values]):
     """A Reducer of one rank, for vectors of one layout."""
 
     def __init__(self, group: Group, layout: VectorLayout, like: Tensor) -> None:
-        super().__init__(group, Buckets(layout, ((0, layout.numel),)))
+        super().__init__(group, Buckets(layout, ((0, layout.numel),)), ErrorFeedback)
         self.full = OwnMean()
         self._like = like.new_empty(0)
-        self._results: list[Values] = []
-        """Two, made by the first exchange: an optimizer that compresses nothing has none."""
-        self._last = 0
-        """Which of the two was committed last; the exchange under way writes the other."""
-        self._last_of: tuple[ErrorMemory, int] | None = None
-        self._memory: ErrorFeedback | None = None
-        self._launched = self._finished = False
+        self._launched = False
 
     def new_memory(self) -> ErrorFeedback:
         """Error memory for one exchanged vector, empty."""
         return ErrorFeedback(self.buckets.layout, self._group, self._like.dtype, self._like.device)
-
-    def begin(self, memory: ErrorMemory) -> None:
-        """Open an exchange. Raises: RuntimeError where one is open."""
-        if self._memory is not None:
-            raise RuntimeError(
-                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
-            )
-        if not isinstance(memory, ErrorFeedback):
-            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
-        self._memory = memory
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """result <- x + R."""
@@ -105,9 +89,7 @@ class SoloReducer(Stepwise):
 
     def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
         """result <- r + weight (x - r) + R, r being last(memory). Raises: RuntimeError where that is None."""
-        last = self.last(self._expect(k))
-        if last is None:
-            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        last = self._require_last(self._expect(k))
         result_N = self._results[1 - self._last].values_N
         lerp_(result_N.copy_(last.values_N), x_N, weight, self.buckets.layout, runs)
         self._add_residual()
@@ -123,27 +105,13 @@ class SoloReducer(Stepwise):
             raise
         self._finished = True
 
-    @property
-    def result(self) -> Values:
-        """What the finished exchange gave. Raises: RuntimeError where none is."""
-        if not self._finished:
-            raise RuntimeError("the exchange is not finished: finish() first")
-        return self._results[1 - self._last]
-
     def commit(self) -> None:
         """Keep it; R is given out. Ends the exchange."""
-        memory, _ = self._memory, self.result
-        assert memory is not None
+        memory = self._require_finished()
         memory.worker_N.zero_()
         memory.server_c.zero_()
-        self._last = 1 - self._last
-        self._last_of = (memory, memory.version)
+        self._keep(memory)
         self._close()
-
-    def last(self, memory: ErrorMemory) -> Values | None:
-        """The last committed result, where it is of this memory and nobody has restored that since."""
-        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
-        return self._results[self._last] if known else None
 
     def abandon(self) -> None:
         """End the exchange as if it had not begun."""
@@ -168,14 +136,13 @@ class SoloReducer(Stepwise):
         return Fidelity(None, 1.0 if given > 0 else None, waiting / given if given > 0 else None)
 
     def _expect(self, k: int) -> ErrorFeedback:
-        if self._memory is None:
-            raise RuntimeError("no exchange is open: begin(memory) first")
+        memory = self._open()
         if k or self._launched:
             raise RuntimeError(f"bucket {k}: the only bucket is 0; launched = {self._launched}")
-        if not self._results:
+        if not self._results:  # made when first needed: an optimizer that compresses nothing has none
             self._results = [Values(self._like.new_zeros(self.buckets.layout.numel)) for _ in range(2)]
         self._launched = True
-        return self._memory
+        return memory
 
     def _add_residual(self) -> None:
         assert self._memory is not None

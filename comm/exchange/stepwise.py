@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,26 +13,55 @@ from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, Group, Result, Stats
 
+Memory = TypeVar("Memory", bound=ErrorMemory)
+Outcome = TypeVar("Outcome", bound=Result)
 
-class Stepwise(ABC):
-    """The part of a Reducer that follows from begin, launch, finish and commit. group: the ranks. full: their means."""
+
+class Stepwise(ABC, Generic[Memory, Outcome]):
+    """The part of a Reducer that all share: which exchange is open, and which of two results was committed last.
+
+    group: the ranks. kind: of its error memory. full: means over the ranks, in full.
+    """
 
     full: FullMeans
 
-    def __init__(self, group: Group, buckets: Buckets) -> None:
+    def __init__(self, group: Group, buckets: Buckets, kind: type[Memory]) -> None:
         self.size: int = group.size
         self.stats: Stats = group.stats
         self.buckets = buckets
         self._group = group
+        self._kind = kind
+        self._memory: Memory | None = None
+        """Of the open exchange; None where none is."""
+        self._finished = False
+        self._results: Sequence[Outcome] = ()
+        self._last = 0
+        """Which of the two was committed last; the exchange under way writes the other."""
+        self._last_of: tuple[Memory, int] | None = None
+
+    def begin(self, memory: ErrorMemory) -> None:
+        """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
+        if self._memory is not None:
+            raise RuntimeError(
+                "an exchange is open: finish() and commit() it, or abandon() it, before the next begin()"
+            )
+        if not isinstance(memory, self._kind):
+            raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
+        self._memory = memory
 
     @property
-    @abstractmethod
-    def result(self) -> Result:
-        """Of the exchange that was finished."""
+    def result(self) -> Outcome:
+        """What the finished exchange gave. Raises: RuntimeError where none is."""
+        self._require_finished()
+        return self._results[1 - self._last]
 
-    @abstractmethod
-    def begin(self, memory: ErrorMemory) -> None:
-        """Open an exchange."""
+    def last(self, memory: ErrorMemory) -> Outcome | None:
+        """The last committed result, if it is of `memory`, untouched since; launch_lerp forms what it sends from it.
+
+        None before the first commit and after memory.restore(): read it before, which state_dict() does.
+        """
+        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
+        return self._results[self._last] if known else None
 
     @abstractmethod
     def launch_sum(self, k: int, x_N: Tensor) -> None:
@@ -80,6 +110,28 @@ class Stepwise(ABC):
             self.forget()
             raise
         self.commit()
+
+    def _open(self) -> Memory:
+        if self._memory is None:
+            raise RuntimeError("no exchange is open: begin(memory) first")
+        return self._memory
+
+    def _require_finished(self) -> Memory:
+        memory = self._open()
+        if not self._finished:
+            raise RuntimeError("the exchange is not finished: finish() first")
+        return memory
+
+    def _require_last(self, memory: Memory) -> Outcome:
+        last = self.last(memory)
+        if last is None:
+            raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
+        return last
+
+    def _keep(self, memory: Memory) -> None:
+        """The result of the finished exchange is the last one from now on."""
+        self._last = 1 - self._last
+        self._last_of = (memory, memory.version)
 
 
 def lerp_(r_N: Tensor, x_N: Tensor, weight: float, layout: VectorLayout, runs: Sequence[Tensor | None] = ()) -> None:
