@@ -55,9 +55,9 @@ class LeftInPlace:
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
-        if 0 <= grad.data_ptr() - self._first < self._bytes:
-            return False
         if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
+            return False
+        if 0 <= grad.data_ptr() - self._first < self._bytes:
             return False
         if grad.device != self._g_N.device or not grad.is_contiguous():
             return False

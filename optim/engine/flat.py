@@ -1,4 +1,4 @@
-"""Parameters and gradients of a model as two flat vectors; the model's tensors become views into them.
+"""Parameters and gradients of a model as two flat vectors; the model's tensors lie in them.
 
     p_N  |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
 
@@ -6,8 +6,13 @@ Every tensor starts at a multiple of 8. Vectors (biases, norms: fewer than two d
 that they share scales; a matrix is a segment of its own. Vectors come first because gradients are sent from the end of
 the vector to its start: they are of all layers, so that backward has the last of them only at its end.
 
-The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot be a view of
-them: it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded.
+The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot lie in them:
+it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded. A parameter in
+memory that is shared with other processes keeps that too, so that they see what it becomes.
+
+What lies in a flat vector has a storage of its own there (`_alone`): so what saves tensors writes that tensor and no
+other, and what replaces or moves its storage leaves the flat vector as it is. Whether it still lies there is found at
+each step by its address, beside that of views that nobody else has.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, labels, refuse_unfit_gradient
@@ -36,8 +42,8 @@ class FlatTensor:
 class FlatSpace:
     """Flat parameters p_N and gradients g_N of parameter groups. Dead elements are zero and stay so.
 
-    Modifies the parameters: `param.data` and `param.grad` become views of the flat vectors, but for those in low
-    precision. Raises: ValueError, naming the parameter, before anything is modified.
+    Modifies the parameters: `param.data` and `param.grad` lie in the flat vectors from here on, but for those in low
+    precision or shared memory. Raises: ValueError, naming the parameter, before anything is modified.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
@@ -62,7 +68,11 @@ class FlatSpace:
         self.p_N = torch.zeros(at, dtype=dtype, device=self.tensors[0].param.device)
         self.g_N = torch.zeros_like(self.p_N)
         self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
+        self._shown = [_alone(view) for view in self._gradients]
+        self._untouched = [-1] * len(self.tensors)
+        """Version of the gradient shown when it was set to zero; -1, which none has, where it is not."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
+        self._shared: set[int] = set()
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._written: dict[int, tuple[int, int]] = {}
         self.gather_gradients()
@@ -104,7 +114,11 @@ class FlatSpace:
             if index not in low:
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param)
-                    param.data = view
+                    if param.device.type == "cpu" and param.is_shared():  # type: ignore[no-untyped-call]
+                        self._shared.add(index)
+                    else:
+                        param.data = _alone(view)
+                        self._shared.discard(index)
             elif self._written.get(index) != _identity(param):
                 same = view.to(param.dtype) == param
                 view.copy_(torch.where(same, view, param.to(view.dtype)))
@@ -116,7 +130,9 @@ class FlatSpace:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Low-precision parameters <- their masters, rounded. Does not wait for the device."""
+        """Parameters with memory of their own <- their part of p_N, rounded to theirs. Does not wait for the device."""
+        for i in self._shared:
+            self.tensors[i].param.copy_(self._parameters[i])
         if self._low:
             params = [self.tensors[i].param for i in self._low]
             torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
@@ -154,20 +170,25 @@ class FlatSpace:
             grad, view = self.tensors[i].param.grad, self._gradients[i]
             if grad is None:
                 missing.append(view)
+                self._untouched[i] = self._shown[i]._version
             elif not _is_same(grad, view):
                 into.append(view)
-                foreign.append(grad)
+                foreign.append(grad if grad.layout == torch.strided else grad.to_dense())
+                self._untouched[i] = -1
         if missing:
             torch._foreach_zero_(missing)
         if foreign:
             torch._foreach_copy_(into, foreign)
         self._show_gradients(indices)
 
-    def shows_gradient(self, index: int) -> bool:
-        """Is the tensor's gradient its part of g_N, or one in low precision, which never is?"""
-        tensor, view = self.tensors[index], self._gradients[index]
-        grad = tensor.param.grad
-        return grad is not None and (tensor.param.dtype != view.dtype or _is_same(grad, view))
+    @property
+    def is_untouched(self) -> bool:
+        """Has no parameter got a gradient since they were dropped or set to zero here?
+
+        One that was set to zero by other means (`p.grad.zero_()`), or that a step took and left, counts as got.
+        """
+        found = zip(self.tensors, self._shown, self._untouched, strict=True)
+        return all((g := t.param.grad) is None or (g is shown and g._version == known) for t, shown, known in found)
 
     def shorten_gradient(self, max_norm: float | None) -> None:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
@@ -193,6 +214,7 @@ class FlatSpace:
             elif param.grad is not None:
                 param.grad.detach_().zero_()
         self._show_gradients(range(len(self.tensors)))
+        self._untouched = [shown._version for shown in self._shown]
 
     def shapes(self) -> list[list[int]]:
         """Shapes of the parameters in flat order: what a saved vector must have been made with."""
@@ -203,15 +225,30 @@ class FlatSpace:
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
             if param.dtype == view.dtype:
-                param.grad = view
+                if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
+                    self._shown[i] = _alone(view)
+                param.grad = self._shown[i]
 
 
 def _is_matrix(param: Tensor) -> bool:
     return param.dim() >= 2
 
 
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own, just as long, at which nothing else can be reached.
+
+    It keeps the memory alive. Its version counter is its own.
+    """
+    return from_dlpack(view)
+
+
 def _is_same(grad: Tensor, view: Tensor) -> bool:
-    return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+    return (
+        grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.stride() == view.stride()
+        and grad.dtype == view.dtype
+    )
 
 
 def _identity(param: Tensor) -> tuple[int, int]:

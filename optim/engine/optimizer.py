@@ -27,7 +27,7 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models
+from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import replicated, show_state
 
@@ -71,6 +71,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.non_finite = checked.non_finite
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
+        self._steps_without_gradient = 0  # in a row, on this rank
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -140,8 +141,13 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         return None
 
     def mean_gradient_(self) -> None:
-        """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput."""
+        """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput.
+
+        RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
+        """
         self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N))
+        if self._steps_without_gradient > 1 and not self.space.g_N.any():
+            raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
         self.space.shorten_gradient(self.max_grad_norm)
 
     def exchange_(self, plan: StepPlan) -> None:
@@ -402,5 +408,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._scaled = scaled
         if not scaled:
             self.overlap.refuse_written()
+        self._steps_without_gradient = self._steps_without_gradient + 1 if self.space.is_untouched else 0
+        if self._steps_without_gradient in (1, 10, 100):
+            logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
         self.space.gather_gradients(self.overlap.taken)
         unscale_(self.space.g_N, self)

@@ -45,10 +45,9 @@ class _Round:
     missing_K: list[int]
     arrived: list[int] = field(default_factory=list)
     num_launched: int = 0
-    version: int = 0
-    """Of g_N when the last hook ended: another one in step() says that gradients were written since."""
-    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of tensors whose gradient is not in g_N but where backward left it: its place in memory, and its version."""
+    left: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each that is taken: where its gradient was left in memory, and its version; another one in step() says that it
+    was written since."""
 
 
 logger = logging.getLogger(__name__)
@@ -129,13 +128,11 @@ class Overlap:
             )
 
     def refuse_written(self) -> None:
-        """Raises: RuntimeError where gradients have been written since backward left them in g_N."""
+        """Raises: RuntimeError where gradients have been written since hooks took them."""
         here = self._round
         if here is None:
             return
-        shown = all(self._space.shows_gradient(i) for i, taken in enumerate(here.taken) if taken and i not in here.kept)
-        left = all(_identity(self._space.tensors[i].param.grad) == known for i, known in here.kept.items())
-        if not shown or not left or here.version != self._space.g_N._version:
+        if any(_identity(self._space.tensors[i].param.grad) != known for i, known in here.left.items()):
             raise RuntimeError(
                 "gradients were written between backward and step(), and with overlap they may have been sent before: "
                 "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
@@ -204,7 +201,6 @@ class Overlap:
             self._take_arrived(here)  # at once, so that backward's memory is free for the next
         elif not here.missing_K[here.num_launched]:
             self._launch_ready(here, here.exchange)
-        here.version = self._space.g_N._version
 
     @torch.no_grad()
     def _open(self) -> _Round:
@@ -232,16 +228,16 @@ class Overlap:
 
     def _take_arrived(self, here: _Round) -> None:
         """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
-        others = []
+        others, tensors = [], self._space.tensors
         for index in here.arrived:
-            grad = self._space.tensors[index].param.grad
-            if here.exchange is not None and grad is not None and here.exchange.keeps(index, grad):
-                here.kept[index] = _identity(grad)
-            else:
+            grad = tensors[index].param.grad
+            if here.exchange is None or grad is None or not here.exchange.keeps(index, grad):
                 others.append(index)
+        self._space.take_gradients(others)
+        for index in here.arrived:
+            here.left[index] = _identity(tensors[index].param.grad)
             here.taken[index] = True
         here.arrived.clear()
-        self._space.take_gradients(others)
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:

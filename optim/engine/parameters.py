@@ -75,13 +75,20 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
 
 def refuse_unfit_gradient(grad: Tensor, param: Tensor, label: str) -> None:
     """Raises: ValueError for a gradient that cannot be copied to where the parameter's is. Looks at no value."""
-    if grad.layout != torch.strided:
-        raise ValueError(f"{label}: its gradient is {grad.layout}; only dense ones work: use a layer with sparse=False")
     if grad.shape != param.shape or grad.device != param.device or not grad.dtype.is_floating_point:
         raise ValueError(
             f"{label}: its gradient is {grad.dtype} {tuple(grad.shape)} on {grad.device}, the parameter is "
             f"{param.dtype} {tuple(param.shape)} on {param.device}; set p.grad to None and let backward make it"
         )
+
+
+def without_gradient(step: int, where: str) -> str:
+    """What to say of a step before which no parameter got a gradient."""
+    return (
+        f"step {step}: no parameter of the optimizer has got a gradient on {where}, so there is nothing to learn from. "
+        "Does loss.backward() come before step()? Were parameters replaced after the optimizer was made (a new layer, "
+        "peft, weight_norm, load_state_dict(assign=True))? Then make the optimizer after that, from model.parameters()"
+    )
 
 
 def _refuse_unfit(param: Tensor, label: str) -> None:

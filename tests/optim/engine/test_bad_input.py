@@ -110,7 +110,6 @@ def test_another_dtype_number_of_parameters_or_optimizer_on_one_rank_is_refused_
 
 def gradients():
     return {
-        "sparse": torch.ones(9, 6).to_sparse(),
         "shape": torch.ones(6, 9),
         "integer": torch.ones(9, 6, dtype=torch.int64),
     }

@@ -155,15 +155,6 @@ def test_hyperparameters_out_of_range_are_refused(bad):
         Adam(model().parameters(), **bad)
 
 
-def test_a_sparse_gradient_is_refused():
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    optimizer = Adam(table.parameters())
-    table.weight.grad = None
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="sparse"):
-        optimizer.step()
-
-
 def test_the_floor_takes_the_larger_of_tensor_and_block_and_the_model_for_noise():
     v = torch.zeros(32, dtype=torch.float64)
     v[0:8] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1e-9, 1])  # a tensor with untouched elements

@@ -1,0 +1,150 @@
+"""What people do to a model after the optimizer was made, and that moves its tensors: it trains as if nothing was done.
+
+Two ranks. Each deed is done before the first step, in the warm-up and in the compressed phase. Bit-equal to the run
+without it: the values are the same, only where they lie is not.
+"""
+
+import io
+
+import pytest
+import torch
+
+from tests.optim.engine.test_training_loops import ADAM, end, inputs, loss_of, network
+from tests.optim.reference.written_out import bits, make
+from thinwire.comm import run_threads
+from thinwire.optim import Adam
+
+FREEZE, STEPS = 4, 9
+every_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+
+
+def replace_gradient_memory(net):
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad.data = p.grad.data.clone()
+
+
+def replace_memory(net):
+    for p in net.parameters():
+        p.data = p.data.clone()
+
+
+DEEDS = {
+    "converted and back": lambda net: net.double().float(),
+    "in shared memory": lambda net: net.share_memory(),
+    "gradients in other memory": replace_gradient_memory,
+    "parameters in other memory": replace_memory,
+    "gradients dropped": lambda net: net.zero_grad(),
+    "gradients zeroed": lambda net: net.zero_grad(set_to_none=False),
+    "saved and loaded": lambda net: net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}),
+}
+
+
+def trained(deed, overlap, name, group):
+    """Bits at the end of the optimizer, and of the model that its user holds."""
+    net = network()
+    optimizer = make(name, [{"params": list(net.parameters()), **ADAM}], group, warmup=FREEZE, overlap=overlap)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        if step in (1, 3, FREEZE + 3):
+            deed(net)
+        loss_of(net, inputs(step, group.rank)).backward()
+        optimizer.step()
+    return end(optimizer), bits(*(p.detach() for p in net.parameters()))
+
+
+@every_overlap
+@pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam"])
+def test_tensors_that_were_moved_train_on(name, overlap):
+    expected = run_threads(2, lambda group: trained(lambda net: None, overlap, name, group))
+    for what, deed in DEEDS.items():
+        found = run_threads(2, lambda group, deed=deed: trained(deed, overlap, name, group))
+        assert all(map(torch.equal, sum(found, ()), sum(expected, ()))), what
+
+
+def test_a_parameter_in_shared_memory_stays_there_and_others_see_what_it_becomes():
+    net = network().share_memory()
+    seen_elsewhere = [p.detach() for p in net.parameters()]
+    optimizer = Adam(net.parameters(), lr=0.1)
+    alike = network()
+    reference = torch.optim.AdamW(alike.parameters(), lr=0.1, weight_decay=0)
+    for step in range(3):
+        for model, opt in ((net, optimizer), (alike, reference)):
+            opt.zero_grad()
+            loss_of(model, inputs(step, 0)).backward()
+            opt.step()
+            with torch.no_grad():
+                model[2].bias.data.mul_(2)  # without a trace in its version
+    assert all(p.is_shared() for p in net.parameters())
+    for ours, theirs in zip(seen_elsewhere, alike.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_saved_of_one_tensor_is_as_long_as_that_tensor():
+    net = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 2))
+    optimizer = Adam(net.parameters())
+    for tensor in [*net.parameters(), *(p.grad for p in net.parameters())]:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.storage_offset() == 0
+    assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == 4
+    written = io.BytesIO()
+    torch.save(net[1].state_dict(), written)
+    assert written.tell() < 2 * 4 * 602 + 2048
+    del optimizer  # the memory lives as long as a tensor in it
+    assert torch.isfinite(net(torch.ones(100))).all()
+
+
+@every_overlap
+def test_rows_of_a_sparse_gradient_train_as_dense_ones_do(overlap):
+    def ends(group, sparse):
+        net = network()  # a matrix and a bias beside the table
+        table = torch.nn.Embedding(7, 6, sparse=sparse)
+        with torch.no_grad():
+            table.weight.copy_(torch.arange(42.0).view(7, 6) / 42)
+        optimizer = Adam([*table.parameters(), *net.parameters()], lr=0.01, group=group, overlap=overlap)
+        for step in range(4):
+            if step % 2:
+                optimizer.zero_grad()
+            else:
+                net.zero_grad()
+                table.zero_grad()
+            loss_of(net, table(torch.tensor([step, 2, 2, group.rank]))).backward()
+            optimizer.step()
+        return end(optimizer)
+
+    sparse, dense = (run_threads(2, lambda group, kind=kind: ends(group, kind)) for kind in (True, False))
+    assert all(map(torch.equal, sparse, dense))
+
+
+def test_a_step_without_a_gradient_says_what_to_look_at_and_the_second_is_refused(caplog):
+    def work(group):
+        net = network()
+        optimizer = Adam(net.parameters(), lr=0.1, group=group)
+        net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}, assign=True)  # new Parameters
+        optimizer.zero_grad()
+        loss_of(net, inputs(1, group.rank)).backward()
+        optimizer.step()
+        before = optimizer.space.p_N.clone()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"step 2: no parameter .* on any rank.*assign=True.*make the optimizer"):
+            optimizer.step()
+        return optimizer.num_steps == 1 and torch.equal(before, optimizer.space.p_N)
+
+    assert run_threads(2, work) == [True, True]
+    assert sum("no_gradient step 1:" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_rank_without_a_gradient_beside_one_that_has_one_goes_on(caplog):
+    def work(group):
+        net = network()
+        optimizer = Adam(net.parameters(), lr=0.1, group=group)
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            if group.rank:
+                loss_of(net, inputs(step, group.rank)).backward()
+            optimizer.step()
+        return end(optimizer)
+
+    first, second = run_threads(2, work)
+    assert torch.equal(first, second)
+    assert [r.getMessage()[:19] for r in caplog.records] == ["no_gradient step 1:"]
