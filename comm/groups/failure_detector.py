@@ -20,78 +20,21 @@ it is not ours to destroy what the user made. Hence the note in the store.
 
 Every question to the store is asked in a thread that is not waited for longer than a bound: a store whose host hangs
 answers never. It is part of rank 0's process, or of its host's agent; where it is out of reach, rank 0 is the lost one.
-
-A process is named by host, pid and when it began (`Birth`), never by pid alone. That is read from Linux's /proc;
-elsewhere, and of processes of other hosts or containers, nothing is known.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from thinwire.comm.errors import PeerLost
-
-
-@dataclass(frozen=True, slots=True)
-class Birth:
-    """A process of some host.
-
-    host: boot and container (the namespace of pids), "" where unknown. began: in ticks since boot."""
-
-    host: str
-    pid: int
-    began: int
-
-    @classmethod
-    def own(cls) -> Birth:
-        """This process."""
-        state = _state(os.getpid())
-        return cls(_host(), os.getpid(), state[1]) if state else cls("", os.getpid(), 0)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Birth:
-        """What to_json wrote."""
-        return cls(**json.loads(text))
-
-    def to_json(self) -> str:
-        """As text, for a store."""
-        return json.dumps(asdict(self))
-
-    def ending(self) -> str | None:
-        """How it ended, in words; None where it lives, or nothing is known of it."""
-        if not self.host or self.host != _host():
-            return None
-        state = _state(self.pid)
-        if state is None or state[1] != self.began or state[0] in "ZX":
-            return f"its process {self.pid} has ended"
-        return None
-
-
-def _host() -> str:
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _state(pid: int) -> tuple[str, int] | None:
-    """The letter of its state and when it began; None where there is no such process, or no /proc."""
-    try:
-        # The name, in brackets, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[19])
-
+from thinwire.comm.groups.births import Birth, endings
 
 T = TypeVar("T")
 LOOK_S = 0.25
@@ -200,7 +143,7 @@ class StoreDetector:
 
     def _ask(self, answer_s: float) -> Lost:
         births = {r: Birth.from_json(self._store.get(_member(r))) for r in self._others() if self._has(_member(r))}
-        reasons = _endings(births)
+        reasons = endings(births)
         if self._left is None:
             self._store.set(_note(self._rank), json.dumps({"ended": reasons}))
             self._store.set(_ANY, str(self._rank))
@@ -219,7 +162,7 @@ class StoreDetector:
             if not silent or time.monotonic() >= until:
                 break
             time.sleep(0.02)
-            reasons |= _endings({r: births[r] for r in silent if r in births})
+            reasons |= endings({r: births[r] for r in silent if r in births})
         # Who answered and ended later is no cause but a consequence.
         reasons = {r: why for r, why in reasons.items() if r not in answered} | left
         reasons |= dict.fromkeys(silent, f"it did not answer within {answer_s:g} s: it hangs, or cannot be reached")
@@ -295,7 +238,3 @@ def _note(rank: int) -> str:
 
 def _done(rank: int) -> str:
     return f"thinwire/done/{rank}"
-
-
-def _endings(births: dict[int, Birth]) -> dict[int, str]:
-    return {r: why for r, birth in births.items() if (why := birth.ending())}

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from thinwire.comm.groups import failure_detector
-from thinwire.comm.groups.failure_detector import Birth, StoreDetector
+from thinwire.comm.groups.births import Birth
+from thinwire.comm.groups.failure_detector import StoreDetector
 
 SIZE = 3
 OTHER_HOST = Birth("elsewhere", 1, 1)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.comm.gloo_ranks import said, start
-from thinwire.comm.groups.failure_detector import Birth
+from thinwire.comm.groups.births import Birth
 
 IN_A_COLLECTIVE = """
 join(tcp_store_on_rank_0=TCP)
