@@ -1,7 +1,13 @@
-"""The reducer that an optimizer gets when its user names none: the default process group, or one rank alone."""
+"""The reducer that an optimizer gets when its user names none: the default process group, or one rank alone.
+
+Alone only where nothing says otherwise. An optimizer that is made before init_process_group would train every rank by
+itself: nothing fails, nothing is logged, and the replicas drift apart. So a launcher that has started several ranks, or
+a process group that comes later, is an error, unless SoloGroup() was asked for.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch.distributed as dist
@@ -47,7 +53,52 @@ def default_reducer(
 
 
 def given_or_default(group: Group | None) -> Group:
-    """The group itself; for None torch.distributed's default group, or one rank alone where there is none."""
+    """The group itself; for None torch.distributed's default group, or one rank alone where there is none.
+
+    Raises: ValueError where there is none though a launcher has started several ranks.
+    """
     if group is not None:
         return group
-    return TorchGroup() if dist.is_available() and dist.is_initialized() else SoloGroup()
+    if dist.is_available() and dist.is_initialized():
+        return TorchGroup()
+    started = ranks_started()
+    if started is not None:
+        variable, count = started
+        raise ValueError(
+            f"torch.distributed is not initialised, but {variable}={count} says that a launcher has started {count} "
+            "ranks: each would train alone, and their models would drift apart. Call "
+            "torch.distributed.init_process_group() before you make the optimizer, or give group=SoloGroup() "
+            "(thinwire.comm) where this process is to train alone"
+        )
+    return AssumedAlone()
+
+
+class AssumedAlone(SoloGroup):
+    """One rank alone, because there was no process group and nobody said SoloGroup()."""
+
+
+def refuse_late_process_group(group: Group) -> None:
+    """Raises: RuntimeError where this rank was taken to be alone, and a process group of several was made since."""
+    if isinstance(group, AssumedAlone) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this optimizer was made before init_process_group, which has made a group of {dist.get_world_size()} "
+            "ranks since: it trains alone, and the models would drift apart. Make the optimizer after "
+            "init_process_group, or give it group=SoloGroup() (thinwire.comm) where this process is to train alone"
+        )
+
+
+LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where launchers say how many ranks they have started: torchrun and those like it, Open MPI, MPICH, srun. Not
+SLURM_NTASKS: sbatch sets it for a script that is one process."""
+
+
+def ranks_started() -> tuple[str, int] | None:
+    """The variable that says that a launcher has started several ranks, and how many; None where there is none.
+
+    The first of LAUNCHERS that is there counts: under srun, torchrun's WORLD_SIZE is nearer than srun's.
+    """
+    for variable in LAUNCHERS:
+        text = os.environ.get(variable, "").strip()
+        if text.isdecimal():
+            return (variable, int(text)) if int(text) > 1 else None
+    return None

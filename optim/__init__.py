@@ -3,7 +3,8 @@
     optimizer = OneBitAdam(model.parameters(), lr=1e-3)     # instead of torch.optim.AdamW and DDP
 
 Gradients are local: do not wrap the model in DistributedDataParallel. Under torchrun call
-torch.distributed.init_process_group first; without it the optimizer runs on one rank.
+torch.distributed.init_process_group first; without it the optimizer runs on one rank, and refuses to where a launcher
+has started several.
 """
 
 from thinwire.optim.dense import SGD, Adam, Lamb

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.default import default_reducer, given_or_default
+from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
@@ -375,6 +375,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         return self.waits_for(plan) or self.begin_exchange(plan)
 
     def _step_once(self) -> None:
+        refuse_late_process_group(self._group)
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)

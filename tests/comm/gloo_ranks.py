@@ -1,6 +1,7 @@
 """Real processes over gloo on the loopback interface, each running one piece of source.
 
-They are forked from a process that has imported torch and numba once: imports are most of what a short rank costs.
+They are forked from a process that has imported torch, numba and what the first optimizer imports (torch._dynamo) once:
+imports are most of what a short rank costs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from pathlib import Path
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["thinwire.comm", "thinwire.optim", "thinwire.comm.kernels.cpu"])
+_FORKSERVER.set_forkserver_preload(["thinwire.comm", "thinwire.optim", "thinwire.comm.kernels.cpu", "torch._dynamo"])
 
 PREAMBLE = """
 import datetime, os, signal, sys, time
