@@ -1,0 +1,4 @@
+"""Thinwire inside the trainers that people use: a file for each library, which needs that library alone.
+
+ddp.py: DistributedDataParallel stays as the wrapper, and sends nothing. docs/integrations.md has a section for each.
+"""
