@@ -365,7 +365,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.space.write_back()
 
     def own_state(self) -> dict[str, Any]:
-        """Between syncs x, u, x_s, whether a gradient was lost, and what the steps add up to; m is among the vectors."""
+        """Between syncs x, u, x_s, whether a gradient was lost, and K and S; m is among the vectors."""
         if self.at_sync:
             return {}
         s = self.vectors
@@ -396,7 +396,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             )
 
     def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
-        """Hold what own_state() gave. Not in_round: x stays where this rank had moved it, as if that had been a sync."""
+        """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if that had been a sync."""
         s = self.vectors
         self._end_round()
         if not own:

@@ -159,6 +159,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
     optimizer.check_saved(loaded["saved"])
     for group in groups:
         optimizer.check_group(group)
+    space.take_changes()  # before anything is written that a parameter in other memory would be taken over
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
     for name, vector in vectors.items():
@@ -215,8 +216,8 @@ def _refuse_half(state_dict: dict[str, Any]) -> None:
     missing = sorted(set(state_dict.get("names", ())) - set(state_dict["saved"]))
     if missing:
         raise ValueError(
-            f"state_dict has saved without {missing}, which were saved: torch.distributed.checkpoint.load fills in only "
-            "the keys that it is given. Turn the checkpoint into one file with its format_utils.dcp_to_torch_save, and "
+            f"state_dict has saved without {missing}, which were saved: torch.distributed.checkpoint.load fills in "
+            "only the keys that it is given. Turn the checkpoint into one file with its format_utils.dcp_to_torch_save, and "
             "give what torch.load reads from that"
         )
 

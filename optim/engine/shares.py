@@ -37,8 +37,8 @@ KEYS = ("rank", "size", "errors", "own")
 """What a share holds in the place of `residuals`."""
 
 TO_DO = (
-    "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of them "
-    "together with thinwire.optim.saves.together"
+    "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
+    "them together with thinwire.optim.saves.together"
 )
 
 
@@ -198,9 +198,8 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
     if not whole:
         if any(one["in_round"] for one in all_n):
             optimizer.end_round_as(0)
-        if group.rank == 0:
-            if told := _told(optimizer, loaded.share):
-                logger.warning(told)
+        if group.rank == 0 and (told := _told(optimizer, loaded.share)):
+            logger.warning(told)
         for memory in error_memories(optimizer.vectors).values():
             memory.restore(memory.residual())  # one owner of each part, replicas of it included
     told_n = _gathered(group, {name: _digest(x) for name, x in optimizer.common_vectors().items()}, device)
