@@ -217,8 +217,8 @@ def _refuse_half(state_dict: dict[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"state_dict has saved without {missing}, which were saved: torch.distributed.checkpoint.load fills in "
-            "only the keys that it is given. Turn the checkpoint into one file with its format_utils.dcp_to_torch_save, and "
-            "give what torch.load reads from that"
+            "only the keys that it is given. Turn the checkpoint into one file with its "
+            "format_utils.dcp_to_torch_save, and give what torch.load reads from that"
         )
 
 
