@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.engine.saving import COMMON_KEYS, StateDict
-from thinwire.optim.engine.shares import KEYS, Share, is_share, read
+from thinwire.optim.engine.shares import Share, is_share, read
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     size, in_round = len(parts), bool(first_share.own)
     state = {key: first[key] for key in (*IDENTITY, *COMMON_KEYS, "names", "master") if key in first}
     if in_round:
-        state["vectors"] = {**first["vectors"], "m_N": _mean([found["vectors"]["m_N"] for _, found in parts])}
+        state["vectors"] = {**first["vectors"], "m_N": _mean([share.own["m_N"] for share, _ in parts])}
         state["saved"] = {**first["saved"], "last_sync": first["num_steps"]}
         state["parameters"] = _mean([share.own["parameters"] for share, _ in parts])
         if "master" in first:
@@ -60,10 +60,10 @@ def _by_rank(shares: Sequence[dict[str, Any]]) -> list[tuple[Share, dict[str, An
         if not is_share(one):
             what = "state_dict() of all ranks: load it as it is" if isinstance(one, dict) else type(one).__name__
             raise ValueError(f"shares[{at}] is {what}; give what rank_state_dict() of all ranks gave")
-        missing = [key for key in (*IDENTITY, *COMMON_KEYS, *KEYS) if key not in one]
+        missing = [key for key in (*IDENTITY, *COMMON_KEYS) if key not in one]
         if missing:
             raise ValueError(f"shares[{at}] lacks {missing}: it is not whole; load another file")
-        share = read(one, list(one["errors"]))
+        share = read(one)
         if share.rank in found:
             raise ValueError(f"shares[{at}] is of rank {share.rank} of {share.size}, and so is one before it")
         found[share.rank] = share, one
@@ -98,9 +98,10 @@ def _refuse_other_saves(parts: Sequence[tuple[Share, dict[str, Any]]]) -> None:
         sizes = {name: held.numel for name, held in share.errors.items()}
         if sizes != {name: held.numel for name, held in first_share.errors.items()}:
             raise ValueError(f"rank {share.rank} has saved errors of {sizes} elements: not of one save")
-        x, first_x = share.own.get("parameters"), first_share.own.get("parameters")
-        if first_share.own and not (isinstance(x, Tensor) and isinstance(first_x, Tensor) and x.shape == first_x.shape):
-            raise ValueError(f"rank {share.rank} lacks its own parameters between two syncs: its share is not whole")
+        for name in ("parameters", "m_N") if first_share.own else ():
+            x, first_x = share.own.get(name), first_share.own.get(name)
+            if not (isinstance(x, Tensor) and isinstance(first_x, Tensor) and x.shape == first_x.shape):
+                raise ValueError(f"rank {share.rank} lacks {name} of its own between two syncs: it is not whole")
 
 
 def _same(mine: Tensor | None, theirs: Tensor | None) -> bool:

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
 
+OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
+"""What a rank alone holds between two syncs, as it saves them."""
+
 
 @dataclass(slots=True)
 class ZeroOneAdamState:
@@ -199,8 +202,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
     shortened; the mean of all is as short. (In DeepSpeed's first stage: as in CheckedOptions.)
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements: as in CheckedOptions (optim.engine.options). overlap: as there; nothing is sent before
-    step(), because what a sync sends is a sum of steps.
+    non_finite, bucket_elements, saves: as in CheckedOptions (optim.engine.options). overlap: as there; nothing is sent
+    before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -365,7 +368,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.space.write_back()
 
     def own_state(self) -> dict[str, Any]:
-        """Between syncs x, u, x_s, whether a gradient was lost, and K and S; m is among the vectors."""
+        """Between syncs x, u, x_s, m, whether a gradient was lost, and K and S."""
         if self.at_sync:
             return {}
         s = self.vectors
@@ -373,6 +376,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             "parameters": self.space.p_N.clone(),
             "u_N": s.u_N.clone(),
             "x_s_N": s.x_s_N.clone(),
+            "m_N": s.m_N.clone(),
             "lost": bool(s.lost),
             "rounds": [[done.kept, done.weight] for done in self._rounds],
         }
@@ -381,10 +385,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Refuse what own_state() cannot have given. Raises: ValueError."""
         if not own:
             return
-        missing = [key for key in ("parameters", "u_N", "x_s_N", "lost", "rounds") if key not in own]
+        missing = [key for key in (*OWN_VECTORS, "lost", "rounds") if key not in own]
         if missing:
             raise ValueError(f"state_dict has own without {missing}: it is not whole; load another file")
-        for key in ("parameters", "u_N", "x_s_N"):
+        for key in OWN_VECTORS:
             found, shape = own[key], self.space.p_N.shape
             if not isinstance(found, Tensor) or not found.dtype.is_floating_point or found.shape != shape:
                 what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -403,6 +407,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             return
         self.space.p_N.copy_(own["parameters"])
         self.space.write_back()
+        s.m_N.copy_(own["m_N"])
         if in_round:
             s.u_N.copy_(own["u_N"])
             s.x_s_N.copy_(own["x_s_N"])

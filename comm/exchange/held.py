@@ -12,7 +12,6 @@ Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -125,11 +124,11 @@ def nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
-def _rows(what: str, plain: dict[str, Any], key: str, width: int) -> Sequence[Sequence[int]]:
+def _rows(what: str, plain: dict[str, Any], key: str, width: int) -> list[list[int]]:
     rows = plain[key]
     whole = isinstance(rows, list | tuple) and all(
         isinstance(row, list | tuple) and len(row) == width and all(type(one) is int for one in row) for row in rows
     )
     if not whole:
         raise ValueError(f"{what}[{key!r}] = {rows!r}: must be a list of {width} whole numbers each")
-    return rows
+    return [list(row) for row in rows]

@@ -140,7 +140,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
     Raises: ValueError naming what differs; then nothing has changed.
     """
     is_share = shares.is_share(state_dict)
-    loaded = _whole(state_dict, _identity(optimizer), (*COMMON_KEYS, *shares.KEYS) if is_share else KEYS)
+    loaded = _whole(state_dict, _identity(optimizer), COMMON_KEYS if is_share else KEYS)
     space, vectors, errors = optimizer.space, replicated(optimizer.vectors), error_memories(optimizer.vectors)
     _refuse_other_counts(loaded)
     _refuse_other_values("saved", loaded["saved"], optimizer.begun)

@@ -33,8 +33,9 @@ from thinwire.optim.engine.state import error_memories
 
 logger = logging.getLogger(__name__)
 
+KEY = "share"
+"""What a share has in the place of `residuals`: one entry, by the name "0 of 2" that of rank 0 of 2, a dict of KEYS."""
 KEYS = ("rank", "size", "errors", "own")
-"""What a share holds in the place of `residuals`."""
 
 TO_DO = (
     "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
@@ -119,38 +120,49 @@ class Loaded:
 
 def is_share(state_dict: object) -> bool:
     """Is it of one rank, whole or not?"""
-    return isinstance(state_dict, Mapping) and any(key in state_dict for key in KEYS)
+    return isinstance(state_dict, Mapping) and KEY in state_dict
 
 
 def collect(optimizer: Sharing) -> dict[str, Any]:
-    """What a share holds beside what all hold alike. Local; new tensors."""
-    errors = error_memories(optimizer.vectors)
-    return {
-        "rank": optimizer.group.rank,
-        "size": optimizer.group.size,
+    """What a share holds beside what all hold alike. Local; new tensors.
+
+    Under a name that no other rank has: torch.distributed.checkpoint takes what has one name on all ranks for equal.
+    """
+    errors, group = error_memories(optimizer.vectors), optimizer.group
+    of_rank = {
+        "rank": group.rank,
+        "size": group.size,
         "errors": {name: memory.held().plain() for name, memory in errors.items()},
         "own": optimizer.own_state(),
     }
+    return {KEY: {f"{group.rank} of {group.size}": of_rank}}
 
 
-def read(state_dict: Mapping[str, Any], names: list[str]) -> Share:
-    """The share in a dict that has all keys. names: of its error memories. Raises: ValueError for what is damaged."""
-    rank, size, errors, own = (state_dict[key] for key in KEYS)
-    if type(size) is not int or type(rank) is not int or not 0 <= rank < size:
-        raise ValueError(f"state_dict has rank = {rank!r} of size = {size!r}: must be of 0 to size - 1; it is damaged")
-    if not isinstance(errors, dict) or set(errors) != set(names):
-        found = sorted(map(str, errors)) if isinstance(errors, dict) else errors
-        raise ValueError(f"state_dict has errors {found}, this optimizer needs {sorted(names)}")
-    if not isinstance(own, dict):
-        raise ValueError(f"state_dict has own = {own!r}: must be a dict")
-    held = {name: Held.of_plain(f"state_dict['errors'][{name!r}]", errors[name]) for name in names}
+def read(state_dict: Mapping[str, Any]) -> Share:
+    """The share in a dict that is_share(). Raises: ValueError for what is damaged."""
+    entries = state_dict[KEY]
+    if not isinstance(entries, dict) or len(entries) != 1:
+        found = list(entries) if isinstance(entries, dict) else entries
+        raise ValueError(f"state_dict has share = {found}: must be a dict of one rank; it is damaged")
+    name, entry = next(iter(entries.items()))
+    missing = [key for key in KEYS if not isinstance(entry, dict) or key not in entry]
+    if missing:
+        raise ValueError(f"state_dict['share'] lacks {missing}: it is not whole; load another file")
+    rank, size, errors, own = (entry[key] for key in KEYS)
+    if type(size) is not int or type(rank) is not int or not 0 <= rank < size or name != f"{rank} of {size}":
+        raise ValueError(f"state_dict['share'] has rank = {rank!r}, size = {size!r} under {name!r}: it is damaged")
+    if not isinstance(errors, dict) or not isinstance(own, dict):
+        raise ValueError(f"state_dict['share'] has errors = {errors!r}, own = {own!r}: must be dicts; it is damaged")
+    held = {name: Held.of_plain(f"state_dict['share'] errors[{name!r}]", errors[name]) for name in errors}
     return Share(rank, size, held, own)
 
 
 def checked(optimizer: Sharing, state_dict: Mapping[str, Any]) -> Share:
     """The share that this optimizer can go on from. Raises: ValueError with both values."""
-    share = read(state_dict, list(error_memories(optimizer.vectors)))
+    share, names = read(state_dict), list(error_memories(optimizer.vectors))
     numel, group = optimizer.space.p_N.numel(), optimizer.group
+    if set(share.errors) != set(names):
+        raise ValueError(f"state_dict has errors {sorted(share.errors)}, this optimizer needs {sorted(names)}")
     for name, held in share.errors.items():
         if held.numel != numel:
             raise ValueError(f"state_dict has errors[{name!r}] of {held.numel} elements, this optimizer has {numel}")

@@ -64,7 +64,7 @@ def test_a_share_is_local_and_the_run_that_loads_it_is_the_one_that_went_on(name
         saved = through_a_file(optimizer.rank_state_dict()), through_a_file(net.state_dict())
         assert group.stats.collectives == collectives
         assert optimizer.at_sync == (phase not in BETWEEN_SYNCS)
-        assert (saved[0]["rank"], saved[0]["size"]) == (group.rank, group.size)
+        assert list(saved[0]["share"]) == [f"{group.rank} of {size}"]
 
         other, resumed = made(name, group, seed=9, dtype=dtype, **more)
         train(other, resumed, 14, group.rank)
@@ -213,7 +213,7 @@ def test_saves_chooses_what_state_dict_gives():
         train(net, optimizer, 7, group.rank)
         collectives = group.stats.collectives
         if group.rank == 0:
-            assert optimizer.state_dict()["rank"] == 0
+            assert "share" in optimizer.state_dict()
         assert group.stats.collectives == collectives
         optimizer.saves = "together"
         assert "residuals" in optimizer.state_dict()
@@ -245,9 +245,12 @@ def without(share, key):
 
 def test_shares_that_are_not_of_one_save_are_refused_with_both_values():
     ours = shares_of("onebit_adam", 3, 7)
-    name = next(iter(ours[0]["errors"]))
-    worker = ours[1]["errors"][name]
-    damaged = {**ours[1], "errors": {name: {**worker, "server": worker["server"][:-1]}}}
+    name, entry = "momentum_error", ours[1]["share"]["1 of 3"]
+    worker = entry["errors"][name]
+    damaged = {
+        **ours[1],
+        "share": {"1 of 3": {**entry, "errors": {name: {**worker, "server": worker["server"][:-1]}}}},
+    }
     other_v = {**ours[1], "vectors": {**ours[1]["vectors"], "v_N": ours[1]["vectors"]["v_N"] + 1}}
     for shares, message in (
         ([], "must be a list"),
@@ -258,7 +261,7 @@ def test_shares_that_are_not_of_one_save_are_refused_with_both_values():
         ([ours[0], ours[1], shares_of("onebit_adam", 3, 8)[2]], "num_steps = 7 and rank 2 8"),
         ([ours[0], shares_of("onebit_lamb", 3, 7)[1], ours[2]], "optimizer = 'OneBitAdam' and rank 1 'OneBitLamb'"),
         ([ours[0], shares_of("onebit_adam", 3, 7, wide=5)[1], ours[2]], r"shapes = \[\[13\].*and rank 1 \[\[5\]"),
-        ([ours[0], without(ours[1], "errors"), ours[2]], r"shares\[1\] lacks \['errors'\]"),
+        ([ours[0], without(ours[1], "vectors"), ours[2]], r"shares\[1\] lacks \['vectors'\]"),
         ([ours[0], damaged, ours[2]], "server errors of .* damaged"),
         ([ours[0], other_v, ours[2]], "ranks 0 and 1 have saved other values of v_N"),
         ([ours[0], 3, ours[2]], r"shares\[1\] is int"),
@@ -274,34 +277,42 @@ def test_shares_that_are_not_of_one_save_are_refused_with_both_values():
 def test_a_share_that_does_not_fit_is_refused_and_nothing_is_changed(name):
     steps = IN_ROUND if name == "zero_one_adam" else 7
     ours, of_three = shares_of(name, 2, steps), shares_of(name, 3, steps)
-    memory = next(iter(ours[0]["errors"]))
-    errors = ours[0]["errors"][memory]
-    short = {**errors, "worker": errors["worker"][:-8]}
+    entry = ours[0]["share"]["0 of 2"]
+    memory, errors = next(iter(entry["errors"].items()))
+
+    def of(name="0 of 2", **changed):
+        return {**ours[0], "share": {name: {**entry, **changed}}}
+
     cases = [
         (ours[1], r"share of rank 1 of 2, and this is rank 0 of 2.*thinwire.optim.saves.together"),
         (of_three[2], r"share of rank 2 of 3, and this is rank 0 of 2"),
         (shares_of(name, 2, 7, wide=5)[0], "shapes"),
         (shares_of("onebit_lamb", 2, 7)[0], "optimizer = 'OneBitLamb'"),
-        *((without(ours[0], key), f"lacks .*{key}") for key in ("rank", "size", "errors", "own", "vectors")),
-        ({**ours[0], "rank": 2}, "rank = 2 of size = 2"),
-        ({**ours[0], "errors": {}}, r"errors \[\], this optimizer needs"),
-        ({**ours[0], "errors": {memory: 3}}, r"errors.*= int"),
-        ({**ours[0], "errors": {memory: without(errors, "served")}}, r"lacks \['served'\]"),
-        ({**ours[0], "errors": {memory: short}}, "damaged"),
-        ({**ours[0], "errors": {memory: {**errors, "moves": "?"}}}, "moves"),
-        ({**ours[0], "errors": {memory: {**errors, "worker": None}}}, "worker"),
-        ({**ours[0], "own": 3}, "own = 3"),
+        (without(ours[0], "vectors"), "lacks .*vectors"),
+        (without(ours[0], "share"), "lacks .*residuals"),
+        ({**ours[0], "share": {}}, r"share = \[\]"),
+        ({**ours[0], "share": {**ours[0]["share"], **ours[1]["share"]}}, r"share = \['0 of 2', '1 of 2'\]"),
+        *(({**ours[0], "share": {"0 of 2": without(entry, key)}}, f"lacks .*{key}") for key in entry),
+        (of(rank=1), "rank = 1, size = 2 under '0 of 2'"),
+        (of("2 of 2", rank=2), "rank = 2, size = 2"),
+        (of(errors={}), r"errors \[\], this optimizer needs"),
+        (of(errors={memory: 3}), r"errors.*= int"),
+        (of(errors={memory: without(errors, "served")}), r"lacks \['served'\]"),
+        (of(errors={memory: {**errors, "worker": errors["worker"][:-8]}}), "damaged"),
+        (of(errors={memory: {**errors, "moves": "?"}}), "moves"),
+        (of(errors={memory: {**errors, "worker": None}}), "worker"),
+        (of(own=3), "own = 3"),
         ({**ours[0], "names": [*ours[0]["names"], "more"]}, r"without \['more'\]"),
     ]
     if name == "zero_one_adam":
-        own = ours[0]["own"]
-        cases += [({**ours[0], "own": without(own, key)}, f"own without .*{key}") for key in own]
+        own = entry["own"]
+        cases += [(of(own=without(own, key)), f"own without .*{key}") for key in own]
         cases += [
-            ({**ours[0], "own": {**own, "u_N": own["u_N"][:3]}}, r"own\['u_N'\].*\[3\]"),
-            ({**ours[0], "own": {**own, "rounds": [[1.0, 0.0]]}}, r"own\['rounds'\]"),
+            (of(own={**own, "u_N": own["u_N"][:3]}), r"own\['u_N'\].*\[3\]"),
+            (of(own={**own, "rounds": [[1.0, 0.0]]}), r"own\['rounds'\]"),
         ]
     else:
-        cases.append(({**ours[0], "own": {"u_N": errors["worker"]}}, r"own \['u_N'\]"))
+        cases.append((of(own={"u_N": errors["worker"]}), r"own \['u_N'\]"))
 
     def work(group):
         if group.rank:
