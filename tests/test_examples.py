@@ -45,6 +45,22 @@ def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     assert "sent 0 bytes" in told.splitlines()[-1]
 
 
+@pytest.mark.slow  # importing transformers takes long, and tests/integrations/test_transformers.py has done it
+@pytest.mark.parametrize("launcher", [("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), ()])
+def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
+    pytest.importorskip("transformers")
+    told = run(sys.executable, *launcher, str(EXAMPLES / "transformers_trainer.py"))
+    first, *_, last = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", told)]
+    assert last < 0.7 * first
+    sent = [int(number.replace(",", "")) for number in re.findall(r"sent ([\d,]+) bytes", told)]
+    assert len(sent) == 4
+    if launcher:
+        warmup, compressed = sent[0], sent[3] - sent[2]
+        assert warmup / compressed > 20
+    else:
+        assert sent[-1] == 0
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
     """Whole runs take minutes: two steps of four samples show that model, data and optimizer can be made."""

@@ -75,6 +75,8 @@ class FlatSpace:
         self._shared: set[int] = set()
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._written: dict[int, tuple[int, int]] = {}
+        self.gradient_norm: Tensor | None = None
+        """What shorten_gradient last found, 0-dim, before it shortened; None before."""
         self.gather_gradients()
         self.take_changes()
 
@@ -193,7 +195,8 @@ class FlatSpace:
     def shorten_gradient(self, max_norm: float | None) -> None:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
         if max_norm is not None:
-            factor = (max_norm / (torch.linalg.vector_norm(self.g_N) + 1e-6)).clamp_(max=1.0)
+            self.gradient_norm = torch.linalg.vector_norm(self.g_N)
+            factor = (max_norm / (self.gradient_norm + 1e-6)).clamp_(max=1.0)
             self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
 
     def drop_gradients(self) -> None:

@@ -1,4 +1,5 @@
 """Thinwire inside the trainers that people use: a file for each library, which needs that library alone.
 
-ddp.py: DistributedDataParallel stays as the wrapper, and sends nothing. docs/integrations.md has a section for each.
+transformers.py, accelerate.py: a Trainer and an Accelerator that do not wrap the model. ddp.py: DistributedDataParallel
+stays as the wrapper, and sends nothing. docs/integrations.md has a section for each.
 """

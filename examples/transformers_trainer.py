@@ -1,0 +1,62 @@
+"""A Hugging Face Trainer that one more line makes send one bit a value. The model is tiny and made on the spot.
+
+torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine
+python examples/transformers_trainer.py                         one worker, nothing is sent
+
+- trainer = Trainer(model, args, train_dataset=data)
++ trainer = with_thinwire(Trainer(model, args, train_dataset=data), OneBitAdam, warmup=20)
+"""
+
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from thinwire.integrations.transformers import with_thinwire
+from thinwire.optim import OneBitAdam
+
+VOCABULARY, LENGTH = 64, 16
+
+
+class Bytes(TrainerCallback):
+    """Says what rank 0 has sent."""
+
+    def on_log(self, args, state, control, optimizer=None, logs=None, **kwargs):
+        """Called by Trainer with what it logs."""
+        if state.is_world_process_zero and "loss" in (logs or {}):
+            stats = optimizer.optimizer.stats()
+            print(
+                f"step {state.global_step:3d}  next phase {stats['phase']:10s}  loss {logs['loss']:.4f}  "
+                f"sent {stats['sent_bytes']:,} bytes"
+            )
+
+
+def sequences(count: int) -> list[dict[str, torch.Tensor]]:
+    """Arithmetic progressions: the next number follows from the two before it."""
+    rows = [(torch.arange(LENGTH) * (1 + i % 7) + i) % VOCABULARY for i in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+with tempfile.TemporaryDirectory() as folder:
+    args = TrainingArguments(
+        folder,
+        max_steps=80,
+        per_device_train_batch_size=8,
+        learning_rate=5e-3,
+        logging_steps=20,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    trainer = with_thinwire(
+        Trainer(model, args, train_dataset=sequences(256), callbacks=[Bytes()]), OneBitAdam, warmup=20
+    )
+    trainer.train()
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
