@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.held import Held
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import Buckets, VectorLayout
 
@@ -169,6 +170,17 @@ class ErrorMemory(Protocol):
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
+
+    def held(self) -> Held:
+        """All that this rank holds, as it is. Local; modifies nothing; new tensors."""
+
+    def hold(self, held: Held) -> bool:
+        """Hold what held() of this rank of as many ranks gave. Local. Returns whether errors are where they were.
+
+        Then the next exchange is bit-equal to the one that would have followed held(). Else, as after another cut into
+        buckets, what this rank holds of R is in its worker error, and R is as it was to rounding.
+        Raises: ValueError where it is of another length.
+        """
 
 
 class Reader(Protocol):

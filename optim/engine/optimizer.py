@@ -20,12 +20,12 @@ from thinwire.comm.default import default_reducer, given_or_default, refuse_late
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
-from thinwire.optim.engine import saving
+from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
-from thinwire.optim.engine.options import CheckedOptions, Options
+from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
@@ -69,6 +69,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.overlaps = checked.overlap
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
+        self.saves = checked.saves
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._steps_without_gradient = 0  # in a row, on this rank
@@ -76,6 +77,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
+        self._loaded: shares.Loaded | None = None
         self._group = given_or_default(checked.group)
         self._lay_out()
 
@@ -121,8 +123,45 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
         return [(part, group) for part, group in parts if part.start < part.stop]
 
+    def note_evidence(self) -> None:
+        """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
+
     def prepare_to_save(self) -> None:
-        """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
+        """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
+
+        ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
+        """
+        self.note_evidence()
+        self.agree_on_shares()
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
+        return {}
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own:
+            raise ValueError(f"state_dict has own {sorted(own)}, and this optimizer has nothing of one rank alone")
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave; where it is not in_round, as if the round had ended there. Local."""
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks hold alike now, the parameters among it; not copies."""
+        return {"parameters": self.space.p_N, **replicated(self.vectors)}
+
+    def end_round_as(self, src: int) -> None:
+        """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
+
+    def agree_on_shares(self) -> None:
+        """Once after a share was loaded (rank_state_dict), see that all ranks hold what belongs together. Collective.
+
+        Raises: ValueError, alike on every rank, where they do not; PeerLost.
+        """
+        if self._loaded is not None:
+            self.space.take_changes()
+            shares.agree(self, self._loaded)
+            self._loaded = None
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
@@ -132,6 +171,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
         if self._group.size == 1:
             return "one rank sends nothing"
+        if self._loaded is not None:
+            return "the first step after a load finds out whether the ranks have loaded what belongs together"
         if self._scaled is None:
             return "the first step finds out whether a GradScaler calls it"
         if self._scaled:
@@ -177,6 +218,16 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
         return self.non_finite == "skip" or bool(self._scaled)
+
+    @property
+    def saves(self) -> Saves:
+        """What state_dict() gives: "together", which every rank must call, or "rank", which is rank_state_dict()."""
+        return self._saves
+
+    @saves.setter
+    def saves(self, value: Saves) -> None:
+        refuse_other_saves(value)
+        self._saves: Saves = value
 
     @property
     def at_sync(self) -> bool:
@@ -276,33 +327,42 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
 
+        Where `saves` is "rank" it is rank_state_dict(), which is not collective, instead.
         Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
 
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
         changed. RuntimeError where gradients are on their way (overlap).
         """
-        self.overlap.refuse_between("state_dict")
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        self.space.take_changes()
-        self.prepare_to_save()
-        self.space.write_back()
-        state_dict = saving.collect(self)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
+        if self.saves == "rank":
+            return self.rank_state_dict()
+        return self._saved_by("state_dict", self.prepare_to_save, saving.collect)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's share of state_dict(), without a word to the others. Local: any rank may call it at any step.
+
+        It is what state_dict() gives, but of the error memory only what this rank holds, and between syncs of 0/1 Adam
+        what it has moved alone. The run goes on as if it had not been called, bit for bit.
+
+        load_state_dict takes it on the same rank of as many ranks, and goes on bit-equal where every rank loads its
+        own. thinwire.optim.saves.together makes a state_dict for any number of ranks of the shares of all. The share
+        of rank 0 alone may be loaded by every rank of any number of them: whole but for R, which is said in the log.
+        Raises: RuntimeError where gradients are on their way (overlap).
+        """
+        return self._saved_by("rank_state_dict", self.note_evidence, saving.collect_share)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
 
+        Or from a rank_state_dict(): this rank's own, or that of rank 0. The next step then sees, once, whether the
+        ranks have loaded what belongs together, and raises a ValueError on all of them where not.
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
         self.overlap.refuse_between("load_state_dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        saving.apply(self, state_dict)
+        self._loaded = saving.apply(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -369,6 +429,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         show_state(self.state, self.space, self.vectors, self.shown, self._step)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
+    def _saved_by(
+        self, call: str, prepare: Callable[[], None], collect: Callable[[saving.Saved], dict[str, Any]]
+    ) -> dict[str, Any]:
+        self.overlap.refuse_between(call)
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self.space.take_changes()
+        prepare()
+        self.space.write_back()
+        state_dict = collect(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
         plan = self.plan(self.num_steps + 1)
@@ -376,6 +450,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def _step_once(self) -> None:
         refuse_late_process_group(self._group)
+        self.agree_on_shares()
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)

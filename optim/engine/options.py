@@ -14,6 +14,10 @@ NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
 
 
+Saves = Literal["together", "rank"]
+"""What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
+
+
 class Options(TypedDict, total=False):
     """The keywords of CheckedOptions, for the constructors that hand them on: `**options: Unpack[Options]`."""
 
@@ -22,6 +26,7 @@ class Options(TypedDict, total=False):
     non_finite: NonFinite
     overlap: bool
     bucket_elements: int
+    saves: Saves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class CheckedOptions:
     overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
     is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+    saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
+    alone; may be set later, as optimizer.saves.
     """
 
     group: Group | None = None
@@ -42,6 +49,7 @@ class CheckedOptions:
     non_finite: NonFinite = "raise"
     overlap: bool = False
     bucket_elements: int = DEFAULT_BUCKET
+    saves: Saves = "together"
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -52,6 +60,7 @@ class CheckedOptions:
             raise ValueError(
                 f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
             )
+        refuse_other_saves(self.saves)
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:
@@ -64,3 +73,9 @@ class CheckedOptions:
                     f"its help shows, it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+
+def refuse_other_saves(saves: object) -> None:
+    """Raises: ValueError for what is not one of Saves."""
+    if saves not in ("together", "rank"):
+        raise ValueError(f'saves = {saves!r}: must be "together" or "rank"')

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine import shares
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.state import error_memories, replicated
 
 FORMAT = 3
 """Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
-KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals")
-"""What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one."""
+COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors")
+KEYS = (*COMMON_KEYS, "residuals")
+"""What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one.
+
+`parameters` is there where shares of the middle of a round were brought together: all parameters, as a flat vector.
+"""
 
 
 class Saved(Protocol):
@@ -26,6 +33,14 @@ class Saved(Protocol):
     evidence: dict[str, Any]
     param_groups: list[dict[str, Any]]
     handed_over: dict[str, Tensor] | None
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all held the same."""
 
     @property
     def begun(self) -> dict[str, Any]:
@@ -45,6 +60,38 @@ class Saved(Protocol):
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raises: ValueError for values that the algorithm cannot go on from."""
 
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds between syncs."""
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Raises: ValueError where it is not what own_state() gave."""
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold it, where there is any: as it was, or as if the round had ended there."""
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks must hold alike now."""
+
+    def end_round_as(self, src: int) -> None:
+        """All ranks hold what rank `src` does. Collective."""
+
+
+class StateDict(dict[str, Any]):
+    """A state_dict that says what it is not, where somebody looks for what torch.optim's has. Loaded as a plain one."""
+
+    def __missing__(self, key: object) -> Any:
+        if key == "state":
+            raise ValueError(
+                "state_dict() of a thinwire optimizer has no entry 'state': its state is a few vectors of all "
+                "parameters. get_state_dict and set_optimizer_state_dict of torch.distributed.checkpoint cannot take "
+                "it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()} with "
+                "torch.distributed.checkpoint.save or torch.save instead"
+            )
+        raise KeyError(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # what torch.load takes with weights_only
+
 
 def collect(optimizer: Saved) -> dict[str, Any]:
     """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
@@ -57,10 +104,18 @@ def collect(optimizer: Saved) -> dict[str, Any]:
     optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
     for name, memory in errors.items():
         memory.restore(residuals[name])
+    return StateDict({**plain(optimizer), **_vectors(optimizer, vectors), "residuals": residuals})
+
+
+def collect_share(optimizer: Saved) -> dict[str, Any]:
+    """The same of this rank alone: in place of R its own share of the error memory. Local; nothing has changed."""
+    vectors = replicated(optimizer.vectors)
+    return StateDict({**plain(optimizer), **_vectors(optimizer, vectors), **shares.collect(optimizer)})
+
+
+def _vectors(optimizer: Saved, vectors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        **plain(optimizer),
         "vectors": {name: vector.clone() for name, vector in vectors.items()},
-        "residuals": residuals,
         **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
     }
 
@@ -73,37 +128,60 @@ def plain(optimizer: Saved) -> dict[str, Any]:
         "num_steps": optimizer.num_steps,
         "frozen_at": optimizer.frozen_at,
         "saved": copy.deepcopy(optimizer.saved),
+        "names": sorted(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
         "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
     }
 
 
-def apply(optimizer: Saved, state_dict: object) -> None:
-    """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed."""
-    loaded = _whole(state_dict, _identity(optimizer))
+def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
+    """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
+
+    Raises: ValueError naming what differs; then nothing has changed.
+    """
+    is_share = shares.is_share(state_dict)
+    loaded = _whole(state_dict, _identity(optimizer), COMMON_KEYS if is_share else KEYS)
     space, vectors, errors = optimizer.space, replicated(optimizer.vectors), error_memories(optimizer.vectors)
     _refuse_other_counts(loaded)
     _refuse_other_values("saved", loaded["saved"], optimizer.begun)
+    _refuse_half(loaded)
     _refuse_other_values("evidence", loaded["evidence"], {})
     _refuse_other_vectors("vectors", loaded["vectors"], vectors)
-    _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
+    share = shares.checked(optimizer, loaded) if is_share else None
+    if share is None:
+        _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
+        if "parameters" in loaded:
+            _refuse_other_vectors("parameters", {"all": loaded["parameters"]}, {"all": space.p_N})
+    else:
+        optimizer.check_own(share.own)
     _refuse_other_master(loaded, space)
     groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
     optimizer.check_saved(loaded["saved"])
     for group in groups:
         optimizer.check_group(group)
+    space.take_changes()  # before anything is written that a parameter in other memory would be taken over
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
     for name, vector in vectors.items():
         vector.copy_(loaded["vectors"][name])
-    residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
-    optimizer.handed_over = residuals
-    for name, memory in errors.items():
-        memory.restore(residuals[name])
-    if space.has_master:
-        space.load_master(loaded["master"])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
+    found = None
+    if share is None:
+        residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
+        optimizer.handed_over = residuals
+        for name, memory in errors.items():
+            memory.restore(residuals[name])
+    else:
+        optimizer.handed_over = None
+        found = shares.take(optimizer, share)
+    if "parameters" in loaded:
+        space.p_N.copy_(loaded["parameters"])
+        space.write_back()
+    if space.has_master:
+        space.load_master(loaded["master"])
+    optimizer.go_on_from({} if share is None else share.own, in_round=found is not None and found.is_in_round)
+    return found
 
 
 def _identity(optimizer: Saved) -> dict[str, Any]:
@@ -111,14 +189,14 @@ def _identity(optimizer: Saved) -> dict[str, Any]:
     return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
 
 
-def _whole(state_dict: object, expected: Mapping[str, object]) -> dict[str, Any]:
+def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[str]) -> dict[str, Any]:
     """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
     for key, value in expected.items():
         if state_dict.get(key) != value:
             raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
-    missing = [key for key in KEYS if key not in state_dict]
+    missing = [key for key in keys if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict lacks {missing}: it is not whole; load another checkpoint")
     return state_dict
@@ -131,6 +209,17 @@ def _refuse_other_counts(state_dict: dict[str, Any]) -> None:
         raise ValueError(f"state_dict has num_steps = {num_steps!r}: must be a whole number, at least 0")
     if frozen_at is not None and (type(frozen_at) is not int or not 1 <= frozen_at <= num_steps):
         raise ValueError(f"state_dict has frozen_at = {frozen_at!r}: must be None or a step, from 1 to {num_steps}")
+
+
+def _refuse_half(state_dict: dict[str, Any]) -> None:
+    """All that was saved has arrived: who fills in a dict takes only the keys that it has. Raises: ValueError."""
+    missing = sorted(set(state_dict.get("names", ())) - set(state_dict["saved"]))
+    if missing:
+        raise ValueError(
+            f"state_dict has saved without {missing}, which were saved: torch.distributed.checkpoint.load fills in "
+            "only the keys that it is given. Turn the checkpoint into one file with its "
+            "format_utils.dcp_to_torch_save, and give what torch.load reads from that"
+        )
 
 
 def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -126,14 +126,14 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         if self.stability is not None:
             self.stability = self.stability.restarted(self.num_steps)
 
-    def prepare_to_save(self) -> None:
+    def note_evidence(self) -> None:
         """Put the evidence of the automatic rule among the saved values."""
         if self.stability is not None:
             self.saved["stability"] = asdict(self.stability)
 
     def plain_state(self) -> dict[str, Any]:
         """As FlatOptimizer.plain_state, with the evidence of the automatic rule."""
-        self.prepare_to_save()
+        self.note_evidence()
         return super().plain_state()
 
     def check_saved(self, saved: dict[str, Any]) -> None:
