@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.engine.saving import COMMON_KEYS, StateDict
+from thinwire.optim.engine.saving import COMMON_KEYS
 from thinwire.optim.engine.shares import Share, is_share, read
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if lost:
             logger.warning("gradient_left_out step=%d ranks=%s reason=not finite", first["num_steps"], lost)
     residuals = {name: _sum([share.errors[name].part(size) for share, _ in parts]) for name in first_share.errors}
-    return StateDict({**state, "residuals": residuals})
+    return {**state, "state": {}, "residuals": residuals}
 
 
 def _by_rank(shares: Sequence[dict[str, Any]]) -> list[tuple[Share, dict[str, Any]]]:

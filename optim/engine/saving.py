@@ -76,15 +76,16 @@ class Saved(Protocol):
         """All ranks hold what rank `src` does. Collective."""
 
 
-class StateDict(dict[str, Any]):
-    """A state_dict that says what it is not, where somebody looks for what torch.optim's has. Loaded as a plain one."""
+class SavedGroup(dict[str, Any]):
+    """A saved parameter group, which says what it is not where somebody looks for torch.optim's. Loaded as a dict."""
 
     def __missing__(self, key: object) -> Any:
-        if key == "state":
+        if key == "params":
             raise ValueError(
-                "state_dict() of a thinwire optimizer has no entry 'state': its state is a few vectors of all "
-                "parameters. get_state_dict and set_optimizer_state_dict of torch.distributed.checkpoint cannot take "
-                "it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()} with "
+                "a parameter group in the state_dict() of a thinwire optimizer has no entry 'params': the state is not "
+                "kept by parameter, but as a few vectors of all of them. torch.optim's optimizers cannot load it, nor "
+                "can get_state_dict of torch.distributed.checkpoint take it apart. Save "
+                "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()} with "
                 "torch.distributed.checkpoint.save or torch.save instead"
             )
         raise KeyError(key)
@@ -104,17 +105,18 @@ def collect(optimizer: Saved) -> dict[str, Any]:
     optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
     for name, memory in errors.items():
         memory.restore(residuals[name])
-    return StateDict({**plain(optimizer), **_vectors(optimizer, vectors), "residuals": residuals})
+    return {**plain(optimizer), **_vectors(optimizer, vectors), "residuals": residuals}
 
 
 def collect_share(optimizer: Saved) -> dict[str, Any]:
     """The same of this rank alone: in place of R its own share of the error memory. Local; nothing has changed."""
     vectors = replicated(optimizer.vectors)
-    return StateDict({**plain(optimizer), **_vectors(optimizer, vectors), **shares.collect(optimizer)})
+    return {**plain(optimizer), **_vectors(optimizer, vectors), **shares.collect(optimizer)}
 
 
 def _vectors(optimizer: Saved, vectors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
+        "state": {},  # of single parameters nothing: so set_optimizer_state_dict of torch hands all on as it is
         "vectors": {name: vector.clone() for name, vector in vectors.items()},
         **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
     }
@@ -130,7 +132,7 @@ def plain(optimizer: Saved) -> dict[str, Any]:
         "saved": copy.deepcopy(optimizer.saved),
         "names": sorted(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
-        "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
+        "param_groups": [SavedGroup(copy.deepcopy({k: v for k, v in g.items() if k != "params"})) for g in groups],
     }
 
 
