@@ -90,6 +90,9 @@ class SavedGroup(dict[str, Any]):
             )
         raise KeyError(key)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedGroup:
+        return SavedGroup(copy.deepcopy(dict(self), memo))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())  # what torch.load takes with weights_only
 
