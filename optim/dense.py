@@ -32,7 +32,7 @@ class Adam(FlatOptimizer[AdamState]):
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements, saves: as in CheckedOptions (optim.engine.options).
+    overlap, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -69,7 +69,8 @@ class Lamb(FlatOptimizer[AdamState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
-    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves: as in Adam.
+    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as
+    in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -128,7 +129,7 @@ class SGD(FlatOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
-    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves: as in Adam.
+    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

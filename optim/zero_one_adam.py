@@ -202,8 +202,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
     shortened; the mean of all is as short. (In DeepSpeed's first stage: as in CheckedOptions.)
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements, saves: as in CheckedOptions (optim.engine.options). overlap: as there; nothing is sent
-    before step(), because what a sync sends is a sum of steps.
+    non_finite, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options); buffers are sent at
+    syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -361,6 +361,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 raise told from error
             logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
             u_N, m_N = self._round_means()
+        self.equalise_buffers()
         agree_(self.space.p_N, s.x_s_N, u_N, s, self.space.spans, [done.kept for done in self._rounds])
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
@@ -464,6 +465,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         try:
             if plan.gradient is Wire.FULL:
                 self.reduce.full_(g_N)  # not mean_gradient_: it would shorten once more
+                self._first.look_at_mean(g_N)
             if early:
                 self.derive_divisor(groups, g_N)
             if self.settings.decay is Decay.IN_SUM:

@@ -21,7 +21,10 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine import saving, shares
+from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
+from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
@@ -42,7 +45,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
     bfloat16 and float16, which get a master in float32 (optim.engine.flat).
-    group, max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
+    group, max_grad_norm, non_finite, overlap, bucket_elements, model: as in CheckedOptions (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
@@ -70,6 +73,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
         self.saves = checked.saves
+        self.model = checked.model
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._steps_without_gradient = 0  # in a row, on this rank
@@ -79,6 +83,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.handed_over: dict[str, Tensor] | None = None
         self._loaded: shares.Loaded | None = None
         self._group = given_or_default(checked.group)
+        if self.model is not None:
+            refuse_wrapped(self.model, self.param_groups)
+        self._first = FirstStep(self)
         self._lay_out()
 
     @abstractmethod
@@ -125,6 +132,13 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def note_evidence(self) -> None:
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
+
+    def send_beside(self) -> None:
+        """What all ranks send in each step that sends something, before anything has changed: buffers. Collective.
+
+        Raises: as equalise_buffers.
+        """
+        self.equalise_buffers()
 
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
@@ -186,14 +200,15 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
         """
-        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N))
+        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N), self._send_beside)
         if self._steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
+        self._first.look_at_mean(self.space.g_N)
         self.space.shorten_gradient(self.max_grad_norm)
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
-        self.overlap.complete(lambda: self.begin_exchange(plan))
+        self.overlap.complete(lambda: self.begin_exchange(plan), self._send_beside)
 
     @property
     def num_steps(self) -> int:
@@ -274,6 +289,13 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         else:
             self.space.zero_gradients(set_to_none)
 
+    def equalise_buffers(self) -> None:
+        """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.
+
+        Raises: PeerLost, WireMismatch, ValueError where they are others than rank 0's; then none is written.
+        """
+        self.buffers.equalise_(self._group, self.space.p_N.device)
+
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
 
@@ -321,6 +343,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "sent_bytes": self.reduce.stats.sent_bytes,
             "steps_skipped": self.steps_skipped,
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),
+            **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),
             **self.evidence,
         }
 
@@ -412,17 +435,21 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._connect()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
+        self.equalise_buffers()
 
     def _refuse_other_models(self, group: Group) -> None:
         header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
-        device = self.param_groups[0]["params"][0].device
-        refuse_other_models(group, [header, *describe(self.param_groups)], device)
+        lines = [header, *describe(self.param_groups)]
+        if self.model is not None:
+            lines += ["model= was given", *Buffers(self.model).lines()]
+        refuse_other_models(group, lines, self.param_groups[0]["params"][0].device)
 
     def _connect(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.reduce = self.make_reducer(self._group, self.block)
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
+        self.buffers, self._beside_due = Buffers(self.model), False
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
@@ -454,6 +481,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)
+            self._begin_beside(plan)
+            self._first.look(self, plan)
             if plan.gradient is Wire.LOCAL:
                 self.space.shorten_gradient(self.max_grad_norm)
             groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
@@ -470,6 +499,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
+
+    def _begin_beside(self, plan: StepPlan) -> None:
+        """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
+
+        So that on the group all ranks have one order, however many buckets the hooks of each have launched.
+        """
+        self._beside_due = plan.gradient is not Wire.LOCAL or plan.momentum is Wire.COMPRESSED
+        if not self.overlaps or self.waits_for(plan) is not None:
+            self._send_beside()
+
+    def _send_beside(self) -> None:
+        if self._beside_due:
+            self._beside_due = False
+            self.send_beside()
 
     def _prepare_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
+from torch import nn
+
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.hyperparameters import refuse_out_of_range
@@ -27,6 +29,7 @@ class Options(TypedDict, total=False):
     overlap: bool
     bucket_elements: int
     saves: Saves
+    model: nn.Module | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,9 @@ class CheckedOptions:
     is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
     saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
     alone; may be set later, as optimizer.saves.
+    model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
+    step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
+    or they may differ between ranks.
     """
 
     group: Group | None = None
@@ -50,6 +56,7 @@ class CheckedOptions:
     overlap: bool = False
     bucket_elements: int = DEFAULT_BUCKET
     saves: Saves = "together"
+    model: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -61,6 +68,11 @@ class CheckedOptions:
                 f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
             )
         refuse_other_saves(self.saves)
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "
+                "torch.nn.ModuleList([...])"
+            )
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:

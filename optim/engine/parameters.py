@@ -91,7 +91,18 @@ def without_gradient(step: int, where: str) -> str:
     )
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Is it a part of a parameter, as FSDP and tensor parallelism leave on a rank? By name: not imported for this."""
+    kinds = [(str(kind.__module__).split(".")[0], kind.__name__) for kind in type(param).__mro__]
+    return ("torch", "DTensor") in kinds or bool(getattr(param, "_fsdp_flattened", False))
+
+
 def _refuse_unfit(param: Tensor, label: str) -> None:
+    if is_sharded(param):
+        raise ValueError(
+            f"{label}: is {type(param).__name__}, sharded by FSDP or tensor parallelism, and the optimizer needs the "
+            "whole model on every rank: leave out fully_shard(), FullyShardedDataParallel or parallelize_module()"
+        )
     if not param.requires_grad:
         raise ValueError(f"{label}: requires_grad is False; pass only parameters that are trained")
     if param.dtype not in SUPPORTED:

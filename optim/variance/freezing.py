@@ -18,6 +18,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.outlook import Outlook
+from thinwire.optim.variance.run_length import SEEN_AFTER, agreed_length, has_scheduler, known_length
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability, memory_steps
 
@@ -65,6 +67,10 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.warmup = _checked_warmup(warmup, options.get("total_steps"))
         self.stability: VarianceStability | None = None
         super().__init__(params, defaults, ours=OURS, deepspeed=deepspeed, **options)
+        self.outlook = Outlook()
+        self._tell_outlook()
+        if self.group.rank == 0 and self.group.size > 1:
+            self.outlook.told_at_the_end_of(self)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -95,6 +101,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
         self.advance(plan, groups)
+        self.outlook.count(plan)
         now = self.num_steps + 1
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
@@ -108,6 +115,18 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.evidence["floored_elements"] = int(floored_N.sum())
         self.frozen_at = now
         self.on_freeze(floored_N, now)
+
+    def send_beside(self) -> None:
+        """As FlatOptimizer.send_beside; once, in step 3, also what each rank knows of the length of the run."""
+        super().send_beside()
+        if self.num_steps != SEEN_AFTER or self.stability is None or self.stability.total_steps is not None:
+            return
+        if not has_scheduler(self):
+            return
+        length = agreed_length(self.group, known_length(self, self.num_steps), self.space.p_N.device)
+        if length is not None:
+            self.total_steps, self.stability = length, replace(self.stability, total_steps=length)
+            self._tell_outlook()
 
     def begin_again(self) -> None:
         """m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected.
@@ -152,6 +171,18 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """As FlatOptimizer.stats; with the automatic rule also its ratios as [step, ratio] and why it ended warm-up."""
         ratios = [] if self.stability is None else [list(pair) for pair in self.stability.evidence]
         return {**super().stats(), **({"variance_ratios": ratios} if ratios else {})}
+
+    def _tell_outlook(self) -> None:
+        """Work out when compression can begin, and say it in the log."""
+        rule = self.stability
+        earliest = latest = None if self.warmup == "auto" else self.warmup + 1
+        if rule is not None:
+            earliest = rule.earliest_end + 1
+            latest = None if rule.latest_end is None else rule.latest_end + 1
+        self.outlook.begins, self.outlook.certain = earliest or 0, self.total_steps is not None
+        if self.group.rank == 0 and self.group.size > 1:
+            log = "compression_begins earliest_step=%s latest_step=%s warmup=%s total_steps=%s"
+            logger.info(log, earliest, latest, self.warmup, self.total_steps)
 
     def _warmup_end(self) -> int | None:
         """The last step of the warm-up; None where the automatic rule finds it."""

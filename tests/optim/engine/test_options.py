@@ -20,6 +20,7 @@ ALL = {
     "overlap": True,
     "bucket_elements": 4096,
     "saves": "rank",
+    "model": None,
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
