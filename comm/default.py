@@ -52,6 +52,11 @@ def default_reducer(
     )
 
 
+def has_process_group() -> bool:
+    """Has torch.distributed been initialised, so that DistributedDataParallel can be in the process?"""
+    return dist.is_available() and dist.is_initialized()
+
+
 def given_or_default(group: Group | None) -> Group:
     """The group itself; for None torch.distributed's default group, or one rank alone where there is none.
 

@@ -3,7 +3,6 @@
 CommError
 |-- PeerLost         a peer died, or did not answer within the time-out
 |-- NonFiniteInput   some rank gave NaN or infinity; every rank raises it alike, nothing was written
-|   `-- Refused      some rank gave nothing on purpose, and says so: it has other parameters to exchange from now on
 `-- WireMismatch     ranks disagree on what they exchange: layout, codec, dtype or version
 """
 
@@ -32,10 +31,6 @@ class NonFiniteInput(CommError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-
-
-class Refused(NonFiniteInput):
-    """Some ranks have refused an exchange (Reducer.refuse); `ranks` names them. What they gave is worth nothing."""
 
 
 class WireMismatch(CommError):

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.held import Held
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import Buckets, VectorLayout
 
@@ -170,6 +171,17 @@ class ErrorMemory(Protocol):
     def restore(self, residual_N: Tensor) -> None:
         """Hold R. Local; R is not modified. Raises: ValueError where it is of another length."""
 
+    def held(self) -> Held:
+        """All that this rank holds, as it is. Local; modifies nothing; new tensors."""
+
+    def hold(self, held: Held) -> bool:
+        """Hold what held() of this rank of as many ranks gave. Local. Returns whether errors are where they were.
+
+        Then the next exchange is bit-equal to the one that would have followed held(). Else, as after another cut into
+        buckets, what this rank holds of R is in its worker error, and R is as it was to rounding.
+        Raises: ValueError where it is of another length.
+        """
+
 
 class Reader(Protocol):
     """One pass over a result, in whichever form a reducer holds it. at: the elements of the vector."""
@@ -205,9 +217,6 @@ class FullMeans(Protocol):
 
     def abandon(self) -> None:
         """End a mean that nobody will use; x is undefined. Collective. Raises PeerLost."""
-
-    def refuse(self) -> None:
-        """Take no part in the mean that the other ranks begin: they raise Refused. Collective. Raises PeerLost."""
 
 
 class Reducer(Protocol):
@@ -262,12 +271,6 @@ class Reducer(Protocol):
 
     def abandon(self) -> None:
         """Undo what was launched, where anything was. Collective. Raises PeerLost."""
-
-    def refuse(self, memory: ErrorMemory) -> None:
-        """Take no part in the exchange of `memory` that the other ranks begin: those that launch it raise Refused.
-
-        Collective, as an exchange; nothing changes. Raises PeerLost.
-        """
 
     def forget(self) -> None:
         """After an interruption inside a step: close what is open, where no peer may wait for it. Local."""

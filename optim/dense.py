@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim import adam_math, lamb_math
-from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_out_of_range
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
@@ -33,7 +32,7 @@ class Adam(FlatOptimizer[AdamState]):
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
+    overlap, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -63,14 +62,15 @@ class Adam(FlatOptimizer[AdamState]):
         self.mean_gradient_()
         for h in groups:
             p, g, m, v, scratch = (x[h.span] for x in (space.p_N, space.g_N, s.m_N, s.v_N, s.scratch_N))
-            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
+            adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
 
 
 class Lamb(FlatOptimizer[AdamState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
-    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements: as in Adam.
+    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as
+    in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -91,13 +91,8 @@ class Lamb(FlatOptimizer[AdamState]):
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
-        p_N = self.space.p_N
+        p_N, self.segments = self.space.p_N, tensor_segments(self.space)
         return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
-
-    def set_ages(self, ages: Sequence[Age]) -> None:
-        """As FlatOptimizer.set_ages, with the tensors of each run."""
-        super().set_ages(ages)
-        self.segments = tensor_segments(self.space, self.runs)
 
     def plan(self, step: int) -> StepPlan:
         """Every step is dense."""
@@ -110,8 +105,7 @@ class Lamb(FlatOptimizer[AdamState]):
         for h, segments in zip(groups, self.segments, strict=True):
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
             adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
-            bias_step = plan.bias_of(h.seen)
-            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, bias_step)
+            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, plan.bias_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,7 @@ class SGD(FlatOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
-    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements: as in Adam.
+    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -159,8 +153,8 @@ class SGD(FlatOptimizer[SgdState]):
             ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
         )
 
-    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> SgdHyper:
-        """The hyperparameters of a group, for this step. Its momentum takes no correction."""
+    def hyper(self, group: dict[str, Any], span: slice) -> SgdHyper:
+        """The hyperparameters of a group, for this step."""
         return SgdHyper(span, float(group["lr"]), group["momentum"], group["weight_decay"])
 
     def make_state(self) -> SgdState:

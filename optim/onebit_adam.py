@@ -64,7 +64,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
+    max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -98,7 +98,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             self.mean_gradient_()  # g <- mean_i g_i
             for h in groups:  # Adam on g
                 p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-                adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
+                adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
         divisor_N = s.divisor.of(s.v_N, groups)

@@ -117,7 +117,7 @@ def regroup(
     *,
     has_state: bool,
     bucket_elements: int | None = None,
-    buffers: Iterable[Tensor] = (),
+    buffers: Iterable[Tensor] | None = None,
 ) -> Regrouped:
     """Go on with the ranks of `group`. Collective: all of them call it, newcomers with has_state False.
 
@@ -125,7 +125,8 @@ def regroup(
     those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
     source stays. Gradients are as the failed step has left them; afterwards they are worth nothing.
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
-    every rank. Written in place where a rank is given the state, also where that fails on the way.
+    every rank; None: those of the optimizer's model=. Written in place where a rank is given the state, also where that
+    fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
     """
     device = optimizer.space.p_N.device
@@ -136,6 +137,7 @@ def regroup(
         optimizer.connect(group, bucket_elements or all_n[0].bucket_elements)
         optimizer.reduce.broadcast_(optimizer.space.p_N)
         optimizer.space.write_back()
+        optimizer.equalise_buffers()
         return Regrouped(0, None)
     common = max(all_n[rank].common for rank in holders)
     level = [rank for rank in holders if all_n[rank].common == common]
@@ -152,7 +154,8 @@ def regroup(
             vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
         for vector in vectors.values():
             _give(group, vector, (source, *received))
-        for buffer in filter(Tensor.numel, buffers):
+        given = optimizer.buffers.all() if buffers is None else buffers
+        for buffer in filter(Tensor.numel, given):
             passed = buffer.detach().contiguous()  # a copy only where it was not
             _give(group, passed.view(-1).view(torch.uint8), (source, *received))
             if group.rank in received and passed.data_ptr() != buffer.data_ptr():

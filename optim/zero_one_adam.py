@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
+
+OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
+"""What a rank alone holds between two syncs, as it saves them."""
 
 
 @dataclass(slots=True)
@@ -199,8 +202,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
     shortened; the mean of all is as short. (In DeepSpeed's first stage: as in CheckedOptions.)
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements: as in CheckedOptions (optim.engine.options). overlap: as there; nothing is sent before
-    step(), because what a sync sends is a sum of steps.
+    non_finite, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options); buffers are sent at
+    syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -269,13 +272,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             step,
             freeze=self.ends_warmup(step),
             var_update_scaler=self.var_update_scaler,
-            variance_updates=self.fewest_updates,
+            variance_updates=self.saved["variance_updates"],
             frozen_at=self.frozen_at,
             last_sync=self.saved["last_sync"],
             interval=self._interval(step),
             gradient_stage=self.settings.gradient_stage,
             aligned=self.settings.aligned,
-            warmup_from=max(self.warmup_from, self.joined_at),
+            warmup_from=self.warmup_from,
         )
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -298,8 +301,6 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
         if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
             self.vectors.update_error = self.reduce.new_memory()  # of gradients; from here on it is of sums
-            for parked in self.parked.values():
-                parked.residuals["update_error"].zero_()
 
     @property
     def at_sync(self) -> bool:
@@ -348,6 +349,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         Raises: PeerLost; NonFiniteInput for a gradient lost since the last sync, unless such steps are skipped. Then
         nothing else has changed.
         """
+        super().prepare_to_save()
         if self.at_sync:
             return
         s = self.vectors
@@ -359,22 +361,82 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 raise told from error
             logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
             u_N, m_N = self._round_means()
+        self.equalise_buffers()
         agree_(self.space.p_N, s.x_s_N, u_N, s, self.space.spans, [done.kept for done in self._rounds])
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
         self._rounds = [Round()] * len(self.param_groups)
         self.space.write_back()
 
-    def resumed(self) -> None:
-        """As FlatOptimizer.resumed, at a sync."""
-        super().resumed()
-        self.vectors.u_N.zero_()
-        self.vectors.lost.zero_()
-        self._rounds = [Round()] * len(self.param_groups)
+    def own_state(self) -> dict[str, Any]:
+        """Between syncs x, u, x_s, m, whether a gradient was lost, and K and S."""
+        if self.at_sync:
+            return {}
+        s = self.vectors
+        return {
+            "parameters": self.space.p_N.clone(),
+            "u_N": s.u_N.clone(),
+            "x_s_N": s.x_s_N.clone(),
+            "m_N": s.m_N.clone(),
+            "lost": bool(s.lost),
+            "rounds": [[done.kept, done.weight] for done in self._rounds],
+        }
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if not own:
+            return
+        missing = [key for key in (*OWN_VECTORS, "lost", "rounds") if key not in own]
+        if missing:
+            raise ValueError(f"state_dict has own without {missing}: it is not whole; load another file")
+        for key in OWN_VECTORS:
+            found, shape = own[key], self.space.p_N.shape
+            if not isinstance(found, Tensor) or not found.dtype.is_floating_point or found.shape != shape:
+                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(f"state_dict has own[{key!r}] = {what}, this optimizer needs {list(shape)}")
+        rounds = own["rounds"]
+        if not isinstance(rounds, list) or len(rounds) != len(self._rounds) or any(len(row) != 2 for row in rounds):
+            raise ValueError(
+                f"state_dict has own['rounds'] = {rounds!r}, this optimizer needs {len(self._rounds)} pairs"
+            )
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if that had been a sync."""
+        s = self.vectors
+        self._end_round()
+        if not own:
+            return
+        self.space.p_N.copy_(own["parameters"])
+        self.space.write_back()
+        s.m_N.copy_(own["m_N"])
+        if in_round:
+            s.u_N.copy_(own["u_N"])
+            s.x_s_N.copy_(own["x_s_N"])
+            s.lost.fill_(own["lost"])
+            self._rounds = [Round(*row) for row in own["rounds"]]
+        else:
+            self.saved["last_sync"] = self.num_steps
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """As FlatOptimizer.common_vectors; between syncs the parameters and m are each rank's own."""
+        return super().common_vectors() if self.at_sync else {"x_s": self.vectors.x_s_N, "v_N": self.vectors.v_N}
+
+    def end_round_as(self, src: int) -> None:
+        """x and m <- those of rank `src`, as if it had synced alone. Collective. Raises: PeerLost."""
+        self.reduce.broadcast_(self.space.p_N, src)
+        self.reduce.broadcast_(self.vectors.m_N, src)
+        self._end_round()
+        self.saved["last_sync"] = self.num_steps
+        self.space.write_back()
 
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; num_syncs: exchanges of the sum; rounds_skipped: steps that have sent nothing."""
         return {**super().stats(), **{name: self.saved[name] for name in ("num_syncs", "rounds_skipped")}}
+
+    def _end_round(self) -> None:
+        self.vectors.u_N.zero_()
+        self.vectors.lost.zero_()
+        self._rounds = [Round()] * len(self.param_groups)
 
     def _interval(self, step: int) -> int:
         if self.frozen_at is None:
@@ -403,6 +465,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         try:
             if plan.gradient is Wire.FULL:
                 self.reduce.full_(g_N)  # not mean_gradient_: it would shorten once more
+                self._first.look_at_mean(g_N)
             if early:
                 self.derive_divisor(groups, g_N)
             if self.settings.decay is Decay.IN_SUM:
@@ -412,7 +475,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         except CommError as error:
             if early:
                 self.derive_divisor(groups)
-            if isinstance(error, NonFiniteInput) and not isinstance(error, Refused):
+            if isinstance(error, NonFiniteInput):
                 raise self._told(error, step) from error
             raise
         if early:

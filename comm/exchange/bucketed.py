@@ -30,7 +30,7 @@ from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.exchange.rows import Received, rows_of
-from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import Stepwise, gather_flags, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
@@ -153,8 +153,6 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             raise error
         if not self._results[1 - self._last].all_finite():
             own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
-            if self._refuses:
-                own.fill_(REFUSED)
             self._undo(memory)
             raise non_finite(gather_flags(self._group, own))
         self._finished = True

@@ -17,6 +17,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.held import Held, in_place, nothing
 from thinwire.comm.layout import Partition, VectorLayout
 from thinwire.comm.protocol import Group
 
@@ -72,3 +73,34 @@ class ErrorFeedback:
         self.version += 1
         self.worker_N.zero_()
         self.server_c.copy_(residual_N[start:stop])
+
+    def held(self) -> Held:
+        """All that this rank holds, as it is. Local; modifies nothing; new tensors."""
+        numel, none = self.worker_N.numel(), nothing(self.worker_N)
+        own = self._partition.bounds(self._group.rank)
+        return Held(numel, self.worker_N.clone(), self.server_c.clone(), (own,), in_place(numel), none, none)
+
+    def hold(self, held: Held) -> bool:
+        """Hold what held() of this rank of as many ranks gave; ErrorMemory.hold. Local. Raises: ValueError."""
+        mine = self.held()
+        if held.numel != mine.numel:
+            raise ValueError(
+                f"errors of {held.numel} elements do not fit error memory of {mine.numel}: they were saved by a model "
+                "with other parameters"
+            )
+        self.version += 1
+        fits = held.as_laid_out(mine)
+        if fits:
+            self._take(held)
+        else:
+            self._take_part(held.part(self._group.size) * self._group.size)
+        return fits
+
+    def _take(self, held: Held) -> None:
+        self.worker_N.copy_(held.worker_M)
+        self.server_c.copy_(held.server_c)
+
+    def _take_part(self, worker_N: Tensor) -> None:
+        """Hold this and no more, as the worker error."""
+        self.worker_N.copy_(worker_N)
+        self.server_c.zero_()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import gather_flags, non_finite
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import Group, Pending
 
@@ -32,7 +32,6 @@ class FullMean:
         self._launched: list[Tensor] = []
         self._error: CommError | None = None
         self.is_open = False
-        self._refuses = False
 
     @property
     def num_launched(self) -> int:
@@ -81,8 +80,7 @@ class FullMean:
             raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
         torch.amax(self._peak_K, 0, out=self._peak)
         if not math.isfinite(float(self._peak)):
-            own = torch.isfinite(self._own_peak).to(torch.uint8)
-            raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if self._refuses else own))
+            raise non_finite(gather_flags(self._group, torch.isfinite(self._own_peak)))
 
     def abandon(self) -> None:
         """End a mean that nobody will use; nothing happens where none is open. x is undefined.
@@ -98,15 +96,6 @@ class FullMean:
             self.finish()
         except NonFiniteInput:
             return
-
-    def refuse(self) -> None:
-        """Take no part in the mean that the other ranks begin: they raise Refused. Collective. Raises: PeerLost."""
-        self.begin()
-        self._refuses = True
-        try:
-            self.abandon()
-        finally:
-            self._refuses = False
 
     def _start(self, at: slice, x_N: Tensor) -> None:
         x_b = x_N[at]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.held import Held, in_place, nothing
 from thinwire.comm.exchange.rows import BucketRows
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.protocol import Group
@@ -138,3 +139,44 @@ class KeptSums:
             if rows.replica is not None:
                 kept.sum_c.copy_(residual_N[rows.replica.span])
                 kept.scale_b.zero_()
+
+    def held(self) -> Held:
+        """All that this rank holds, as it is: errors, not sums. Local; modifies nothing; new tensors."""
+        numel, served = self._sum_N.numel(), tuple((one.own.start, one.own.stop) for one in self._rows)
+        server = [kept.sum_c - kept.sent(one.own_table) for one, kept in zip(self._rows, self.server, strict=True)]
+        none = nothing(self._sum_N)
+        return Held(numel, self.worker_N, torch.cat(server), served, in_place(numel), self._replica_errors(), none)
+
+    def hold(self, held: Held) -> bool:
+        """Hold what held() of this rank of as many ranks gave; ErrorMemory.hold. Local. Raises: ValueError.
+
+        The errors become sums of which nothing was sent. What was received last no longer counts as the result.
+        """
+        mine = self.held()
+        if held.numel != mine.numel:
+            raise ValueError(
+                f"errors of {held.numel} elements do not fit error memory of {mine.numel}: they were saved by a model "
+                "with other parameters"
+            )
+        self.version += 1
+        self.worker_scale_b.zero_()
+        self.server_scale_b.zero_()
+        for kept in self.replica:
+            kept.sum_c.zero_()
+            kept.scale_b.zero_()
+        fits = held.as_laid_out(mine)
+        if fits:
+            self._sum_N.copy_(held.worker_M)
+            self._sum_s.copy_(held.server_c)
+            replicas = torch.split(held.replica_r, [kept.sum_c.numel() for kept in self.replica])
+            for kept, error_c in zip(self.replica, replicas, strict=True):
+                kept.sum_c.copy_(error_c)
+        else:
+            self._sum_N.copy_(held.part(self._group.size) * self._group.size)
+            self._sum_s.zero_()
+        return fits
+
+    def _replica_errors(self) -> Tensor:
+        kept = zip(self._rows, self.replica, strict=False)
+        errors = [one.sum_c - one.sent(rows.replica.table) for rows, one in kept if rows.replica is not None]
+        return torch.cat([nothing(self._sum_N), *errors])

@@ -19,7 +19,7 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.exchange.full_mean import FullMean
-from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, lerp_, non_finite
+from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
@@ -127,7 +127,7 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
             return
         if not self._finished:
             if not self._num_launched:
-                self._sent_nB[:, 0] = REFUSED if self._refuses else 0
+                self._sent_nB[:, 0] = 0
                 self._send()
             try:
                 self.finish()
@@ -296,5 +296,5 @@ class Decoded:
 
 def _refuse_non_finite(flags: Tensor) -> None:
     # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
-    if not bool((flags == 1).all()):
+    if not bool(flags.all()):
         raise non_finite(flags)

@@ -63,9 +63,6 @@ class OwnMean:
             raise RuntimeError("0 of 1 buckets launched: launch every bucket first")
         _refuse_non_finite(x_N)
 
-    def refuse(self) -> None:
-        """Nobody else has begun it."""
-
     def abandon(self) -> None:
         """End it."""
         self._x_N, self.is_open = None, False

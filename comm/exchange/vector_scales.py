@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import given_or_default
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
+from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.exchange.solo import SoloReducer
 from thinwire.comm.kernels.blocks import HEADER_BYTES
@@ -147,6 +148,21 @@ class ArrangedErrors(ErrorFeedback):
         residual_P = torch.zeros_like(self.worker_N)
         self._arrangement.scatter_(residual_P, residual_N)
         super().restore(residual_P)
+        self.padding_q.zero_()
+
+    def held(self) -> Held:
+        """As ErrorFeedback.held, with what is kept of the padding."""
+        held = super().held()
+        return replace(held, numel=self._numel, moves=self._arrangement.moves, padding_q=self.padding_q.clone())
+
+    def _take(self, held: Held) -> None:
+        super()._take(held)
+        self.padding_q.copy_(held.padding_q)
+
+    def _take_part(self, worker_N: Tensor) -> None:
+        worker_P = torch.zeros_like(self.worker_N)
+        self._arrangement.scatter_(worker_P, worker_N)
+        super()._take_part(worker_P)
         self.padding_q.zero_()
 
 

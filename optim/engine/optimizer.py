@@ -17,29 +17,22 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
-from thinwire.optim.engine import saving
-from thinwire.optim.engine.ages import Age, runs_of
+from thinwire.optim.engine import saving, shares
+from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
+from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
-from thinwire.optim.engine.options import CheckedOptions, Options
+from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import (
-    compute_dtype,
-    describe,
-    is_trained,
-    refuse_other_models,
-    send_frozen_,
-    without_gradient,
-)
-from thinwire.optim.engine.relayout import lay_out_anew, trained_ids
+from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import error_memories, replicated, show_state
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.state import replicated, show_state
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +43,11 @@ State = TypeVar("State")
 class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
-    params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
-    float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
-    out of every step. Which do is looked at in each step() (optim.engine.relayout).
-    group, max_grad_norm, non_finite, overlap, bucket_elements: as in CheckedOptions (optim.engine.options).
+    params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
+    bfloat16 and float16, which get a master in float32 (optim.engine.flat).
+    group, max_grad_norm, non_finite, overlap, bucket_elements, model: as in CheckedOptions (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
-    ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
@@ -64,9 +55,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
     """What torch.optim calls the vectors that `state` shows, by field."""
-
-    fresh: ClassVar[Mapping[str, float]] = {}
-    """What a tensor that was never trained begins with, by field, where that is not 0."""
 
     block: int = DEFAULT_BLOCK
     """Values that share a scale, where something is compressed."""
@@ -84,17 +72,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.overlaps = checked.overlap
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
+        self.saves = checked.saves
+        self.model = checked.model
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._steps_without_gradient = 0  # in a row, on this rank
-        self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
-        self.ages: list[Age] = []
-        self.parked: dict[Tensor, TensorState] = {}
-        self._has_misfits = False
+        self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
+        self._loaded: shares.Loaded | None = None
         self._group = given_or_default(checked.group)
+        if self.model is not None:
+            refuse_wrapped(self.model, self.param_groups)
+        self._first = FirstStep(self)
         self._lay_out()
 
     @abstractmethod
@@ -128,60 +119,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
 
-    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> Any:
-        """The hyperparameters of a group as they are now, with a slice that it owns and what that has seen."""
+    def hyper(self, group: dict[str, Any], span: slice) -> Any:
+        """The hyperparameters of a group as they are now, with the slice that it owns; what `update` is given."""
         beta1, beta2 = group["betas"]
-        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], seen)
-
-    def hypers(self, step: int) -> list[Any]:
-        """The hyperparameters of now in step `step`, of every run of tensors of equal age; what `update` is given."""
-        return [self.hyper(self.param_groups[run.group], run.span, run.seen(step)) for run in self.runs]
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that the variance has had: what Age.unseen is counted in."""
-        return self.num_steps
-
-    @property
-    def common_age(self) -> Age:
-        """The age of a tensor that has been trained from the first step on."""
-        return Age()
-
-    def set_ages(self, ages: Sequence[Age]) -> None:
-        """Keep the age of each tensor, and find the runs of equal ones."""
-        self.ages = list(ages)
-        self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
-
-    def refuse_arrivals(self, arrived: Mapping[str, TensorState | None]) -> None:
-        """Raises: ValueError for parameters that cannot be trained from here on. All can, for most algorithms.
-
-        arrived: what each comes with, by what messages call it.
-        """
-
-    def misfits(self) -> bool:
-        """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
-        return False
-
-    def take_in(self) -> None:
-        """Bring tensors that do not fit to the phase of the run, before its next step. Collective.
-
-        Raises: PeerLost, and then nothing has changed.
-        """
-
-    def relaid(self, residuals: dict[str, Tensor]) -> None:
-        """After the vectors were laid out anew: what to do with R of each error memory, which holds it. Local."""
-        self.handed_over = residuals
-
-    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
-        longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
-        return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
-
-    def resumed(self) -> None:
-        """After vectors, ages and saved values were set from outside: derive what follows from them. Local."""
-        self.set_ages(self.ages)
-        self._has_misfits = self.misfits()
-        self._show()
+        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
     def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
         """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
@@ -189,8 +130,52 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
         return [(part, group) for part, group in parts if part.start < part.stop]
 
+    def note_evidence(self) -> None:
+        """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
+
+    def send_beside(self) -> None:
+        """What all ranks send in each step that sends something, before anything has changed: buffers. Collective.
+
+        Raises: as equalise_buffers.
+        """
+        self.equalise_buffers()
+
     def prepare_to_save(self) -> None:
-        """Bring rank-local state into one that can be saved. Collective. Nothing to do for most algorithms."""
+        """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
+
+        ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
+        """
+        self.note_evidence()
+        self.agree_on_shares()
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
+        return {}
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own:
+            raise ValueError(f"state_dict has own {sorted(own)}, and this optimizer has nothing of one rank alone")
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave; where it is not in_round, as if the round had ended there. Local."""
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks hold alike now, the parameters among it; not copies."""
+        return {"parameters": self.space.p_N, **replicated(self.vectors)}
+
+    def end_round_as(self, src: int) -> None:
+        """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
+
+    def agree_on_shares(self) -> None:
+        """Once after a share was loaded (rank_state_dict), see that all ranks hold what belongs together. Collective.
+
+        Raises: ValueError, alike on every rank, where they do not; PeerLost.
+        """
+        if self._loaded is not None:
+            self.space.take_changes()
+            shares.agree(self, self._loaded)
+            self._loaded = None
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
@@ -200,6 +185,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
         if self._group.size == 1:
             return "one rank sends nothing"
+        if self._loaded is not None:
+            return "the first step after a load finds out whether the ranks have loaded what belongs together"
         if self._scaled is None:
             return "the first step finds out whether a GradScaler calls it"
         if self._scaled:
@@ -213,14 +200,15 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
         """
-        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N))
+        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N), self._send_beside)
         if self._steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
+        self._first.look_at_mean(self.space.g_N)
         self.space.shorten_gradient(self.max_grad_norm)
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
-        self.overlap.complete(lambda: self.begin_exchange(plan))
+        self.overlap.complete(lambda: self.begin_exchange(plan), self._send_beside)
 
     @property
     def num_steps(self) -> int:
@@ -230,8 +218,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        for missed, count in self._steps.items():
-            count.fill_(value - missed)
+        self._step.fill_(value)
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
@@ -246,6 +233,16 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
         return self.non_finite == "skip" or bool(self._scaled)
+
+    @property
+    def saves(self) -> Saves:
+        """What state_dict() gives: "together", which every rank must call, or "rank", which is rank_state_dict()."""
+        return self._saves
+
+    @saves.setter
+    def saves(self, value: Saves) -> None:
+        refuse_other_saves(value)
+        self._saves: Saves = value
 
     @property
     def at_sync(self) -> bool:
@@ -287,12 +284,17 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         Raises: PeerLost.
         """
         self.overlap.abandon()
-        for param in self._others():
-            param.grad = None
         if self.overlaps and set_to_none:
             self.space.drop_gradients()
         else:
             self.space.zero_gradients(set_to_none)
+
+    def equalise_buffers(self) -> None:
+        """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.
+
+        Raises: PeerLost, WireMismatch, ValueError where they are others than rank 0's; then none is written.
+        """
+        self.buffers.equalise_(self._group, self.space.p_N.device)
 
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
@@ -303,25 +305,23 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.space.take_changes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: vectors and exchange are laid out anew. Collective, as the constructor.
+        """Add a group before the first step: vectors and exchange are laid out anew. Collective, as the constructor.
 
-        Its parameters begin at rank 0's values, with moments of zero that have seen no step. The others keep their
-        state, and their error memory its R. After the freeze of a variance the warm-up begins again, for the new ones
-        have none. Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
+        Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
         """
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
             return
         self.overlap.refuse_between("add_param_group")
+        if self.num_steps:
+            raise ValueError(
+                f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
+                "for the groups there are. Add it before the first step, or give all groups to the constructor"
+            )
         before = dict(self.__dict__)
         super().add_param_group(param_group)
         try:
-            if self.num_steps:
-                self.check_group(self.param_groups[-1])
-                self._lay_out_anew()
-                self._send_frozen(self.param_groups[-1:])
-            else:
-                self._lay_out()
+            self._lay_out()
         except (ValueError, CommError):
             self.__dict__.update(before)
             self.param_groups.pop()
@@ -343,40 +343,49 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "sent_bytes": self.reduce.stats.sent_bytes,
             "steps_skipped": self.steps_skipped,
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),
+            **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),
             **self.evidence,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
 
+        Where `saves` is "rank" it is rank_state_dict(), which is not collective, instead.
         Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
 
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
         changed. RuntimeError where gradients are on their way (overlap).
         """
-        self.overlap.refuse_between("state_dict")
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        self.space.take_changes()
-        self.prepare_to_save()
-        self.space.write_back()
-        state_dict = saving.collect(self)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
+        if self.saves == "rank":
+            return self.rank_state_dict()
+        return self._saved_by("state_dict", self.prepare_to_save, saving.collect)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's share of state_dict(), without a word to the others. Local: any rank may call it at any step.
+
+        It is what state_dict() gives, but of the error memory only what this rank holds, and between syncs of 0/1 Adam
+        what it has moved alone. The run goes on as if it had not been called, bit for bit.
+
+        load_state_dict takes it on the same rank of as many ranks, and goes on bit-equal where every rank loads its
+        own. thinwire.optim.saves.together makes a state_dict for any number of ranks of the shares of all. The share
+        of rank 0 alone may be loaded by every rank of any number of them: whole but for R, which is said in the log.
+        Raises: RuntimeError where gradients are on their way (overlap).
+        """
+        return self._saved_by("rank_state_dict", self.note_evidence, saving.collect_share)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
 
+        Or from a rank_state_dict(): this rank's own, or that of rank 0. The next step then sees, once, whether the
+        ranks have loaded what belongs together, and raises a ValueError on all of them where not.
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
         self.overlap.refuse_between("load_state_dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        saving.apply(self, state_dict)
-        self.resumed()
+        self._loaded = saving.apply(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -411,8 +420,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._group, self.bucket_elements = group, bucket_elements
         try:
             self._refuse_other_models(group)
-            self.connect_space()
-            self._show()
+            self._connect()
         except CommError:
             self.__dict__.update(before)
             raise
@@ -423,106 +431,63 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             self.check_group(param_group)
         compute_dtype(self.param_groups)
         self._refuse_other_models(self._group)
-        self.parked = {}
         self.space = FlatSpace(self.param_groups)
-        self.ages = [Age()] * len(self.space.tensors)
-        self.connect_space()
-        self._show()
+        self._connect()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
-        self._send_frozen(self.param_groups)
-
-    def _send_frozen(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The frozen parameters of these groups <- rank 0's. Collective."""
-        for param in (param for group in groups for param in group["params"] if not is_trained(param)):
-            send_frozen_(self._group, param, self.space.p_N.device)
-
-    def _lay_out_anew(self) -> None:
-        """Go on with the parameters that are trained now. Collective. Raises: as relayout.lay_out_anew."""
-        self._refuse_other_models(self._group)
-        compute_dtype(self.param_groups)
-        lay_out_anew(self)
-
-    @property
-    def _is_laid_out(self) -> bool:
-        """Are the parameters that are trained now those that the flat vectors are of?"""
-        return trained_ids(self.param_groups) == self._laid_out
-
-    def _others(self) -> list[Tensor]:
-        """The parameters that are not in the flat vectors: frozen, or to join at the next step."""
-        inside = {id(tensor.param) for tensor in self.space.tensors}
-        return [param for group in self.param_groups for param in group["params"] if id(param) not in inside]
+        self.equalise_buffers()
 
     def _refuse_other_models(self, group: Group) -> None:
         header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
-        every = [param for param_group in self.param_groups for param in param_group["params"]]
-        device = next(filter(is_trained, every), every[0]).device
-        changed = hasattr(self, "space") and not self._is_laid_out
-        told = ["other parameters than in the step before"] if changed else []
-        refuse_other_models(group, [header, *describe(self.param_groups), *told], device)
+        lines = [header, *describe(self.param_groups)]
+        if self.model is not None:
+            lines += ["model= was given", *Buffers(self.model).lines()]
+        refuse_other_models(group, lines, self.param_groups[0]["params"][0].device)
 
-    def _show(self) -> None:
-        """Let `state` show vectors and step counts as they are laid out now, and what was set aside."""
-        self._steps = {missed: torch.tensor(float(self.num_steps - missed)) for missed in {a.missed for a in self.ages}}
-        steps = [self._steps[age.missed] for age in self.ages]
-        show_state(self.state, self.space, self.vectors, self.shown, steps)
-        for param, state in self.parked.items():
-            parts = {told: state.vectors[name].view(param.shape) for name, told in self.shown.items()}
-            self.state[param] = {"step": torch.tensor(float(state.steps)), **parts}
-
-    def connect_space(self) -> None:
+    def _connect(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
-        self.set_ages(self.ages)
         self.reduce = self.make_reducer(self._group, self.block)
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
+        self.buffers, self._beside_due = Buffers(self.model), False
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
-        self._laid_out = trained_ids(self.param_groups)
+        show_state(self.state, self.space, self.vectors, self.shown, self._step)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
+
+    def _saved_by(
+        self, call: str, prepare: Callable[[], None], collect: Callable[[saving.Saved], dict[str, Any]]
+    ) -> dict[str, Any]:
+        self.overlap.refuse_between(call)
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self.space.take_changes()
+        prepare()
+        self.space.write_back()
+        state_dict = collect(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
-        if self._has_misfits or not self._is_laid_out:
-            return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
         return self.waits_for(plan) or self.begin_exchange(plan)
 
-    def _follow_changes(self) -> None:
-        """Where other parameters are trained than in the step before, go on with those. Collective where they are.
-
-        Raises: PeerLost; WireMismatch where they changed on some ranks only, or otherwise; ValueError.
-        """
-        if not self._is_laid_out and self.overlap.exchange is None:  # what has begun to send is a step of the old ones
-            self.overlap.abandon()
-            self._refuse_step(self.plan(self.num_steps + 1))
-            self._lay_out_anew()
-        if self._has_misfits:
-            self.take_in()
-            self._has_misfits = False
-
-    def _refuse_step(self, plan: StepPlan) -> None:
-        """Take no part in what ranks that go on as before exchange in this step: they find out why, and all raise."""
-        memories = list(error_memories(self.vectors).values())
-        if memories and plan.gradient is not Wire.FULL:
-            self.reduce.refuse(memories[0])
-        else:
-            self.reduce.full.refuse()
-
     def _step_once(self) -> None:
         refuse_late_process_group(self._group)
-        self._follow_changes()
+        self.agree_on_shares()
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)
+            self._begin_beside(plan)
+            self._first.look(self, plan)
             if plan.gradient is Wire.LOCAL:
                 self.space.shorten_gradient(self.max_grad_norm)
-            self.update(plan, self.hypers(self.num_steps + 1))
+            groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+            self.update(plan, groups)
         except NonFiniteInput as error:
-            self.space.clear_dead()
-            if isinstance(error, Refused):
-                self._refuse_other_models(self._group)  # raises, for they have changed there and not here
             if not self.skips_non_finite:
                 raise
             self.steps_skipped += 1
@@ -534,6 +499,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
+
+    def _begin_beside(self, plan: StepPlan) -> None:
+        """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
+
+        So that on the group all ranks have one order, however many buckets the hooks of each have launched.
+        """
+        self._beside_due = plan.gradient is not Wire.LOCAL or plan.momentum is Wire.COMPRESSED
+        if not self.overlaps or self.waits_for(plan) is not None:
+            self._send_beside()
+
+    def _send_beside(self) -> None:
+        if self._beside_due:
+            self._beside_due = False
+            self.send_beside()
 
     def _prepare_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""

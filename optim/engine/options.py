@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
+from torch import nn
+
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.hyperparameters import refuse_out_of_range
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
+
+
+Saves = Literal["together", "rank"]
+"""What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
 
 
 class Options(TypedDict, total=False):
@@ -22,6 +28,8 @@ class Options(TypedDict, total=False):
     non_finite: NonFinite
     overlap: bool
     bucket_elements: int
+    saves: Saves
+    model: nn.Module | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,11 @@ class CheckedOptions:
     overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
     is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+    saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
+    alone; may be set later, as optimizer.saves.
+    model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
+    step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
+    or they may differ between ranks.
     """
 
     group: Group | None = None
@@ -42,6 +55,8 @@ class CheckedOptions:
     non_finite: NonFinite = "raise"
     overlap: bool = False
     bucket_elements: int = DEFAULT_BUCKET
+    saves: Saves = "together"
+    model: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -51,6 +66,12 @@ class CheckedOptions:
         if type(self.bucket_elements) is not int or self.bucket_elements < 1:
             raise ValueError(
                 f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
+            )
+        refuse_other_saves(self.saves)
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "
+                "torch.nn.ModuleList([...])"
             )
 
     @classmethod
@@ -64,3 +85,9 @@ class CheckedOptions:
                     f"its help shows, it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+
+def refuse_other_saves(saves: object) -> None:
+    """Raises: ValueError for what is not one of Saves."""
+    if saves not in ("together", "rank"):
+        raise ValueError(f'saves = {saves!r}: must be "together" or "rank"')

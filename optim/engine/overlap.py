@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire.comm.errors import CommError
 from thinwire.comm.layout import Span
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace
@@ -138,10 +139,11 @@ class Overlap:
                 "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
             )
 
-    def complete(self, begin: Callable[[], Exchange]) -> None:
+    def complete(self, begin: Callable[[], Exchange], beside: Callable[[], None]) -> None:
         """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
 
-        Raises: PeerLost, NonFiniteInput; then it is undone.
+        beside: what else all ranks send, when the last bucket is launched.
+        Raises: PeerLost, NonFiniteInput, and what beside raises; then it is undone.
         """
         here, self._round = self._round, None
         exchange, num_launched = None, 0
@@ -150,6 +152,11 @@ class Overlap:
         exchange = exchange or begin()
         for k in range(num_launched, self.num_buckets):
             exchange.launch(k)
+        try:
+            beside()
+        except (CommError, ValueError):
+            exchange.abandon()
+            raise
         exchange.finish()
         self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
 

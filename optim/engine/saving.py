@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from thinwire.optim.engine.ages import Age
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine import shares
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.parameters import LOW_PRECISION
-from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import error_memories, replicated
-from thinwire.optim.engine.tensor_states import TensorState, put_, taken
 
-FORMAT = 4
-"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first. 4: some
-parameters may be frozen; 3 is read too."""
-KEYS = (
-    "num_steps",
-    "frozen_at",
-    "saved",
-    "evidence",
-    "param_groups",
-    "frozen",
-    "ages",
-    "parked",
-    "vectors",
-    "residuals",
-)
+FORMAT = 3
+"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
+COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors")
+KEYS = (*COMMON_KEYS, "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one.
 
-shapes: of all parameters in flat order. frozen: the numbers in it of those that are not in `vectors`. ages: of the
-others. parked: [number, steps, seen] of each frozen one that has a state, whose tensors are in parked_vectors,
-parked_residuals and parked_master, end to end."""
+`parameters` is there where shares of the middle of a round were brought together: all parameters, as a flat vector.
+"""
 
 
 class Saved(Protocol):
@@ -47,8 +33,14 @@ class Saved(Protocol):
     evidence: dict[str, Any]
     param_groups: list[dict[str, Any]]
     handed_over: dict[str, Tensor] | None
-    ages: list[Age]
-    parked: dict[Tensor, TensorState]
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all held the same."""
 
     @property
     def begun(self) -> dict[str, Any]:
@@ -62,23 +54,47 @@ class Saved(Protocol):
     def vectors(self) -> object:
         """A dataclass whose fields declare their Kind."""
 
-    @property
-    def num_updates(self) -> int:
-        """What Age.unseen is counted in."""
-
-    @property
-    def fresh(self) -> Mapping[str, float]:
-        """What a tensor begins with, by vector, where that is not 0."""
-
-    @property
-    def common_age(self) -> Age:
-        """Of a tensor that has been trained from the first step on."""
-
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises: ValueError for hyperparameters out of range."""
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raises: ValueError for values that the algorithm cannot go on from."""
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds between syncs."""
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Raises: ValueError where it is not what own_state() gave."""
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold it, where there is any: as it was, or as if the round had ended there."""
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks must hold alike now."""
+
+    def end_round_as(self, src: int) -> None:
+        """All ranks hold what rank `src` does. Collective."""
+
+
+class SavedGroup(dict[str, Any]):
+    """A saved parameter group, which says what it is not where somebody looks for torch.optim's. Loaded as a dict."""
+
+    def __missing__(self, key: object) -> Any:
+        if key == "params":
+            raise ValueError(
+                "a parameter group in the state_dict() of a thinwire optimizer has no entry 'params': the state is not "
+                "kept by parameter, but as a few vectors of all of them. torch.optim's optimizers cannot load it, nor "
+                "can get_state_dict of torch.distributed.checkpoint take it apart. Save "
+                "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()} with "
+                "torch.distributed.checkpoint.save or torch.save instead"
+            )
+        raise KeyError(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedGroup:
+        return SavedGroup(copy.deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # what torch.load takes with weights_only
 
 
 def collect(optimizer: Saved) -> dict[str, Any]:
@@ -92,147 +108,100 @@ def collect(optimizer: Saved) -> dict[str, Any]:
     optimizer.handed_over = residuals  # from here on ranks may differ in how R is split, until the last has it
     for name, memory in errors.items():
         memory.restore(residuals[name])
+    return {**plain(optimizer), **_vectors(optimizer, vectors), "residuals": residuals}
+
+
+def collect_share(optimizer: Saved) -> dict[str, Any]:
+    """The same of this rank alone: in place of R its own share of the error memory. Local; nothing has changed."""
+    vectors = replicated(optimizer.vectors)
+    return {**plain(optimizer), **_vectors(optimizer, vectors), **shares.collect(optimizer)}
+
+
+def _vectors(optimizer: Saved, vectors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        **plain(optimizer),
+        "state": {},  # of single parameters nothing: so set_optimizer_state_dict of torch hands all on as it is
         "vectors": {name: vector.clone() for name, vector in vectors.items()},
-        "residuals": residuals,
         **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
-        **parked_vectors(optimizer),
     }
 
 
 def plain(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict holds beside vectors, copied."""
     groups = optimizer.param_groups
-    order = _everything(optimizer).tensors
-    laid_out = {tensor.param for tensor in optimizer.space.tensors}
     return {
         **_identity(optimizer),
         "num_steps": optimizer.num_steps,
         "frozen_at": optimizer.frozen_at,
         "saved": copy.deepcopy(optimizer.saved),
+        "names": sorted(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
-        "param_groups": [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups],
-        "frozen": [i for i, tensor in enumerate(order) if tensor.param not in laid_out],
-        "ages": [[age.missed, age.unseen] for age in optimizer.ages],
-        "parked": [[i, state.steps, state.seen] for i, state in _parked(optimizer)],
+        "param_groups": [SavedGroup(copy.deepcopy({k: v for k, v in g.items() if k != "params"})) for g in groups],
     }
 
 
-def parked_vectors(optimizer: Saved) -> dict[str, Any]:
-    """The tensors of the frozen parameters that have a state, as a state_dict holds them; nothing where there are none.
+def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
+    """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
 
-    They are copies.
+    Raises: ValueError naming what differs; then nothing has changed.
     """
-    states = [state for _, state in _parked(optimizer)]
-    if not states:
-        return {}
-    masters = [state.master for state in states if state.master is not None]
-    return {
-        "parked_vectors": {name: torch.cat([s.vectors[name] for s in states]) for name in states[0].vectors},
-        "parked_residuals": {name: torch.cat([s.residuals[name] for s in states]) for name in states[0].residuals},
-        **({"parked_master": torch.cat(masters)} if masters else {}),
-    }
-
-
-def apply(optimizer: Saved, state_dict: object) -> None:
-    """Go on from what was collected. Local. Raises: ValueError naming what differs; then nothing has changed.
-
-    What is trained now, and what was when it was saved, may differ: each parameter is given its own.
-    """
-    loaded = _whole(state_dict, _identity(optimizer))
+    is_share = shares.is_share(state_dict)
+    loaded = _whole(state_dict, _identity(optimizer), COMMON_KEYS if is_share else KEYS)
     space, vectors, errors = optimizer.space, replicated(optimizer.vectors), error_memories(optimizer.vectors)
     _refuse_other_counts(loaded)
     _refuse_other_values("saved", loaded["saved"], optimizer.begun)
+    _refuse_half(loaded)
     _refuse_other_values("evidence", loaded["evidence"], {})
-    everything = _everything(optimizer).tensors
-    frozen = _refuse_other_numbers(loaded, len(everything))
-    then = places(optimizer.param_groups, {t.param for i, t in enumerate(everything) if i not in frozen}.__contains__)
-    ages = _refuse_other_ages(loaded, len(then.tensors), optimizer)
-    parked = [(everything[number], steps, seen) for number, steps, seen in loaded["parked"]]
-    sizes = [tensor.stop - tensor.start for tensor, _, _ in parked]
-    per_element = {name for name, vector in vectors.items() if len(vector) == space.layout.numel}
-    of_then = {name: then.layout.numel if name in per_element else len(then.tensors) for name in vectors}
-    _refuse_other_vectors("vectors", loaded["vectors"], _like(vectors, of_then))
-    _refuse_other_vectors("residuals", loaded["residuals"], _like(dict.fromkeys(errors, space.p_N), then.layout.numel))
-    if parked:
-        of_parked = {name: sum(sizes) if name in per_element else len(parked) for name in vectors}
-        _refuse_other_vectors("parked_vectors", loaded.get("parked_vectors"), _like(vectors, of_parked))
-        residuals = _like(dict.fromkeys(errors, space.p_N), sum(sizes))
-        _refuse_other_vectors("parked_residuals", loaded.get("parked_residuals"), residuals)
-    masters = {
-        **_masters(loaded, "master", then.tensors, space),
-        **_masters(loaded, "parked_master", [tensor for tensor, _, _ in parked], space),
-    }
+    _refuse_other_vectors("vectors", loaded["vectors"], vectors)
+    share = shares.checked(optimizer, loaded) if is_share else None
+    if share is None:
+        _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
+        if "parameters" in loaded:
+            _refuse_other_vectors("parameters", {"all": loaded["parameters"]}, {"all": space.p_N})
+    else:
+        optimizer.check_own(share.own)
+    _refuse_other_master(loaded, space)
     groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
     optimizer.check_saved(loaded["saved"])
     for group in groups:
         optimizer.check_group(group)
-
+    space.take_changes()  # before anything is written that a parameter in other memory would be taken over
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
+    for name, vector in vectors.items():
+        vector.copy_(loaded["vectors"][name])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
-    counts = [
-        (optimizer.num_steps - age.missed, None if age.unseen is None else optimizer.num_updates - age.unseen)
-        for age in ages or [optimizer.common_age] * len(then.tensors)
-    ]
-    states = taken(then, loaded["vectors"], loaded["residuals"], masters, counts)
-    states |= {tensor.param: state for (tensor, _, _), state in zip(parked, _of_parked(loaded, sizes), strict=True)}
-    for param, state in states.items():
-        state.master = masters.get(param)
-    optimizer.handed_over = put_(optimizer, states)
-    space.load_masters(masters)
-    laid_out = {tensor.param for tensor in space.tensors}
-    optimizer.parked = {param: state.copied_like(space.p_N) for param, state in states.items() if param not in laid_out}
-
-
-def _parked(optimizer: Saved) -> list[tuple[int, TensorState]]:
-    """The frozen parameters that have a state, by their numbers in flat order."""
-    order = _everything(optimizer).tensors
-    return [(i, optimizer.parked[tensor.param]) for i, tensor in enumerate(order) if tensor.param in optimizer.parked]
-
-
-def _everything(optimizer: Saved) -> Places:
-    """All parameters in flat order, frozen ones too."""
-    return places(optimizer.param_groups, lambda param: True)
-
-
-def _like(vectors: Mapping[str, Tensor], sizes: Mapping[str, int] | int) -> dict[str, Tensor]:
-    """What they would be with so many elements, without memory."""
-    return {
-        name: torch.empty(sizes if isinstance(sizes, int) else sizes[name], dtype=vector.dtype, device="meta")
-        for name, vector in vectors.items()
-    }
-
-
-def _of_parked(loaded: dict[str, Any], sizes: list[int]) -> list[TensorState]:
-    """The states of the parameters that were frozen, as views."""
-    found = [TensorState(steps, seen) for _, steps, seen in loaded["parked"]]
-    for what in ("vectors", "residuals") if found else ():
-        for name, x in loaded[f"parked_{what}"].items():
-            parts = torch.split(x, sizes if len(x) == sum(sizes) else [1] * len(sizes))
-            for state, part in zip(found, parts, strict=True):
-                getattr(state, what)[name] = part
+    found = None
+    if share is None:
+        residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
+        optimizer.handed_over = residuals
+        for name, memory in errors.items():
+            memory.restore(residuals[name])
+    else:
+        optimizer.handed_over = None
+        found = shares.take(optimizer, share)
+    if "parameters" in loaded:
+        space.p_N.copy_(loaded["parameters"])
+        space.write_back()
+    if space.has_master:
+        space.load_master(loaded["master"])
+    optimizer.go_on_from({} if share is None else share.own, in_round=found is not None and found.is_in_round)
     return found
 
 
 def _identity(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict says of itself."""
-    shapes = [list(tensor.param.shape) for tensor in _everything(optimizer).tensors]
-    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes}
+    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
 
 
-def _whole(state_dict: object, expected: Mapping[str, object]) -> dict[str, Any]:
+def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[str]) -> dict[str, Any]:
     """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
-    if state_dict.get("format") == 3:  # nothing could be frozen
-        state_dict = {**state_dict, "format": FORMAT, "frozen": [], "ages": None, "parked": []}
     for key, value in expected.items():
         if state_dict.get(key) != value:
             raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
-    missing = [key for key in KEYS if key not in state_dict]
+    missing = [key for key in keys if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict lacks {missing}: it is not whole; load another checkpoint")
     return state_dict
@@ -245,6 +214,17 @@ def _refuse_other_counts(state_dict: dict[str, Any]) -> None:
         raise ValueError(f"state_dict has num_steps = {num_steps!r}: must be a whole number, at least 0")
     if frozen_at is not None and (type(frozen_at) is not int or not 1 <= frozen_at <= num_steps):
         raise ValueError(f"state_dict has frozen_at = {frozen_at!r}: must be None or a step, from 1 to {num_steps}")
+
+
+def _refuse_half(state_dict: dict[str, Any]) -> None:
+    """All that was saved has arrived: who fills in a dict takes only the keys that it has. Raises: ValueError."""
+    missing = sorted(set(state_dict.get("names", ())) - set(state_dict["saved"]))
+    if missing:
+        raise ValueError(
+            f"state_dict has saved without {missing}, which were saved: torch.distributed.checkpoint.load fills in "
+            "only the keys that it is given. Turn the checkpoint into one file with its "
+            "format_utils.dcp_to_torch_save, and give what torch.load reads from that"
+        )
 
 
 def _merged_groups(theirs: object, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -297,56 +277,20 @@ def _refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> 
             raise ValueError(f"state_dict has {what}[{key!r}] = {other!r}, this optimizer needs one like {value!r}")
 
 
-def _refuse_other_numbers(state_dict: dict[str, Any], num_tensors: int) -> set[int]:
-    """Which parameters were frozen, by their numbers. `parked` is a part of them. Raises: ValueError."""
-    frozen, parked = state_dict["frozen"], state_dict["parked"]
-    known = set(range(num_tensors))
-    if not isinstance(frozen, list) or not set(map(_hashable, frozen)) < known:
-        raise ValueError(f"state_dict has frozen = {frozen!r}: must be numbers of some of {num_tensors} parameters")
-    rows = parked if isinstance(parked, list) else [parked]
-    for row in rows:
-        whole = isinstance(row, list | tuple) and len(row) == 3 and all(type(x) is int and x >= 0 for x in row[:2])
-        if not whole or row[0] not in frozen or not _is_count(row[2]):
-            raise ValueError(f"state_dict has parked = {row!r}: must be [number of a frozen parameter, steps, seen]")
-    return set(frozen)
-
-
-def _refuse_other_ages(state_dict: dict[str, Any], num_tensors: int, optimizer: Saved) -> list[Age] | None:
-    """The ages of the parameters that were trained; None where they are not told. Raises: ValueError."""
-    ages = state_dict["ages"]
-    if ages is None:
-        return None
-    whole = isinstance(ages, list) and len(ages) == num_tensors
-    if not whole or not all(isinstance(a, list | tuple) and type(a[0]) is int and _is_count(a[1]) for a in ages):
-        raise ValueError(f"state_dict has ages = {ages!r}: must be [missed, unseen] of {num_tensors} parameters")
-    return [Age(missed, unseen) for missed, unseen in ages]
-
-
-def _is_count(value: object) -> bool:
-    return value is None or type(value) is int
-
-
-def _hashable(value: object) -> object:
-    return value if type(value) is int else None
-
-
-def _masters(
-    state_dict: dict[str, Any], key: str, tensors: Sequence[FlatTensor], space: FlatSpace
-) -> dict[Tensor, Tensor]:
-    """The masters of those of the tensors that are in low precision, as views. Raises: ValueError."""
-    low = [tensor for tensor in tensors if tensor.param.dtype in LOW_PRECISION]
-    master, sizes = state_dict.get(key), [tensor.stop - tensor.start for tensor in low]
-    if not low:
-        if master is not None:
+def _refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
+    """A master on both sides or on neither, of the same size. Raises: ValueError."""
+    if not space.has_master:
+        if "master" in state_dict:
             raise ValueError(
-                f"state_dict has the float32 {key} of bfloat16 or float16 parameters, and this optimizer has no such "
+                "state_dict has the float32 master of bfloat16 or float16 parameters, and this optimizer has no such "
                 "parameters: convert the model as the saved one was, then make the optimizer"
             )
-        return {}
+        return
+    mine = space.master()
+    master = state_dict.get("master")
     if master is None:
         raise ValueError(
-            f"state_dict has no {key}, and this optimizer has {sum(sizes)} bfloat16 or float16 elements that need "
+            f"state_dict has no master, and this optimizer has {mine.numel()} bfloat16 or float16 elements that need "
             "it: it was saved with float32 parameters; train in float32, with torch.autocast, or begin a new run"
         )
-    _refuse_other_vectors(key, {"low": master}, _like({"low": space.p_N}, sum(sizes)))
-    return {tensor.param: part for tensor, part in zip(low, torch.split(master, sizes), strict=True)}
+    _refuse_other_vectors("master", {"low": master}, {"low": mine})

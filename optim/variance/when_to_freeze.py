@@ -86,6 +86,22 @@ class VarianceStability:
         """Steps from the start of this warm-up to the end of the run, where that is known."""
         return None if self.total_steps is None else max(self.total_steps - self.start, 0)
 
+    @property
+    def earliest_end(self) -> int:
+        """The first step after which the warm-up may end, if the rate does not rise beyond what is known."""
+        first_test = max(self.start + 1, self.lr_warmup_end) + self.window
+        end = first_test + PASSES - 1
+        left = self.steps_left
+        if left is None:
+            return end
+        return min(max(end, self.start + round(EARLIEST_FRACTION * left)), self.latest_end or end)
+
+    @property
+    def latest_end(self) -> int | None:
+        """The step after which the warm-up ends at the latest; None where the length of the run is not known."""
+        left = self.steps_left
+        return None if left is None else self.start + max(1, round(LATEST_FRACTION * left))
+
     def restarted(self, start: int) -> VarianceStability:
         """The rule for a warm-up that begins anew after step `start`: without norms, with the evidence so far."""
         return replace(self, start=start, norms=[], passes=0)
@@ -111,8 +127,8 @@ class VarianceStability:
             self._keep(step, ratio)
         else:
             self.passes = 0
-        left = self.steps_left
-        if left is not None and step >= self.start + max(1, round(LATEST_FRACTION * left)):
+        latest = self.latest_end
+        if latest is not None and step >= latest:
             return FrozenBy.RULE if self._may_freeze(step) else FrozenBy.CAP
         return FrozenBy.RULE if self._may_freeze(step) else None
 

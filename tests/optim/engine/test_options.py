@@ -19,6 +19,8 @@ ALL = {
     "non_finite": "skip",
     "overlap": True,
     "bucket_elements": 4096,
+    "saves": "rank",
+    "model": None,
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
@@ -53,7 +55,7 @@ def test_a_constructor_takes_every_option_by_keyword_and_its_help_names_each(mad
     assert optimizer.group is ALL["group"]
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert (optimizer.max_grad_norm, optimizer.non_finite, optimizer.overlaps) == (2.0, "skip", True)
-    assert optimizer.bucket_elements == 4096
+    assert (optimizer.bucket_elements, optimizer.saves) == (4096, "rank")
     if made in (OneBitAdam, OneBitLamb, ZeroOneAdam):
         assert (optimizer.block, optimizer.scale, optimizer.settings.bias_correction) == (64, "l1", False)
     for name in TAKES[made]:

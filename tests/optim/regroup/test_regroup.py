@@ -9,8 +9,9 @@ import torch
 from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
 from tests.optim.regroup.ranks import new_ranks, together, until
-from thinwire.comm import PeerLost
+from thinwire.comm import PeerLost, SoloGroup
 from thinwire.comm.groups.faults import Fault, What, When
+from thinwire.optim import OneBitAdam
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over, regroup
 
@@ -170,6 +171,38 @@ def test_buffers_of_any_dtype_and_layout_are_given_to_newcomers_and_to_nobody_el
     assert all(rank.lost is None for rank in stay)
     assert [int(rank.buffers[0]) for rank in stay] == [8, 7, 8]
     assert [float(rank.buffers[1].sum()) for rank in stay] == [9.0, 3.0, 9.0]
+
+
+def test_buffers_of_model_are_given_to_newcomers_and_go_on_being_rank_0s():
+    def with_buffer(net):
+        net.register_buffer("seen", torch.zeros(3))
+
+        def see(net, inputs, output):
+            net.seen.add_(inputs[0][0, :3])  # another on each rank
+
+        net.register_forward_hook(see)
+        return OneBitAdam(net.parameters(), group=SoloGroup(), warmup=2, model=net)
+
+    ranks = new_ranks(2, with_buffer)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, 3)
+        hand_over(rank.optimizer)
+
+    together(ranks, work)
+    was = ranks[1].net.seen.clone()
+    stay = [*ranks, *new_ranks(1, with_buffer)]
+
+    def go_on(rank, group):
+        rank.regroup(group)
+        assert torch.equal(rank.net.seen, was)
+        rank.train(group, 5)
+
+    together(stay, go_on)
+    assert all(rank.lost is None for rank in stay)
+    assert not torch.equal(stay[0].net.seen, was)
+    assert all(torch.equal(stay[0].net.seen, rank.net.seen) for rank in stay)
 
 
 # What a rank holds, from which the expected R is put together.

@@ -1,0 +1,134 @@
+"""What one rank holds of an error memory, as a file keeps it: enough to go on from there, and to be added up to R.
+
+    vector of the model      |a......|b...|c.......|
+    vector as it is exchanged   |b...|a......|c.......|      moves say where each run stands; mostly the same vector
+    worker error             |........................|      of all of it
+    server error                 |...|       |....|          of the spans that this rank serves
+
+    R = sum over ranks of (worker error / ranks + server error)
+
+Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import Span
+
+Move = tuple[int, int, int]
+"""Elements [start, stop) of the model's vector stand in the exchanged one from the third number on."""
+
+_KEYS = ("numel", "worker", "server", "served", "moves", "replica", "padding")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The errors of one rank. numel: N, elements of the model's vector; M: of the exchanged one; c: that it serves.
+
+    served: the spans of the exchanged vector whose server errors follow one another in server_c.
+    replica_r: the server error of the rank before, where it is kept too; padding_q: as ArrangedErrors; else empty.
+    """
+
+    numel: int
+    worker_M: Tensor
+    server_c: Tensor
+    served: tuple[Span, ...]
+    moves: tuple[Move, ...]
+    replica_r: Tensor
+    padding_q: Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        """Is every error zero?"""
+        return not (bool(self.worker_M.any()) or bool(self.server_c.any()) or bool(self.padding_q.any()))
+
+    def part(self, size: int) -> Tensor:
+        """What this is of R, where R is of `size` ranks: float[N], new. Summed over all of them it is R."""
+        part_M = self.worker_M / size
+        at = 0
+        for start, stop in self.served:
+            part_M[start:stop] += self.server_c[at : at + stop - start]
+            at += stop - start
+        part_N = part_M.new_zeros(self.numel)
+        for start, stop, to in self.moves:
+            part_N[start:stop] = part_M[to : to + stop - start]
+        return part_N
+
+    def as_laid_out(self, other: Held) -> bool:
+        """Do the errors of the other stand where these do, so that one can take the place of the other as it is?"""
+        same = self.numel == other.numel and self.served == other.served and self.moves == other.moves
+        mine, theirs = self._sizes(), other._sizes()
+        return same and mine == theirs
+
+    def to(self, like: Tensor) -> Held:
+        """In the dtype and on the device of `like`."""
+        moved = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q))
+        worker_M, server_c, replica_r, padding_q = moved
+        return Held(self.numel, worker_M, server_c, self.served, self.moves, replica_r, padding_q)
+
+    def plain(self) -> dict[str, Any]:
+        """A dict of numbers, lists and tensors, for of_plain; shares memory."""
+        return {
+            "numel": self.numel,
+            "worker": self.worker_M,
+            "server": self.server_c,
+            "served": [list(span) for span in self.served],
+            "moves": [list(move) for move in self.moves],
+            "replica": self.replica_r,
+            "padding": self.padding_q,
+        }
+
+    @classmethod
+    def of_plain(cls, what: str, plain: object) -> Self:
+        """What plain() gave. what: what messages call it. Raises: ValueError saying what cannot be."""
+        if not isinstance(plain, dict):
+            raise ValueError(f"{what} = {type(plain).__name__}: must be a dict of {list(_KEYS)}")
+        missing = [key for key in _KEYS if key not in plain]
+        if missing:
+            raise ValueError(f"{what} lacks {missing}: it is not whole; load another file")
+        for key in ("worker", "server", "replica", "padding"):
+            one = plain[key]
+            if not isinstance(one, Tensor) or not one.dtype.is_floating_point or one.dim() != 1:
+                found = f"{one.dtype} {list(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
+                raise ValueError(f"{what}[{key!r}] = {found}: must be a floating vector")
+        served, moves = _rows(what, plain, "served", 2), _rows(what, plain, "moves", 3)
+        numel, worker, server = plain["numel"], plain["worker"], plain["server"]
+        inside = all(0 <= a <= b <= worker.numel() for a, b in served)
+        if not inside or sum(b - a for a, b in served) != server.numel():
+            raise ValueError(f"{what} has {server.numel()} server errors of {served} in {worker.numel()}: damaged")
+        if type(numel) is not int or any(
+            not (0 <= a <= b <= numel and to >= 0 and to + b - a <= worker.numel()) for a, b, to in moves
+        ):
+            raise ValueError(f"{what} has numel = {numel!r} and moves {moves} into {worker.numel()}: damaged")
+        spans = tuple((a, b) for a, b in served)
+        return cls(
+            numel, worker, server, spans, tuple((a, b, to) for a, b, to in moves), plain["replica"], plain["padding"]
+        )
+
+    def _sizes(self) -> list[int]:
+        return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q)]
+
+
+def in_place(numel: int) -> tuple[Move, ...]:
+    """The moves of a vector that is exchanged as it is."""
+    return ((0, numel, 0),)
+
+
+def nothing(like: Tensor) -> Tensor:
+    """An empty vector."""
+    return torch.empty(0, dtype=like.dtype, device=like.device)
+
+
+def _rows(what: str, plain: dict[str, Any], key: str, width: int) -> list[list[int]]:
+    rows = plain[key]
+    whole = isinstance(rows, list | tuple) and all(
+        isinstance(row, list | tuple) and len(row) == width and all(type(one) is int for one in row) for row in rows
+    )
+    if not whole:
+        raise ValueError(f"{what}[{key!r}] = {rows!r}: must be a list of {width} whole numbers each")
+    return [list(row) for row in rows]

@@ -1,0 +1,189 @@
+"""How do the buffers of a model (running statistics, masks) stay those of rank 0 on every rank, as DDP keeps them?
+
+    rank 0     message = |checksum of names, dtypes, shapes|bytes in all|a flag a buffer|buffers that have changed|
+    others     take what came; a buffer that did not come is put back as it came last
+
+One broadcast a step. It has as many bytes as the last one needed: how much has changed does not change much from step
+to step, and constants such as masks are sent once. Where more is needed, a second broadcast brings the rest.
+What has changed is found by looking at the values: batch_norm writes running statistics without a new version.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine.parameters import refuse_other_models
+
+_COUNTS = struct.Struct("<qq")
+_COMPILED = "_orig_mod."
+"""What torch.compile puts before names: a rank that compiles has the same buffers as one that does not."""
+
+
+class Buffers:
+    """The buffers of a model that is trained over a group, and what of them all ranks hold. model None: none.
+
+    Buffers are those that the model has when equalise_() is called. Every rank calls alike.
+    given_bytes: what rank 0 has given so far, the same number on every rank.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self.given_bytes = 0
+        self._lines: list[str] = []
+        self._common: list[Tensor | None] = []
+        """Of each buffer, uint8[its bytes]: what rank 0 gave last; None before."""
+        self._room = sum(_bytes_of(buffer).numel() for _, buffer in self._named()) + self._header_bytes(self._named())
+
+    def lines(self) -> list[str]:
+        """A line for each: name, dtype, shape. Raises: ValueError, naming one that cannot be sent."""
+        return [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self._named()]
+
+    def all(self) -> list[Tensor]:
+        """The buffers themselves."""
+        return [buffer for _, buffer in self._named()]
+
+    @torch.no_grad()
+    def equalise_(self, group: Group, device: torch.device) -> None:
+        """Buffers <- those of rank 0, bit for bit. device: of the group's tensors. Collective where there are any.
+
+        Raises: PeerLost; WireMismatch, or ValueError where buffers are others than rank 0's. Then none is written.
+        """
+        if self._model is None or group.size == 1:
+            return
+        named = self._named()
+        if not named and not self._room:
+            return
+        lines = self.lines()
+        fresh = lines != self._lines
+        if fresh:
+            self._common = [None] * len(named)
+        if not self._room:
+            refuse_other_models(group, lines, device)
+        header = self._header_bytes(named)
+        room = self._room or header
+        checksum = zlib.crc32("\n".join(lines).encode())
+        held = [_bytes_of(buffer) for _, buffer in named]
+        message_B = self._written(checksum, held, device) if group.rank == 0 else None
+        message_B = _passed(group, message_B, room, device)
+        self.given_bytes += max(message_B.numel(), room)
+        theirs, total = _COUNTS.unpack(bytes(message_B[: _COUNTS.size].tolist()))
+        self._room = header if fresh else total
+        if not named and total == _COUNTS.size:
+            self._room = 0
+        if theirs != checksum:
+            raise ValueError(
+                f"the buffers of this rank's model are not those of rank 0: {_difference(self._lines, lines)}. "
+                "Register and resize buffers on every rank alike, before the same step; nothing was changed"
+            )
+        self._lines = lines
+        if group.rank == 0:
+            return
+        self._take(named, held, message_B)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        found = []
+        for name, buffer in () if self._model is None else self._model.named_buffers():
+            name = name.replace(_COMPILED, "")
+            if buffer.layout != torch.strided or buffer.is_meta or buffer.is_quantized:
+                raise ValueError(
+                    f"buffer {name}: is {buffer.layout}, {buffer.dtype} on {buffer.device}; the buffers of model= "
+                    "must be dense and hold values"
+                )
+            if buffer.numel():
+                found.append((name, buffer))
+        return found
+
+    def _header_bytes(self, named: Sequence[object]) -> int:
+        return _COUNTS.size + len(named) if named else 0
+
+    def _written(self, checksum: int, held: list[Tensor], device: torch.device) -> Tensor:
+        """The message of rank 0, uint8[B]. Modifies what is held to be common."""
+        differs = _differing(held, self._common)
+        sent = [own for own, differ in zip(held, differs, strict=True) if differ]
+        for at, (own, differ) in enumerate(zip(held, differs, strict=True)):
+            if differ:
+                self._keep(at, own)
+        total = _COUNTS.size + len(held) + sum(own.numel() for own in sent)
+        header = _COUNTS.pack(checksum, total) + bytes(differs)
+        return torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device), *_on(device, sent)])
+
+    def _take(self, named: list[tuple[str, Tensor]], held: list[Tensor], message_B: Tensor) -> None:
+        flags = message_B[_COUNTS.size : _COUNTS.size + len(named)].tolist()
+        at = _COUNTS.size + len(named)
+        for index, (own, came) in enumerate(zip(held, flags, strict=True)):
+            if came:
+                self._keep(index, message_B[at : at + own.numel()])
+                at += own.numel()
+        for index, differs in enumerate(_differing(held, self._common)):
+            common = self._common[index]
+            if differs and common is not None:
+                _write(*named[index], common)
+
+    def _keep(self, at: int, given_B: Tensor) -> None:
+        common = self._common[at]
+        if common is None:
+            self._common[at] = given_B.clone()
+        else:
+            common.copy_(given_B)
+
+
+def _passed(group: Group, message_B: Tensor | None, room: int, device: torch.device) -> Tensor:
+    """Rank 0's message, on every rank: a broadcast of `room` bytes, and one of what does not fit. Raises: PeerLost."""
+    first_B = torch.zeros(room, dtype=torch.uint8, device=device)
+    if message_B is not None:
+        part = message_B[:room]
+        first_B[: part.numel()] = part
+    group.broadcast_(first_B)
+    _, total = _COUNTS.unpack(bytes(first_B[: _COUNTS.size].tolist()))
+    if total <= room:
+        return first_B[:total]
+    rest_B = torch.zeros(total - room, dtype=torch.uint8, device=device) if message_B is None else message_B[room:]
+    rest_B = rest_B.contiguous()
+    group.broadcast_(rest_B)
+    return torch.cat([first_B, rest_B])
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    """Its values, uint8[B]: a view where they lie together."""
+    dense = buffer.detach().resolve_conj().resolve_neg().contiguous()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).view(-1).view(torch.uint8)
+
+
+def _write(name: str, buffer: Tensor, given_B: Tensor) -> None:
+    """buffer <- these bytes, in place. Raises: ValueError where it cannot be written."""
+    real = buffer.real.dtype if buffer.is_complex() else buffer.dtype
+    values = given_B.to(buffer.device).view(real)
+    shaped = torch.view_as_complex(values.view(*buffer.shape, 2)) if buffer.is_complex() else values.view(buffer.shape)
+    try:
+        buffer.detach().copy_(shaped)
+    except RuntimeError as error:
+        raise ValueError(
+            f"buffer {name}: differs from rank 0's and cannot be written ({error}); make it with .clone(), outside of "
+            "torch.inference_mode()"
+        ) from error
+
+
+def _differing(held: list[Tensor], common: Sequence[Tensor | None]) -> list[bool]:
+    """Of each buffer: is it another than what is common? Waits for the device once."""
+    unlike = [None if b is None else (a != b.to(a.device)).any() for a, b in zip(held, common, strict=True)]
+    here = [found.to(held[-1].device) for found in unlike if found is not None]
+    answers = iter(torch.stack(here).tolist() if here else [])
+    return [True if found is None else bool(next(answers)) for found in unlike]
+
+
+def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def _difference(before: list[str], now: list[str]) -> str:
+    """What has changed here since the last step, for a message."""
+    changed = [f"{line} is new" for line in now if line not in before] + [
+        f"{line} is gone" for line in before if line not in now
+    ]
+    return f"since the last step {'; '.join(changed[:3])}" if changed else "here none has changed since the last step"

@@ -1,0 +1,102 @@
+"""What does the first step find that construction could not see? Looked at on rank 0, once, and said in the log.
+
+    gradients left over     the model had some when the optimizer was made, and the first backward added to them
+    others' hands           another optimizer over the same parameters, DDP around the model, running statistics
+                            that differ (claims.py); under torch.distributed only, for looking takes a tenth of a second
+    equal gradients         before the exchange those of all ranks are already their mean
+
+Nothing is sent for it: equal gradients are seen by rank 0's being what the first exchange in full gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.default import has_process_group
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine.claims import found_around
+from thinwire.optim.engine.schedule import StepPlan, Wire
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = 1 << 16
+"""Elements of the gradient that are compared, evenly spread."""
+
+
+class Stepped(Protocol):
+    """What is read of an optimizer: see FlatOptimizer."""
+
+    param_groups: list[dict[str, Any]]
+    model: torch.nn.Module | None
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+
+class FirstStep:
+    """What is looked at once, of one optimizer that is not laid out yet: its gradients are as they were found."""
+
+    def __init__(self, optimizer: Stepped) -> None:
+        self._looks = optimizer.group.rank == 0
+        self._own: Tensor | None = None
+        self._told_ddp = False
+        if self._looks:
+            _watch_left_gradients(optimizer.param_groups)
+
+    def look(self, optimizer: Any, plan: StepPlan) -> None:
+        """Before the exchange of a step: look around, where it is the first. Local."""
+        if not self._looks:
+            return
+        self._looks = False
+        lines = []
+        if has_process_group():
+            lines = found_around(optimizer, alone=optimizer.group.size == 1, knows_model=optimizer.model is not None)
+        for line in lines:
+            logger.warning("%s", line)
+        if plan.gradient is Wire.FULL and optimizer.group.size > 1 and not any("ddp_left_in" in line for line in lines):
+            self._own = _sample(optimizer.space.g_N).clone()
+
+    def look_at_mean(self, g_N: Tensor) -> None:
+        """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""
+        own_k, self._own = self._own, None
+        if own_k is not None and bool(own_k.any()) and torch.allclose(_sample(g_N), own_k, rtol=1e-5, atol=0.0):
+            logger.warning(
+                "gradients_equal: before the exchange this rank's gradient was already the mean of all ranks: take an "
+                "all_reduce of gradients, or DistributedDataParallel, out of the loop; or, where all ranks read the "
+                "same data, give each its own (torch.utils.data.DistributedSampler)"
+            )
+
+
+def _sample(x_N: Tensor) -> Tensor:
+    return x_N[:: max(1, x_N.numel() // SAMPLED)]
+
+
+def _watch_left_gradients(param_groups: list[dict[str, Any]]) -> None:
+    """Where there are gradients already: look, when backward first reaches one, whether they were cleared before."""
+    for group in param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if param.requires_grad and grad is not None and grad.layout == torch.strided and bool(grad.any()):
+                _watch(param)
+                return
+
+
+def _watch(param: Tensor) -> None:
+    seen = weakref.ref(param)
+
+    def look(_: Tensor) -> None:
+        handle.remove()
+        left = seen()
+        if left is not None and left.grad is not None and bool(left.grad.any()):
+            logger.warning(
+                "gradients_left: the model had gradients when the optimizer was made, and backward adds to them: call "
+                "optimizer.zero_grad() before the first backward"
+            )
+
+    handle = param.register_hook(look)  # type: ignore[no-untyped-call]

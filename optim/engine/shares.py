@@ -1,0 +1,264 @@
+"""What does one rank save alone? Its share: all of a state_dict, but of the error memory only what is on that rank.
+
+    vectors, num_steps, ...   the same on every rank, so that one share is whole but for R
+    errors                    this rank's of each error memory (comm.exchange.held); their parts add up to R
+    own                       between the syncs of 0/1 Adam what the rank alone holds; else empty
+
+    loaded on rank r of n     that is how it went on, bit for bit                 where it is the share of rank r of n
+                              all but R, and a round that others had a part in    where it is that of rank 0
+    together(shares)          a state_dict, for any number of ranks               of all n
+
+Loading is local. So nobody knows then what the others have loaded, and before the first step (or save) after it the
+ranks tell each other: they must hold the same, and where some hold no errors of their own it is said what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange.held import Held
+from thinwire.comm.groups.texts import gather_texts
+from thinwire.comm.protocol import ErrorMemory, Group
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.state import error_memories
+
+logger = logging.getLogger(__name__)
+
+KEY = "share"
+"""What a share has in the place of `residuals`: one entry, by the name "0 of 2" that of rank 0 of 2, a dict of KEYS."""
+KEYS = ("rank", "size", "errors", "own")
+
+TO_DO = (
+    "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
+    "them together with thinwire.optim.saves.together"
+)
+
+
+class Sharing(Protocol):
+    """What is read of an optimizer, and set again: see FlatOptimizer."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    @property
+    def space(self) -> FlatSpace:
+        """Parameters and gradients."""
+
+    @property
+    def vectors(self) -> object:
+        """A dataclass whose fields declare their Kind."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+
+    @property
+    def frozen_at(self) -> int | None:
+        """The step after which the variance was frozen."""
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all held the same."""
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds between syncs."""
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks must hold alike now."""
+
+    def end_round_as(self, src: int) -> None:
+        """All ranks hold what rank `src` does. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share that fits. errors: of each error memory; own: as own_state()."""
+
+    rank: int
+    size: int
+    errors: dict[str, Held]
+    own: dict[str, Any]
+
+    def is_of(self, group: Group) -> bool:
+        """Was it saved by this rank of as many ranks?"""
+        return (self.rank, self.size) == (group.rank, group.size)
+
+    def missing_norm(self, size: int) -> tuple[float, float]:
+        """Of R: the norm of what is in here, and about that of what is not, from what this rank held.
+
+        That of the others: (size - 1) server errors, and as many worker errors divided by size.
+        """
+        held, missing = 0.0, 0.0
+        for one in self.errors.values():
+            held += float(torch.linalg.vector_norm(one.part(size))) ** 2
+            worker, server = (float(torch.linalg.vector_norm(x)) for x in (one.worker_M, one.server_c))
+            missing += (size - 1) * (server**2 + worker**2 / size**2)
+        return sqrt(held), sqrt(missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank has loaded and not yet compared with the others. as_it_was: its own share, or all of R.
+
+    is_in_round: between syncs of 0/1 Adam.
+    """
+
+    share: Share
+    as_it_was: bool
+    is_in_round: bool
+
+
+def is_share(state_dict: object) -> bool:
+    """Is it of one rank, whole or not?"""
+    return isinstance(state_dict, Mapping) and KEY in state_dict
+
+
+def collect(optimizer: Sharing) -> dict[str, Any]:
+    """What a share holds beside what all hold alike. Local; new tensors.
+
+    Under a name that no other rank has: torch.distributed.checkpoint takes what has one name on all ranks for equal.
+    """
+    errors, group = error_memories(optimizer.vectors), optimizer.group
+    of_rank = {
+        "rank": group.rank,
+        "size": group.size,
+        "errors": {name: memory.held().plain() for name, memory in errors.items()},
+        "own": optimizer.own_state(),
+    }
+    return {KEY: {f"{group.rank} of {group.size}": of_rank}}
+
+
+def read(state_dict: Mapping[str, Any]) -> Share:
+    """The share in a dict that is_share(). Raises: ValueError for what is damaged."""
+    entries = state_dict[KEY]
+    if not isinstance(entries, dict) or len(entries) != 1:
+        found = list(entries) if isinstance(entries, dict) else entries
+        raise ValueError(f"state_dict has share = {found}: must be a dict of one rank; it is damaged")
+    name, entry = next(iter(entries.items()))
+    missing = [key for key in KEYS if not isinstance(entry, dict) or key not in entry]
+    if missing:
+        raise ValueError(f"state_dict['share'] lacks {missing}: it is not whole; load another file")
+    rank, size, errors, own = (entry[key] for key in KEYS)
+    if type(size) is not int or type(rank) is not int or not 0 <= rank < size or name != f"{rank} of {size}":
+        raise ValueError(f"state_dict['share'] has rank = {rank!r}, size = {size!r} under {name!r}: it is damaged")
+    if not isinstance(errors, dict) or not isinstance(own, dict):
+        raise ValueError(f"state_dict['share'] has errors = {errors!r}, own = {own!r}: must be dicts; it is damaged")
+    held = {name: Held.of_plain(f"state_dict['share'] errors[{name!r}]", errors[name]) for name in errors}
+    return Share(rank, size, held, own)
+
+
+def checked(optimizer: Sharing, state_dict: Mapping[str, Any]) -> Share:
+    """The share that this optimizer can go on from. Raises: ValueError with both values."""
+    share, names = read(state_dict), list(error_memories(optimizer.vectors))
+    numel, group = optimizer.space.p_N.numel(), optimizer.group
+    if set(share.errors) != set(names):
+        raise ValueError(f"state_dict has errors {sorted(share.errors)}, this optimizer needs {sorted(names)}")
+    for name, held in share.errors.items():
+        if held.numel != numel:
+            raise ValueError(f"state_dict has errors[{name!r}] of {held.numel} elements, this optimizer has {numel}")
+    if share.rank and not share.is_of(group):
+        raise ValueError(
+            f"state_dict is the share of rank {share.rank} of {share.size}, and this is rank {group.rank} of "
+            f"{group.size}: load on each rank its own share; or bring the shares of all {share.size} ranks together "
+            "with thinwire.optim.saves.together, for any number of ranks"
+        )
+    return share
+
+
+def take(optimizer: Sharing, share: Share) -> Loaded:
+    """Hold the errors of a share that was checked; the rest of it is held already. Local."""
+    group, mine = optimizer.group, share.is_of(optimizer.group)
+    for name, memory in error_memories(optimizer.vectors).items():
+        _take_errors(memory, share.errors[name].to(optimizer.space.p_N), share, group)
+    whole = mine or share.size == 1
+    if group.size == 1 and not whole and (told := _told(optimizer, share)):
+        logger.warning(told)  # else by rank 0 in agree()
+    return Loaded(share, whole, mine and bool(share.own))
+
+
+def agree(optimizer: Sharing, loaded: Loaded) -> None:
+    """See that the ranks have loaded what belongs together, and make them hold the same. Collective, once after a load.
+
+    Where a rank has loaded the share of another one, rank 0 says what is missing, R is what the ranks have brought, and
+    a round of 0/1 Adam ends as if rank 0 had synced alone.
+    Raises: ValueError, alike on every rank, for shares that do not belong together; PeerLost.
+    """
+    group, device = optimizer.group, optimizer.space.p_N.device
+    if group.size == 1:
+        return
+    own = {
+        "the step": optimizer.num_steps,
+        "the number of ranks that saved": loaded.share.size,
+        "the step of the last sync": optimizer.common_steps,
+        "as_it_was": loaded.as_it_was,
+        "in_round": loaded.is_in_round,
+    }
+    all_n = _gathered(group, own, device)
+    whole = all(one["as_it_was"] for one in all_n)
+    for what in list(own)[: 3 if whole else 2]:
+        _refuse_different(what, [one[what] for one in all_n])
+    if not whole:
+        if any(one["in_round"] for one in all_n):
+            optimizer.end_round_as(0)
+        if group.rank == 0 and (told := _told(optimizer, loaded.share)):
+            logger.warning(told)
+        for memory in error_memories(optimizer.vectors).values():
+            memory.restore(memory.residual())  # one owner of each part, replicas of it included
+    told_n = _gathered(group, {name: _digest(x) for name, x in optimizer.common_vectors().items()}, device)
+    for name in told_n[0]:
+        _refuse_different(name, [one.get(name) for one in told_n])
+
+
+def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) -> None:
+    if share.is_of(group):
+        memory.hold(held)
+    elif share.size == group.size:
+        memory.restore(torch.zeros_like(held.part(1)))  # rank 0 holds them, where it has loaded the same share
+    else:
+        memory.restore(held.part(share.size))
+
+
+def _told(optimizer: Sharing, share: Share) -> str | None:
+    """What is lost where this share has been loaded in place of all; None where nothing is."""
+    held, missing = share.missing_norm(share.size)
+    compresses = optimizer.frozen_at is not None or any(not one.is_empty for one in share.errors.values())
+    lost = []
+    if share.errors and compresses:
+        lost.append(
+            f"missing is what {share.size - 1} of {share.size} ranks held of the error memory R (norm about "
+            f"{missing:.3g}, beside {held:.3g} that is here): updates that were held back, and are not sent later"
+        )
+    if share.own:
+        lost.append("what the other ranks moved their parameters since the last sync is missing; rank 0's move counts")
+    if not lost:
+        return None
+    told, step, now = "; ".join(lost), optimizer.num_steps, optimizer.group.size
+    return f"share_of_one_rank step={step} rank={share.rank} of={share.size} loaded_by={now}: {told}. {TO_DO}"
+
+
+def _gathered(group: Group, own: Any, device: torch.device) -> list[Any]:
+    return [json.loads(text) for text in gather_texts(group, json.dumps(own).encode(), device)]
+
+
+def _refuse_different(what: str, values: list[Any]) -> None:
+    differ = [rank for rank, value in enumerate(values) if value != values[0]]
+    if differ:
+        raise ValueError(
+            f"the ranks have loaded shares that do not belong together: {what} is {values[0]} on rank 0 and "
+            f"{values[differ[0]]} on rank {differ[0]}. Load the model on every rank, then on every rank its own share "
+            "of one save, or on every rank that of rank 0"
+        )
+
+
+def _digest(x: Tensor) -> int:
+    return zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().data)

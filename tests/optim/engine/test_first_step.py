@@ -1,0 +1,216 @@
+"""What is left in a loop that was moved over is refused or said once, with the line to change; nothing else is."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.comm.gloo_ranks import said, start
+from tests.optim.seeded import seeded
+from thinwire.comm import run_threads
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+
+
+def network():
+    return seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)))
+
+
+def inputs(step, rank):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(net, optimizer, rank, steps=(1, 2)):
+    for step in steps:
+        optimizer.zero_grad()
+        net(inputs(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("made", [Adam, OneBitAdam, ZeroOneAdam])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_are_equal_before_the_exchange_are_said_once(made, overlap, caplog):
+    def work(group, told):
+        net = network()
+        train(net, made(net.parameters(), group=group, overlap=overlap), group.rank * told, range(1, 4))
+
+    run_threads(3, lambda group: work(group, 1))
+    assert "gradients_equal" not in caplog.text
+    run_threads(3, lambda group: work(group, 0))
+    assert caplog.text.count("gradients_equal") == 1
+    assert "DistributedSampler" in caplog.text
+    caplog.clear()
+    run_threads(1, lambda group: work(group, 0))
+    assert "gradients_equal" not in caplog.text
+
+
+CLEARED = {
+    "optimizer": lambda net, optimizer: optimizer.zero_grad(),
+    "model": lambda net, optimizer: net.zero_grad(),
+    "in place": lambda net, optimizer: net.zero_grad(set_to_none=False),
+    "no": lambda net, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("by", CLEARED)
+def test_gradients_from_before_the_optimizer_are_said_where_backward_adds_to_them(by, caplog):
+    net = network()
+    net(inputs(0, 0)).sum().backward()
+    optimizer = Adam(net.parameters())
+    CLEARED[by](net, optimizer)
+    for _ in range(2):
+        net(inputs(1, 0)).sum().backward()
+    optimizer.step()
+    assert caplog.text.count("gradients_left") == (by == "no")
+
+
+def test_a_step_with_gradients_from_before_the_optimizer_says_nothing(caplog):
+    net = network()
+    net(inputs(0, 0)).sum().backward()
+    Adam(net.parameters()).step()
+    assert not caplog.records
+
+
+LEFT_IN = """
+import gc, json, logging
+from tests.optim.engine.test_first_step import network, inputs, train
+from thinwire.optim import Adam, OneBitAdam
+from torch.nn.parallel import DistributedDataParallel as DDP
+join()
+lines = []
+class Kept(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("thinwire").addHandler(Kept())
+found = {}
+
+def told(name):
+    found[name] = [line.split(":")[0] for line in lines]
+    lines.clear()
+
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+
+# Nothing is wrong
+net, copy = network(), network()
+optimizer = Adam(net.parameters())
+optimizer = OneBitAdam(net.parameters())  # remade on purpose
+other = DDP(copy)
+adamw = torch.optim.AdamW(copy.parameters())  # another model
+average = torch.optim.swa_utils.AveragedModel(net)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10)
+class Shows(torch.optim.Optimizer):  # as trainers wrap
+    def __init__(self, inner):
+        self.inner = inner
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+shows = Shows(optimizer)
+dropped = torch.optim.SGD(net.parameters(), lr=1.0)
+dropped.me = dropped
+del dropped
+train(net, optimizer, rank)
+told("nothing")
+
+# DDP left in, then kept with its gradients local
+net = network()
+wrapped = DDP(net)
+train(wrapped, OneBitAdam(wrapped.parameters()), rank)
+told("ddp")
+found["ddp as model"] = refused(lambda: OneBitAdam(wrapped.parameters(), model=torch.nn.ModuleList([wrapped])))
+net = network()
+wrapped = DDP(net)
+wrapped.thinwire_gradients = "local"
+Adam(net.parameters(), model=wrapped)
+train(net, Adam(net.parameters()), rank)
+told("ddp, local")
+
+# Averaged by hand
+net = network()
+optimizer = Adam(net.parameters())
+net(inputs(1, rank)).sum().backward()
+for p in net.parameters():
+    dist.all_reduce(p.grad)
+    p.grad /= size
+optimizer.step()
+told("averaged")
+
+# Another optimizer
+net = network()
+old = torch.optim.AdamW(net.parameters())
+train(net, Adam(net.parameters()), rank)
+told("other")
+net = network()
+one = Adam(net.parameters())
+two = Adam(net[0].parameters())
+train(net[0], two, rank)
+told("ours")
+
+# Running statistics
+def with_norm():
+    return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9))
+net = with_norm()
+train(net, Adam(net.parameters()), rank)
+told("norm")
+net = with_norm()
+train(net, Adam(net.parameters(), model=net), rank)
+net = with_norm()
+net[1].eval()
+train(net, Adam(net.parameters()), rank)
+told("norm, given or frozen")
+
+# Sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+net = network()
+fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+found["fsdp"] = refused(lambda: Adam(net.parameters()))
+found["fsdp as model"] = refused(lambda: Adam(network().parameters(), model=net))
+say("found", json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_what_others_do_to_the_parameters_is_said_or_refused_and_nothing_else(tmp_path):
+    ranks = start(LEFT_IN, 2, tmp_path, timeout_s=60)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    found, other = (json.loads(said(tmp_path, rank, "found")) for rank in (0, 1))
+    assert found["nothing"] == found["ddp, local"] == found["norm, given or frozen"] == []
+    assert found["ddp"] == ["ddp_left_in"]
+    assert found["averaged"] == ["gradients_equal"]
+    assert found["other"] == ["other_optimizer class=torch.optim.adamw.AdamW"]
+    assert found["ours"] == ["other_optimizer class=thinwire.optim.dense.Adam"]
+    assert found["norm"] == ["buffers_differ modules=1 class=BatchNorm1d"]
+    assert "model.0 is a DistributedDataParallel" in found["ddp as model"]
+    assert "keep_gradients_local(model)" in found["ddp as model"]
+    assert "sharded by FSDP" in found["fsdp"]
+    assert "fully_shard()" in found["fsdp"]
+    assert "leave it out" in found["fsdp as model"]
+    assert all(not lines for lines in other.values() if isinstance(lines, list))  # rank 0 says it for all
+
+
+@pytest.mark.slow  # torch.compile is slow to import
+def test_a_model_compiled_before_the_optimizer_was_made_trains_as_any():
+    ends = []
+    for compiled in (True, False):
+        net = network()
+        model = torch.compile(net, backend="aot_eager") if compiled else net
+        model(inputs(0, 0)).sum().backward()
+        train(model, Adam(model.parameters(), lr=1e-2, model=model), 0, range(1, 4))
+        ends.append(list(net.parameters()))
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_a_first_step_says_is_a_warning_of_this_package(caplog):
+    def work(group):
+        net = network()
+        train(net, Adam(net.parameters(), group=group), 0)
+
+    run_threads(2, work)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.name.startswith("thinwire.")

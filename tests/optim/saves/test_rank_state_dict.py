@@ -1,0 +1,356 @@
+"""A share that one rank saves alone: nothing is sent, the run goes on as it was, and what is loaded is what went on."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from tests.covering import every_value
+from tests.optim.engine.test_resume import (
+    BETWEEN_SYNCS,
+    CASES,
+    FREEZE,
+    everything,
+    network,
+    through_a_file,
+    told,
+    train,
+    two_groups,
+)
+from tests.optim.reference.written_out import COMPRESSED, bits, make
+from thinwire.comm import run_threads
+from thinwire.optim import OneBitAdam
+from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.saves import together
+
+IN_ROUND = 10
+"""Of 0/1 Adam as written_out.make makes it, frozen after step 5: the last sync was at step 9."""
+
+
+def made(name, group, seed=0, dtype=torch.float32, **more):
+    net = network(seed, dtype)
+    return net, make(name, two_groups(net), group, warmup=FREEZE, **more)
+
+
+def residuals(optimizer):
+    return {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
+
+
+def assert_close_to_r(found, expected):
+    """To a few ulp of the largest: sums of as many terms as there are ranks, in another order."""
+    for name, r_N in expected.items():
+        assert (found[name] - r_N).abs().max() <= 8 * torch.finfo(r_N.dtype).eps * r_N.abs().max()
+
+
+@every_value(
+    {
+        "name, phase, saved_at": CASES,
+        "size": [3, 2, 1],
+        "dtype": [torch.float32, torch.bfloat16],
+        "more": [{}, {"overlap": True, "bucket_elements": 64}],
+    }
+)
+@pytest.mark.law
+def test_a_share_is_local_and_the_run_that_loads_it_is_the_one_that_went_on(name, phase, saved_at, size, dtype, more):
+    """And that is the run that never saved: a share changes nothing."""
+
+    def work(group):
+        net, optimizer = made(name, group, dtype=dtype, **more)
+        unsaved, beside = made(name, group, dtype=dtype, **more)
+        train(net, optimizer, saved_at, group.rank)
+        train(unsaved, beside, saved_at, group.rank)
+        collectives = group.stats.collectives
+        saved = through_a_file(optimizer.rank_state_dict()), through_a_file(net.state_dict())
+        assert group.stats.collectives == collectives
+        assert optimizer.at_sync == (phase not in BETWEEN_SYNCS)
+        assert list(saved[0]["share"]) == [f"{group.rank} of {size}"]
+
+        other, resumed = made(name, group, seed=9, dtype=dtype, **more)
+        train(other, resumed, 14, group.rank)
+        other.load_state_dict(saved[1])
+        resumed.load_state_dict(saved[0])
+        assert torch.equal(everything(resumed), everything(optimizer))
+        for steps in (1, 1, 8):
+            train(net, optimizer, steps, group.rank)
+            train(unsaved, beside, steps, group.rank)
+            train(other, resumed, steps, group.rank)
+            assert torch.equal(everything(resumed), everything(optimizer))
+            assert torch.equal(everything(beside), everything(optimizer))
+            assert told(resumed) == told(optimizer)
+        return everything(optimizer)
+
+    run_threads(size, work)
+
+
+@every_value(
+    {
+        "name, saved_at": [*((name, 7) for name in COMPRESSED), ("zero_one_adam", IN_ROUND), ("adam", 4)],
+        "old, new": [(3, 2), (2, 3), (3, 1)],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
+@pytest.mark.law
+def test_the_shares_of_all_ranks_are_the_state_dict_of_all_for_any_number_of_them(name, saved_at, old, new, dtype):
+    def save(group):
+        net, optimizer = made(name, group, dtype=dtype)
+        train(net, optimizer, saved_at, group.rank)
+        share, weights = through_a_file(optimizer.rank_state_dict()), through_a_file(net.state_dict())
+        whole = optimizer.state_dict()
+        return share, weights, copy.deepcopy(whole), bits(*net.parameters())
+
+    ranks = run_threads(old, save)
+    found, expected = together([share for share, *_ in ranks[::-1]]), ranks[0][2]
+    assert_close_to_r(found["residuals"], expected["residuals"])
+    for key in ("num_steps", "frozen_at", "saved", "param_groups", "shapes", "optimizer"):
+        assert found[key] == expected[key]
+    for vector, value in expected["vectors"].items():
+        torch.testing.assert_close(found["vectors"][vector], value, rtol=1e-6, atol=1e-9)
+
+    def load(group):
+        net, optimizer = made(name, group, seed=group.rank, dtype=dtype)
+        net.load_state_dict(ranks[0][1])
+        optimizer.load_state_dict(copy.deepcopy(found))
+        assert_close_to_r(residuals(optimizer), found["residuals"])
+        assert optimizer.at_sync
+        start = [p.detach().float().clone() for p in net.parameters()]
+        train(net, optimizer, 10, group.rank)
+        optimizer.state_dict()
+        return start, bits(*net.parameters(), optimizer.space.p_N)
+
+    loaded = run_threads(new, load)
+    as_saved, _ = made(name, None, dtype=dtype)
+    torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in as_saved.parameters()]).copy_(ranks[0][3])
+    for start, after in loaded:
+        assert torch.equal(after, loaded[0][1])
+        assert all(torch.equal(a, b) for a, b in zip(start, loaded[0][0], strict=True))
+
+
+@every_value(
+    {
+        "name, saved_at": [*((name, 7) for name in COMPRESSED), ("zero_one_adam", IN_ROUND)],
+        "new": [3, 2, 1],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
+@pytest.mark.law
+def test_the_share_of_rank_0_alone_is_whole_but_for_r_and_says_so_once(name, saved_at, new, dtype, caplog):
+    def save(group):
+        net, optimizer = made(name, group, dtype=dtype)
+        train(net, optimizer, saved_at, group.rank)
+        part = {key: memory.share(3) for key, memory in error_memories(optimizer.vectors).items()}
+        return through_a_file(optimizer.rank_state_dict()), through_a_file(net.state_dict()), part
+
+    share, weights, part = run_threads(3, save)[0]
+
+    def load(group):
+        net, optimizer = made(name, group, seed=group.rank, dtype=dtype)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(share))
+        optimizer.prepare_to_save()
+        assert optimizer.at_sync
+        assert optimizer.num_steps == saved_at
+        assert_close_to_r(residuals(optimizer), part)
+        at_start = bits(optimizer.space.p_N, *net.parameters(), *replicated(optimizer.vectors).values())
+        assert torch.equal(bits(*net.parameters()), bits(*(weights[key] for key, _ in net.named_parameters())))
+        train(net, optimizer, 10, group.rank)
+        while not optimizer.at_sync:
+            train(net, optimizer, 1, group.rank)
+        return at_start, bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
+
+    with caplog.at_level(logging.WARNING):
+        ranks = run_threads(new, load)
+    assert all(torch.equal(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
+    said = [record.getMessage() for record in caplog.records if "share_of_one_rank" in record.getMessage()]
+    assert len(said) == 1, said
+    assert f"step={saved_at} rank=0 of=3 loaded_by={new}" in said[0]
+    assert "2 of 3 ranks held" in said[0]
+    assert "thinwire.optim.saves.together" in said[0]
+    assert ("since the last sync" in said[0]) == (saved_at == IN_ROUND)
+
+
+def test_in_the_warm_up_nothing_is_missing_and_nothing_said(caplog):
+    def work(group):
+        net, optimizer = made("onebit_adam", group)
+        train(net, optimizer, 3, group.rank)
+        share = through_a_file(optimizer.rank_state_dict())
+        return share, through_a_file(net.state_dict())
+
+    share, weights = run_threads(2, work)[0]
+
+    def load(group):
+        net, optimizer = made("onebit_adam", group, seed=4)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(share)
+        train(net, optimizer, 1, group.rank)
+        return bits(optimizer.space.p_N)
+
+    with caplog.at_level(logging.WARNING):
+        first, second = run_threads(2, load)
+    assert torch.equal(first, second)
+    assert "share_of_one_rank" not in caplog.text
+
+
+def test_another_cut_into_buckets_keeps_r():
+    def work(group):
+        net, optimizer = made("onebit_adam", group, bucket_elements=64)
+        train(net, optimizer, 8, group.rank)
+        share, before = optimizer.rank_state_dict(), residuals(optimizer)
+        other, resumed = made("onebit_adam", group, bucket_elements=40)
+        other.load_state_dict(net.state_dict())
+        resumed.load_state_dict(share)
+        assert_close_to_r(residuals(resumed), before)
+        train(other, resumed, 3, group.rank)
+        return bits(resumed.space.p_N)
+
+    first, second = run_threads(2, work)
+    assert torch.equal(first, second)
+
+
+def test_saves_chooses_what_state_dict_gives():
+    def work(group):
+        net, optimizer = made("onebit_adam", group, saves="rank")
+        train(net, optimizer, 7, group.rank)
+        collectives = group.stats.collectives
+        if group.rank == 0:
+            assert "share" in optimizer.state_dict()
+        assert group.stats.collectives == collectives
+        optimizer.saves = "together"
+        assert "residuals" in optimizer.state_dict()
+        with pytest.raises(ValueError, match="saves = 'alone'"):
+            optimizer.saves = "alone"
+        return optimizer.saves
+
+    assert run_threads(2, work) == ["together"] * 2
+    net = network(0)
+    with pytest.raises(ValueError, match="saves = 'alone'"):
+        OneBitAdam(net.parameters(), saves="alone")
+
+
+def shares_of(name, size, steps, seed=0, wide=13):
+    def work(group):
+        net = torch.nn.Sequential(torch.nn.Linear(7, wide), torch.nn.Tanh(), torch.nn.Linear(wide, 3))
+        if wide == 13:
+            net = network(seed)
+        optimizer = make(name, two_groups(net), group, warmup=FREEZE)
+        train(net, optimizer, steps, group.rank)
+        return optimizer.rank_state_dict()
+
+    return run_threads(size, work)
+
+
+def without(share, key):
+    return {k: v for k, v in share.items() if k != key}
+
+
+def test_shares_that_are_not_of_one_save_are_refused_with_both_values():
+    ours = shares_of("onebit_adam", 3, 7)
+    name, entry = "momentum_error", ours[1]["share"]["1 of 3"]
+    worker = entry["errors"][name]
+    damaged = {
+        **ours[1],
+        "share": {"1 of 3": {**entry, "errors": {name: {**worker, "server": worker["server"][:-1]}}}},
+    }
+    other_v = {**ours[1], "vectors": {**ours[1]["vectors"], "v_N": ours[1]["vectors"]["v_N"] + 1}}
+    for shares, message in (
+        ([], "must be a list"),
+        (ours[:2], r"2 shares of 3 ranks: those of ranks \[2\] are missing"),
+        ([*ours, ours[1]], r"shares\[3\] is of rank 1 of 3, and so is one before"),
+        ([ours[0], ours[1], shares_of("onebit_adam", 2, 7)[0]], "rank 0 of 2, and so is"),
+        ([ours[0], *shares_of("onebit_adam", 2, 7)[1:]], r"ranks \[0, 1\] are of \[3, 2\] ranks"),
+        ([ours[0], ours[1], shares_of("onebit_adam", 3, 8)[2]], "num_steps = 7 and rank 2 8"),
+        ([ours[0], shares_of("onebit_lamb", 3, 7)[1], ours[2]], "optimizer = 'OneBitAdam' and rank 1 'OneBitLamb'"),
+        ([ours[0], shares_of("onebit_adam", 3, 7, wide=5)[1], ours[2]], r"shapes = \[\[13\].*and rank 1 \[\[5\]"),
+        ([ours[0], without(ours[1], "vectors"), ours[2]], r"shares\[1\] lacks \['vectors'\]"),
+        ([ours[0], damaged, ours[2]], "server errors of .* damaged"),
+        ([ours[0], other_v, ours[2]], "ranks 0 and 1 have saved other values of v_N"),
+        ([ours[0], 3, ours[2]], r"shares\[1\] is int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            together(shares)
+    whole = together(ours)
+    with pytest.raises(ValueError, match=r"shares\[0\] is state_dict\(\) of all ranks"):
+        together([whole])
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
+def test_a_share_that_does_not_fit_is_refused_and_nothing_is_changed(name):
+    steps = IN_ROUND if name == "zero_one_adam" else 7
+    ours, of_three = shares_of(name, 2, steps), shares_of(name, 3, steps)
+    entry = ours[0]["share"]["0 of 2"]
+    memory, errors = next(iter(entry["errors"].items()))
+
+    def of(name="0 of 2", **changed):
+        return {**ours[0], "share": {name: {**entry, **changed}}}
+
+    cases = [
+        (ours[1], r"share of rank 1 of 2, and this is rank 0 of 2.*thinwire.optim.saves.together"),
+        (of_three[2], r"share of rank 2 of 3, and this is rank 0 of 2"),
+        (shares_of(name, 2, 7, wide=5)[0], "shapes"),
+        (shares_of("onebit_lamb", 2, 7)[0], "optimizer = 'OneBitLamb'"),
+        (without(ours[0], "vectors"), "lacks .*vectors"),
+        (without(ours[0], "share"), "lacks .*residuals"),
+        ({**ours[0], "share": {}}, r"share = \[\]"),
+        ({**ours[0], "share": {**ours[0]["share"], **ours[1]["share"]}}, r"share = \['0 of 2', '1 of 2'\]"),
+        *(({**ours[0], "share": {"0 of 2": without(entry, key)}}, f"lacks .*{key}") for key in entry),
+        (of(rank=1), "rank = 1, size = 2 under '0 of 2'"),
+        (of("2 of 2", rank=2), "rank = 2, size = 2"),
+        (of(errors={}), r"errors \[\], this optimizer needs"),
+        (of(errors={memory: 3}), r"errors.*= int"),
+        (of(errors={memory: without(errors, "served")}), r"lacks \['served'\]"),
+        (of(errors={memory: {**errors, "worker": errors["worker"][:-8]}}), "damaged"),
+        (of(errors={memory: {**errors, "moves": "?"}}), "moves"),
+        (of(errors={memory: {**errors, "worker": None}}), "worker"),
+        (of(own=3), "own = 3"),
+        ({**ours[0], "names": [*ours[0]["names"], "more"]}, r"without \['more'\]"),
+    ]
+    if name == "zero_one_adam":
+        own = entry["own"]
+        cases += [(of(own=without(own, key)), f"own without .*{key}") for key in own]
+        cases += [
+            (of(own={**own, "u_N": own["u_N"][:3]}), r"own\['u_N'\].*\[3\]"),
+            (of(own={**own, "rounds": [[1.0, 0.0]]}), r"own\['rounds'\]"),
+        ]
+    else:
+        cases.append((of(own={"u_N": errors["worker"]}), r"own \['u_N'\]"))
+
+    def work(group):
+        if group.rank:
+            made(name, group)
+            return True
+        _, optimizer = made(name, group)
+        before = everything(optimizer), copy.deepcopy(told(optimizer))
+        for share, message in cases:
+            with pytest.raises(ValueError, match=message):
+                optimizer.load_state_dict(share)
+            assert torch.equal(everything(optimizer), before[0]), message
+            assert told(optimizer) == before[1], message
+        return True
+
+    assert run_threads(2, work) == [True] * 2
+
+
+def test_ranks_that_loaded_what_does_not_belong_together_all_hear_of_it_at_the_next_step():
+    early, late = shares_of("onebit_adam", 2, 7), shares_of("onebit_adam", 2, 9)
+
+    def work(group):
+        net, optimizer = made("onebit_adam", group, seed=group.rank)
+        messages = []
+        for mine in ((early, late)[group.rank][group.rank], early[group.rank]):
+            if mine is early[group.rank] and messages:
+                with torch.no_grad():
+                    net[0].weight += group.rank  # the model was loaded on one rank only
+            optimizer.load_state_dict(mine)
+            before = everything(optimizer)
+            with pytest.raises(ValueError, match="do not belong together") as raised:
+                train(net, optimizer, 1, group.rank)
+            messages.append(str(raised.value))
+            assert torch.equal(everything(optimizer), before)
+        with torch.no_grad():
+            net[0].weight -= group.rank
+        return messages
+
+    first, second = run_threads(2, work)
+    assert first == second
+    assert "the step is 7 on rank 0 and 9 on rank 1" in first[0]
+    assert "parameters is" in first[1]
