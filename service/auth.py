@@ -30,6 +30,8 @@ from thinwire.service.errors import Forbidden, ServiceError, Unauthorized, Unava
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs"})
+DOCS_FILES = "/docs/files"
+"""Below it is what the page /docs loads: open too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an open path or a known caller pass; answer the others."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{DOCS_FILES}/"):
             await self.app(scope, receive, send)
             return
         try:

@@ -6,6 +6,7 @@ Every field can be set by an environment variable with the prefix THINWIRE_, for
 from __future__ import annotations
 
 import os
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,9 @@ class Settings(BaseSettings):
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
+    scrape_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
+        (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
+    )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
     @field_validator("home")

@@ -7,9 +7,11 @@
       |    +- JobNotFound
       +- Conflict             409
       |    +- JobOver, IdempotencyKeyReused, StaleAttempt
+      +- BodyTooSlow          408
       +- BodyTooLarge         413
       +- UnsupportedMediaType 415  the body is not called JSON
       +- InvalidRequest       422  carries the problems, field by field
+      +- TooMuch              429  a job that says more than it may
       +- Unavailable          503  the launcher or the database cannot answer now
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
@@ -17,9 +19,11 @@ Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers th
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from math import ceil
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
@@ -27,11 +31,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
 from thinwire.service.problems import describe_problems
 
 logger = logging.getLogger(__name__)
+
+MOST_PROBLEMS = 50
+"""Told in one answer. Telling costs more than finding, and nobody reads on."""
 
 
 class ServiceError(Exception):
@@ -39,7 +47,7 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
-    headers: ClassVar[dict[str, str]] = {}
+    headers: Mapping[str, str] = {}
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
         super().__init__(message)
@@ -52,7 +60,7 @@ class Unauthorized(ServiceError):
 
     status = 401
     code = "unauthorized"
-    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
 class Forbidden(ServiceError):
@@ -74,6 +82,13 @@ class Conflict(ServiceError):
 
     status = 409
     code = "conflict"
+
+
+class BodyTooSlow(ServiceError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class BodyTooLarge(ServiceError):
@@ -110,6 +125,17 @@ class Unavailable(ServiceError):
 
     status = 503
     code = "unavailable"
+
+
+class TooMuch(ServiceError):
+    """The job posts more than one job may; trying again later helps."""
+
+    status = 429
+    code = "too_much"
+
+    def __init__(self, job_id: str, wait_s: float) -> None:
+        super().__init__(f"job {job_id} posts more than a job may: try again in {wait_s:.1f} s")
+        self.headers = {"Retry-After": str(ceil(wait_s))}
 
 
 class JobNotFound(NotFound):
@@ -161,10 +187,19 @@ def documented(*errors: type[ServiceError]) -> dict[int | str, dict[str, Any]]:
     return by_status
 
 
+class ShowableJSON(JSONResponse):
+    """JSON whose texts can be sent, whatever was stored: half a surrogate pair becomes a question mark."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
+
+
 def error_response(error: ServiceError) -> JSONResponse:
     """The answer that a client gets for this error."""
     body = ErrorBody(code=error.code, message=error.message, problems=error.problems)
-    return JSONResponse(body.model_dump(mode="json"), status_code=error.status, headers=error.headers)
+    return ShowableJSON(body.model_dump(mode="json"), status_code=error.status, headers=dict(error.headers))
 
 
 def install(app: FastAPI) -> None:
@@ -187,17 +222,33 @@ def _validation_error(request: Request, error: Exception) -> Response:
     document = request.app.openapi()
     operation = document.get("paths", {}).get(path, {}).get(request.method.lower(), {})
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    return error_response(InvalidRequest.of(describe_problems(error.errors(), body, document)))
+    found = error.errors()
+    problems = describe_problems(found[:MOST_PROBLEMS], body, document)
+    if len(found) > MOST_PROBLEMS:
+        problems.append(Problem(path="", message=f"and {len(found) - MOST_PROBLEMS} more; mend these first"))
+    return error_response(InvalidRequest.of(problems))
 
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
     message = f"{status.phrase}: {request.method} {request.url.path}"
-    if status is HTTPStatus.METHOD_NOT_ALLOWED and error.headers and "Allow" in error.headers:
-        message += f"; allowed: {error.headers['Allow']}"
+    headers = dict(error.headers or {})
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+        message += f"; allowed: {headers['Allow']}"
     body = ErrorBody(code=status.name.lower(), message=message + "; see /docs")
-    return JSONResponse(body.model_dump(mode="json"), status_code=status, headers=error.headers)
+    return ShowableJSON(body.model_dump(mode="json"), status_code=status, headers=headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path takes, by all routes that have it: the router knows of the first only."""
+    found: set[str] = set()
+    for path, operations in request.app.openapi().get("paths", {}).items():
+        pattern, _, _ = compile_path(path)
+        if pattern.match(request.url.path):
+            found |= {method.upper() for method in operations}
+    return found or {"GET"}  # what the schema leaves out, /docs and its files, is only read
 
 
 def _database_error(request: Request, error: Exception) -> Response:

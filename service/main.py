@@ -11,15 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
+from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.files import private_folder
-from thinwire.contract.jobs import BODY_LIMIT_BYTES
 from thinwire.service import errors
-from thinwire.service.auth import Guard, operator, operator_token
+from thinwire.service.auth import DOCS_FILES, Guard, operator, operator_token
+from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
@@ -32,8 +33,6 @@ from thinwire.service.launch.protocol import Launcher, LauncherError
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
 
 logger = logging.getLogger(__name__)
-
-TELEMETRY_LIMIT_BYTES = 8 << 20
 
 
 class LauncherStarter:
@@ -119,7 +118,9 @@ class ControlPlane:
             wake=self.reconciler.wake,
             clock=clock,
         )
-        self.reports = WorkerReports(self.db, lease_s=settings.worker_lease_s, clock=clock)
+        self.reports = WorkerReports(
+            self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
+        )
         self.metrics.watch(self.jobs.count_by_state, launcher.name, self.starter.reason)
 
     def start(self) -> None:
@@ -158,45 +159,6 @@ class ControlPlane:
         return f"launcher: {reason}" if reason is not None else None
 
 
-class BodyLimit:
-    """Reads the body up to its limit and hands it on; above the limit, 413.
-
-    The length header is believed when it says too much; otherwise the bytes are counted, because a chunked body
-    has no length.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on whose body is within the limit."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        limit = TELEMETRY_LIMIT_BYTES if scope["path"].endswith("/telemetry") else BODY_LIMIT_BYTES
-        declared = Headers(scope=scope).get("content-length", "")
-        size = int(declared) if declared.isdecimal() else 0
-        held: list[Message] = []
-        counted = 0
-        more = size <= limit
-        while more:
-            message = await receive()
-            held.append(message)
-            counted += len(message.get("body", b""))
-            size = max(size, counted)
-            more = message["type"] == "http.request" and message.get("more_body", False) and size <= limit
-        if size > limit:
-            error = errors.BodyTooLarge(f"the body has at least {size} bytes; {scope['path']} takes at most {limit}")
-            await errors.error_response(error)(scope, receive, send)
-            return
-        waiting = iter(held)
-
-        async def replay() -> Message:
-            return next(waiting, None) or await receive()
-
-        await self.app(scope, replay, send)
-
-
 def create_app(
     settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
 ) -> FastAPI:
@@ -222,6 +184,8 @@ def create_app(
         version=_version(),
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
         lifespan=lifespan,
+        default_response_class=errors.ShowableJSON,
+        docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )
@@ -232,8 +196,9 @@ def create_app(
     app.include_router(jobs_router.operators)
     app.include_router(jobs_router.workers)
     app.include_router(_own)
+    app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: count it, then ask who it is, then read its body.
-    app.add_middleware(BodyLimit)
+    app.add_middleware(Bodies)
     app.add_middleware(Guard, token=plane.token, find_job=plane.job_of_token)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     return app
@@ -243,9 +208,21 @@ _own = APIRouter(tags=["service"])
 
 
 @_own.get("/healthz")
-def healthz() -> dict[str, str]:
-    """The process answers. Open."""
+async def healthz() -> dict[str, str]:
+    """The process answers. Open. It waits for no thread, so for nothing that other requests wait for."""
     return {"status": "ok"}
+
+
+@_own.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    """The API to look at and to try. Open; its files come from here, since a cluster may not reach the Internet."""
+    return get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title=request.app.title,
+        swagger_js_url=f"{DOCS_FILES}/swagger-ui-bundle.js",
+        swagger_css_url=f"{DOCS_FILES}/swagger-ui.css",
+        swagger_favicon_url=f"{DOCS_FILES}/favicon.png",
+    )
 
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))

@@ -92,7 +92,7 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
 
 
 def _unknown_field(name: str, fields: Sequence[str]) -> str:
-    near = get_close_matches(name, fields, n=1)
+    near = get_close_matches(name[:LONGEST_VALUE], fields, n=1)
     guess = f"there is no such field; did you mean {near[0]}? Allowed" if near else "there is no such field; allowed"
     return f"{guess} here: {', '.join(fields)}"
 
@@ -131,7 +131,7 @@ def _walk(loc: Sequence[str | int], body: Schema, document: Schema) -> tuple[lis
         elif not node or branches(node, document):
             break  # `part` names a branch of a union, or is inside of what may be any JSON
         else:
-            path.append(str(part))
+            path.append(str(part)[:LONGEST_VALUE])
             parent, node = node, _inside(node, part)
     return path, node, parent
 

@@ -66,7 +66,12 @@ def serve(
             except OSError as error:
                 raise ServeRefused(unusable_home(settings.home, error)) from error
             config = uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=OPEN_REQUESTS_S
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=OPEN_REQUESTS_S,
+                proxy_headers=False,  # a job on this machine could say that it comes from anywhere
             )
             server = _Server(config, settings, _url(listener), on_started)
             asked_to_end.append(server)

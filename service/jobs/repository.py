@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, literal, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Session
+from sqlalchemy.orm import DeclarativeBase, Session, defer
 
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.reports import EventKind
@@ -43,11 +43,15 @@ class JobRepository:
         """The id of the job whose token this is."""
         return self.session.scalar(select(JobRow.id).where(JobRow.token_hash == token_hash))
 
-    def newest(self, limit: int, state: JobState | None = None) -> Sequence[JobRow]:
-        """Up to `limit` jobs, newest first; of one state where it is given."""
+    def newest(self, limit: int, state: JobState | None = None, before: JobRow | None = None) -> Sequence[JobRow]:
+        """Up to `limit` jobs, newest first, without summaries; of one state and older than `before` where given."""
+        order = tuple_(JobRow.created_at, JobRow.id)
         query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
+        query = query.options(defer(JobRow.summary), defer(JobRow.failure))
         if state is not None:
             query = query.where(JobRow.state == state.value)
+        if before is not None:
+            query = query.where(order < tuple_(literal(before.created_at), literal(before.id)))
         return self.session.scalars(query).all()
 
     def unfinished(self) -> Sequence[JobRow]:
@@ -92,10 +96,10 @@ class JobRepository:
         )
         self.session.execute(statement, [{"job_id": job_id, "attempt": attempt, **event} for event in events])
 
-    def samples(self, job_id: str, after_step: int) -> Sequence[dict[str, Any]]:
-        """The samples with a step above `after_step`, in order of step."""
-        query = select(SampleRow.sample).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
-        return self.session.scalars(query.order_by(SampleRow.step)).all()
+    def samples(self, job_id: str, after_step: int, limit: int) -> Sequence[SampleRow]:
+        """The first `limit` samples with a step above `after_step`, in order of step."""
+        query = select(SampleRow).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
+        return self.session.scalars(query.order_by(SampleRow.step).limit(limit)).all()
 
     def events(self, job_id: str, kinds: Sequence[str] | None = None) -> Sequence[EventRow]:
         """The events of the job, all or those of some kinds, in order of time."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, TargetGroup
+from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem, TargetGroup
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, TrainSpec
 from thinwire.service.auth import job_or_operator, operator
+from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
     BodyTooLarge,
     Forbidden,
@@ -18,6 +20,7 @@ from thinwire.service.errors import (
     JobNotFound,
     JobOver,
     StaleAttempt,
+    TooMuch,
     Unauthorized,
     Unavailable,
     UnsupportedMediaType,
@@ -29,8 +32,40 @@ from thinwire.service.jobs.worker_reports import WorkerReports
 _ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
 LARGEST_OFFSET = 2**53 - 1
 
-operators = APIRouter(prefix="/v1", dependencies=[Depends(operator)], responses=_ALWAYS, tags=["jobs"])
-workers = APIRouter(prefix="/v1/jobs", dependencies=[Depends(job_or_operator)], responses=_ALWAYS, tags=["reports"])
+
+def _known_query(request: Request) -> None:
+    """Dependency: every name in the query is one that the route takes, and once, unless it is a list.
+
+    A misspelt name would be passed over, and its default taken. Raises InvalidRequest.
+    """
+    known = {field.alias: field.field_info.annotation for field in request.scope["route"].dependant.query_params}
+    problems = []
+    for name, given in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
+            takes = f"this takes {', '.join(known)}" if known else "this takes none"
+            problems.append(Problem(path=name[:200], message=f"there is no such query parameter; {takes}"))
+        elif given > 1 and "list" not in str(known[name]):
+            problems.append(Problem(path=name, message=f"is given {given} times: give it once"))
+    if problems:
+        raise InvalidRequest.of(problems)
+
+
+def _one_key(request: Request) -> None:
+    """Dependency: at most one Idempotency-Key. Raises InvalidRequest."""
+    keys = request.headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise InvalidRequest.of([Problem(path="idempotency-key", message=f"is given {len(keys)} times: give it once")])
+
+
+operators = APIRouter(
+    prefix="/v1", dependencies=[Depends(operator), Depends(_known_query)], responses=_ALWAYS, tags=["jobs"]
+)
+workers = APIRouter(
+    prefix="/v1/jobs",
+    dependencies=[Depends(job_or_operator), Depends(_known_query)],
+    responses=_ALWAYS,
+    tags=["reports"],
+)
 
 
 def _job_service(request: Request) -> JobService:
@@ -71,7 +106,7 @@ IdempotencyKey = Annotated[
 @operators.post(
     "/jobs",
     status_code=202,
-    dependencies=[Depends(_json_body)],
+    dependencies=[Depends(_json_body), Depends(_one_key)],
     responses=documented(IdempotencyKeyReused, BodyTooLarge, UnsupportedMediaType),
 )
 def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
@@ -81,12 +116,15 @@ def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: Ide
     return job
 
 
-@operators.get("/jobs")
+@operators.get("/jobs", responses=documented(JobNotFound))
 def list_jobs(
-    jobs: Jobs, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, state: JobState | None = None
+    jobs: Jobs,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    state: JobState | None = None,
+    before: Annotated[str | None, Query(max_length=80, description="`next` of an earlier answer")] = None,
 ) -> JobList:
-    """The newest jobs, newest first."""
-    return jobs.list(limit, state)
+    """The newest jobs, newest first; ask again with `before` for older ones."""
+    return jobs.list(limit, state, before)
 
 
 @operators.get("/jobs/{job_id}", responses=documented(JobNotFound))
@@ -125,13 +163,14 @@ def history(
     job_id: str,
     jobs: Jobs,
     after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     event_kind: Annotated[list[str] | None, Query(max_length=20)] = None,
 ) -> History:
-    """Every sample that the job has posted, in order of step; `after_step` leaves out what is known already.
+    """The samples that the job has posted, in order of step; ask again from `next_after_step` for later ones.
 
     All its events too, in order of time; only those of a kind where `event_kind` names some.
     """
-    return jobs.history(job_id, after_step, event_kind)
+    return jobs.history(job_id, after_step, limit, event_kind)
 
 
 @operators.get("/metrics/targets", tags=["metrics"])
@@ -143,9 +182,11 @@ def targets(reports: Reports) -> list[TargetGroup]:
 @workers.put(
     "/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge)
 )
-def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports) -> None:
-    """Say where a worker can be scraped. Repeat it: the registration runs out."""
-    reports.register(job_id, rank, worker)
+def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports, request: Request) -> None:
+    """Say where a worker can be scraped, on the host that says it. Repeat it: the registration runs out."""
+    by_operator = request.state.caller.job_id is None
+    came_from = request.client.host if request.client else ""
+    reports.register(job_id, rank, worker, None if by_operator else came_from)
 
 
 @workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))
@@ -156,7 +197,10 @@ def leave(
     reports.leave(job_id, rank, attempt)
 
 
-@workers.post("/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge))
-def telemetry(job_id: str, batch: Telemetry, reports: Reports) -> None:
+@workers.post(
+    "/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, TooMuch)
+)
+def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request) -> None:
     """Post samples, events, and how the run ended. Repeating a batch changes nothing."""
-    reports.post(job_id, batch)
+    length = request.headers.get("content-length", "")
+    reports.post(job_id, batch, int(length) if length.isdecimal() else TELEMETRY_LIMIT_BYTES)

@@ -17,7 +17,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem
-from thinwire.contract.reports import Sample
 from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
@@ -25,7 +24,7 @@ from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNot
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.run_folder import RunFolders
-from thinwire.service.jobs.views import event_view, job_json, job_view, submission_id
+from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
 
@@ -65,8 +64,9 @@ class JobService:
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read).
         """
-        digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
-        earlier = self._earlier(idempotency_key, digest)
+        # Of what was written: a default that a later version adds or changes leaves a request the same request.
+        digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
+        earlier = self._earlier(idempotency_key, digest, spec)
         if earlier is not None:
             return earlier
         _check_data(spec)
@@ -74,7 +74,7 @@ class JobService:
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
             while row is None:  # the id is taken, or another request with this key was faster
-                earlier = self._earlier(idempotency_key, digest)
+                earlier = self._earlier(idempotency_key, digest, spec)
                 if earlier is not None:
                     return earlier
                 row = self._insert(spec, digest, idempotency_key, token)
@@ -88,17 +88,19 @@ class JobService:
         self._wake()
         return self._view(row, workers=0, page=False)
 
-    def list(self, limit: int, state: JobState | None) -> JobList:
-        """The newest jobs."""
+    def list(self, limit: int, state: JobState | None, before: str | None = None) -> JobList:
+        """The newest jobs; with `before`, those older than the job of that id. Raises JobNotFound."""
         now = self._clock()
         with self._db.read() as session:
             jobs = JobRepository(session)
-            rows = jobs.newest(limit, state)
+            rows = jobs.newest(limit + 1, state, None if before is None else _found(session, before))
+            more, rows = len(rows) > limit, rows[:limit]
             workers = jobs.count_live_leases([row.id for row in rows], now)
-        # Whether the pages of jobs that are over are still there is a question to the cluster for each.
-        return JobList(
-            jobs=[self._view(row, workers.get(row.id, 0), page=not JobState(row.state).terminal) for row in rows]
-        )
+            # Whether the pages of jobs that are over are still there is a question to the cluster for each.
+            items = [
+                job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
+            ]
+        return JobList(jobs=items, next=items[-1].id if more else None)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises JobNotFound."""
@@ -140,17 +142,25 @@ class JobService:
         self._wake()
         return self.get(job_id)
 
-    def history(self, job_id: str, after_step: int, event_kinds: Sequence[str] | None = None) -> History:
-        """The samples above a step in order of step, and the events in order of time. Raises JobNotFound.
+    def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
+        """The first `limit` samples above a step, in order of step, and the events in order of time.
 
-        event_kinds: only these; None for all.
+        event_kinds: only these; None for all. Raises JobNotFound.
         """
         with self._db.read() as session:
             _found(session, job_id)
             jobs = JobRepository(session)
-            samples = [Sample.model_validate(sample) for sample in jobs.samples(job_id, after_step)]
+            rows = jobs.samples(job_id, after_step, limit + 1)
+            more, rows = len(rows) > limit, rows[:limit]
+            samples = [sample for row in rows if (sample := sample_view(row)) is not None]
             events = [event_view(row) for row in jobs.events(job_id, event_kinds)]
-            return History(job_id=job_id, samples=samples, events=events)
+        return History(
+            job_id=job_id,
+            samples=samples,
+            events=events,
+            next_after_step=rows[-1].step if more else None,
+            unreadable=len(rows) - len(samples),
+        )
 
     def logs(self, job_id: str, offset: int) -> Logs:
         """Log text of the current attempt from `offset` on. Raises JobNotFound, Unavailable.
@@ -195,14 +205,14 @@ class JobService:
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
-    def _earlier(self, key: str | None, digest: str) -> Job | None:
+    def _earlier(self, key: str | None, digest: str, spec: TrainSpec) -> Job | None:
         if key is None:
             return None
         with self._db.read() as session:
             row = JobRepository(session).by_idempotency_key(key)
         if row is None:
             return None
-        if row.spec_digest != digest:
+        if row.spec_digest != digest and row.spec != spec.model_dump(mode="json"):
             raise IdempotencyKeyReused(key, row.id)
         return self.get(row.id)
 
@@ -236,6 +246,10 @@ class JobService:
             return False
         said = self._launcher.status(submission_id(row.id, row.attempt)).state
         return said not in (LaunchState.ABSENT, LaunchState.UNKNOWN)
+
+    def _page(self, row: JobRow) -> str | None:
+        over = JobState(row.state).terminal
+        return None if over else self._launcher.dashboard_url(submission_id(row.id, row.attempt))
 
     def _view(self, row: JobRow, workers: int, *, page: bool) -> Job:
         url = self._launcher.dashboard_url(submission_id(row.id, row.attempt)) if page else None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from thinwire.contract.jobs import Job, JobState, Wanted
+from pydantic import ValidationError
+
+from thinwire.contract.jobs import Job, JobItem, JobState, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import TrainSpec
-from thinwire.service.jobs.models import EventRow, JobRow
+from thinwire.service.jobs.models import EventRow, JobRow, SampleRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
+
+T = TypeVar("T")
 
 
 def submission_id(job_id: str, attempt: int) -> str:
@@ -25,12 +30,21 @@ def job_json(row: JobRow) -> dict[str, Any]:
 
 def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> Job:
     """The job as GET /v1/jobs/{id} shows it. dashboard_url: None where there is no page to look at."""
-    sample = row.newest_sample["sample"] if row.newest_sample else None
-    validation = row.newest_validation["sample"]["validation_loss"] if row.newest_validation else None
+    item = job_item(row, workers, run_dir, dashboard_url)
+    shown = item.model_dump(exclude={"unreadable"})
+    reading = _Reading()
+    spec = reading.of("spec", lambda: TrainSpec.model_validate(row.spec))
+    return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=row.summary)
+
+
+def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> JobItem:
+    """The job as a list shows it. Of a row that another version has written, what can be read."""
+    reading = _Reading()
+    newest, validation = row.newest_sample, row.newest_validation
     state = JobState(row.state)
     submitted = state is not JobState.SUBMITTING
-    world_size, waiting = membership_now(row)
-    return Job(
+    world_size, waiting = reading.of("newest membership", lambda: membership_now(row)) or (None, None)
+    return JobItem(
         id=row.id,
         name=row.name,
         state=state,
@@ -39,17 +53,50 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         created_at=_datetime(row.created_at),
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
-        spec=TrainSpec.model_validate(row.spec),
-        progress=Sample.model_validate(sample) if sample else None,
-        validation_loss=validation,
+        steps=reading.of("spec.steps", lambda: int(row.spec["steps"])),
+        progress=reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None),
+        validation_loss=reading.of(
+            "newest validation", lambda: float(validation["sample"]["validation_loss"]) if validation else None
+        ),
         workers=workers,
-        wanted_workers=Wanted(**wanted_workers(row).model_dump(), takes_effect=takes_effect(row)),
+        wanted_workers=reading.of(
+            "wanted workers", lambda: Wanted(**wanted_workers(row).model_dump(), takes_effect=takes_effect(row))
+        )
+        or Wanted(min=0, max=0, revision=0, takes_effect="at_restart"),
         world_size=world_size,
         waiting_for_workers=waiting,
-        summary=row.summary,
         run_dir=str(run_dir),
         dashboard_url=dashboard_url if submitted else None,
+        unreadable=reading.wrong,
     )
+
+
+class _Reading:
+    """Reads the parts of a row, and keeps what was wrong with the first that cannot be read."""
+
+    def __init__(self) -> None:
+        self.wrong: str | None = None
+
+    def of(self, part: str, read: Callable[[], T]) -> T | None:
+        """What read() returns; None where the part is not as this version writes it."""
+        try:
+            return read()
+        except (ValueError, LookupError, TypeError) as error:
+            known = (
+                "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+                if isinstance(error, ValidationError)
+                else f"{type(error).__name__}: {error}"
+            )
+            self.wrong = self.wrong or f"{part}: {known}; it was written by another version of thinwire"[:1000]
+            return None
+
+
+def sample_view(row: SampleRow) -> Sample | None:
+    """The sample as History shows it; None where another version wrote it otherwise."""
+    try:
+        return Sample.model_validate(row.sample)
+    except ValidationError:
+        return None
 
 
 def event_view(row: EventRow) -> Event:

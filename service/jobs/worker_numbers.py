@@ -30,7 +30,7 @@ def wanted_workers(row: JobRow) -> WantedWorkers:
     """The limits that hold now: the last ones asked for, else the spec's."""
     if row.wanted_workers is not None:
         return WantedWorkers.model_validate(row.wanted_workers)
-    submitted = Workers.model_validate(row.spec["workers"])
+    submitted = _submitted(row)
     return WantedWorkers(min=submitted.min, max=submitted.max, revision=0)
 
 
@@ -38,7 +38,7 @@ def takes_effect(row: JobRow) -> TakesEffect:
     """When the job follows limits that are asked for now."""
     if row.state == JobState.SUBMITTING.value:
         return "at_start"
-    return "in_place" if Workers.model_validate(row.spec["workers"]).elastic == "in_place" else "at_restart"
+    return "in_place" if _submitted(row).elastic == "in_place" else "at_restart"
 
 
 def resize(session: Session, row: JobRow, change: WorkersChange, now: float) -> None:
@@ -78,6 +78,12 @@ def write_wanted(db: Database, folders: RunFolders, job_id: str) -> None:
             row = JobRepository(session).get(job_id)
         if row is not None and folder.read_wanted() != (wanted := wanted_workers(row)):
             folder.write_wanted(wanted)
+
+
+def _submitted(row: JobRow) -> Workers:
+    """What the spec says of workers, without what a later version may have written beside it."""
+    written = row.spec["workers"]
+    return Workers.model_validate({name: written[name] for name in Workers.model_fields if name in written})
 
 
 def _impossible(change: WorkersChange, least: int, most: int, global_batch: int) -> list[Problem]:

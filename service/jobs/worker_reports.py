@@ -6,8 +6,9 @@ outlives its cluster cannot write over the run that has replaced it.
 
 from __future__ import annotations
 
+import json
 import logging
-import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,15 +18,23 @@ from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt
+from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt, TooMuch
 from thinwire.service.jobs.models import JobRow, LeaseRow
+from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, transition
+from thinwire.service.jobs.scraped import Network, refused
 from thinwire.service.jobs.worker_numbers import newest_membership
 
 logger = logging.getLogger(__name__)
 
 LARGEST_PID = 2**31 - 1
-_ADDRESS = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
+LARGEST_FIELDS = 16 << 10
+"""Characters of an event's fields, as JSON."""
+LARGEST_SUMMARY = 256 << 10
+BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
+"""What one job may post at once and in the long run. A job posts a few hundred bytes a step."""
+LEAST_COST = 16 << 10
+"""Bytes that a batch counts for at least: each is a transaction."""
 
 
 class WorkerReports:
@@ -34,17 +43,23 @@ class WorkerReports:
     lease_s: how long a registration holds. clock: unix seconds.
     """
 
-    def __init__(self, db: Database, *, lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, db: Database, *, lease_s: float, clock: Callable[[], float], networks: Sequence[Network] = ()
+    ) -> None:
         self._db = db
         self._lease_s = lease_s
         self._clock = clock
+        self._networks = networks
+        self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
 
-    def register(self, job_id: str, rank: int, worker: WorkerRegistration) -> None:
-        """Make or renew a worker's lease. Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest."""
-        port = _ADDRESS.match(worker.address)
-        if port is None or not 0 < int(port[1]) <= 65535:
-            message = "must be host:port, with a port from 1 to 65535"
-            raise InvalidRequest.of([_problem("address", worker.address, message)])
+    def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str | None = None) -> None:
+        """Make or renew a worker's lease. came_from: the sender's address; None: who may name any.
+
+        Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest.
+        """
+        wrong = refused(worker.address, came_from, self._networks)
+        if wrong is not None:
+            raise InvalidRequest.of([_problem("address", worker.address, wrong)])
         if worker.pid > LARGEST_PID:
             raise InvalidRequest.of([_problem("pid", str(worker.pid), f"must be at most {LARGEST_PID}")])
         with self._db.write() as session:
@@ -62,11 +77,15 @@ class WorkerReports:
                 raise JobNotFound(job_id)
             jobs.drop_lease(job_id, rank, attempt)
 
-    def post(self, job_id: str, telemetry: Telemetry) -> None:
-        """Store a batch; the same batch again changes nothing. Raises JobNotFound, StaleAttempt, InvalidRequest.
+    def post(self, job_id: str, telemetry: Telemetry, size: int = 0) -> None:
+        """Store a batch; the same batch again changes nothing. size: of the body, bytes.
 
         A batch that arrives after the job's end is stored too: it is the end of its history.
+        Raises JobNotFound, StaleAttempt, InvalidRequest, TooMuch.
         """
+        wait_s = self._rates.take(job_id, max(size, LEAST_COST), time.monotonic())
+        if wait_s:
+            raise TooMuch(job_id, wait_s)
         _refuse_unbounded(telemetry)
         samples = telemetry.samples
         with self._db.write() as session:
@@ -132,10 +151,22 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any
 
 
 def _refuse_unbounded(telemetry: Telemetry) -> None:
-    """A step that the database cannot hold. Numbers that are not finite have not come so far: the models refuse them,
-    or have made them none. Raises InvalidRequest.
+    """A step that the database cannot hold, what is too large to be kept, an event that is the service's to tell.
+
+    Numbers that are not finite have not come so far: the models refuse them, or have made them none.
+    Raises InvalidRequest.
     """
     problems: list[Problem] = []
+    if telemetry.summary is not None and (size := _size(telemetry.summary)) > LARGEST_SUMMARY:
+        problems.append(_problem("summary", None, f"has {size} characters as JSON; at most {LARGEST_SUMMARY}"))
+    for index, event in enumerate(telemetry.events):
+        if (size := _size(event.fields)) > LARGEST_FIELDS:
+            problems.append(
+                _problem(f"events.{index}.fields", None, f"{size} characters as JSON; at most {LARGEST_FIELDS}")
+            )
+        if event.kind.startswith("job_"):
+            message = "a kind that begins with job_ is the service's own; call it otherwise"
+            problems.append(_problem(f"events.{index}.kind", event.kind, message))
     told: dict[str, Sequence[Sample | Event]] = {"samples": telemetry.samples, "events": telemetry.events}
     for name, batch in told.items():
         for index, one in enumerate(batch):
@@ -144,6 +175,10 @@ def _refuse_unbounded(telemetry: Telemetry) -> None:
                 problems.append(_problem(f"{name}.{index}.step", str(one.step), message))
     if problems:
         raise InvalidRequest.of(problems[:20])
+
+
+def _size(value: object) -> int:
+    return len(json.dumps(value, ensure_ascii=False))
 
 
 def _problem(path: str, value: str | None, message: str) -> Problem:

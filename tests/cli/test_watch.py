@@ -39,7 +39,9 @@ def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: 
         )
     changes = {"workers": 2 if sample else 0, "wanted_workers": wanted(2, 2), **changes}
     known = {"id": "job-1", "name": "job", "attempt": 1, "created_at": datetime.now(UTC), "run_dir": "/r", **changes}
-    return Job(state=state, spec=SPEC, progress=sample, validation_loss=3.5 if sample else None, **known)
+    return Job(
+        state=state, spec=SPEC, steps=SPEC.steps, progress=sample, validation_loss=3.5 if sample else None, **known
+    )
 
 
 class ScriptedClient(Client):

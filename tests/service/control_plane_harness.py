@@ -64,7 +64,7 @@ class Service:
         self.home = home
         self.clock = Clock()
         self.launcher = FakeLauncher()
-        self.settings = Settings(home=home, launcher="fake")
+        self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",))
         self.open()
 
     def open(self) -> None:
@@ -76,7 +76,7 @@ class Service:
         self.plane.starter.start()
         wait_until(lambda: self.launcher.starts > 0 and self.plane.starter.reason() is None, "the fake launcher")
         self.token = (self.home / "token").read_text().strip()
-        self.client = TestClient(self.app, raise_server_exceptions=False)
+        self.client = TestClient(self.app, raise_server_exceptions=False, client=("127.0.0.1", 50000))
         self.client.headers["Authorization"] = f"Bearer {self.token}"
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def test_nothing_is_read_of_a_request_without_a_token(service: Service) -> None:
 def test_a_jobs_token_allows_its_own_reports_and_nothing_else(service: Service, routes: list[tuple[str, str]]) -> None:
     job_id, other = service.running(), service.running()
     headers = service.job_headers(job_id)
-    body = {"PUT": {"address": "h:1", "attempt": 1, "pid": 1, "node": "n"}, "POST": {"attempt": 1}}
+    body = {"PUT": {"address": "127.0.0.1:1", "attempt": 1, "pid": 1, "node": "n"}, "POST": {"attempt": 1}}
     for method, path in routes:
         if path in OPEN_PATHS:
             continue

@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.contract.files import unusable_home
-from thinwire.contract.jobs import ErrorBody, History, Job, JobList, Logs, Problem
+from thinwire.contract.jobs import ErrorBody, History, Job, JobItem, JobList, Logs, Problem
 from thinwire.contract.reports import Event
 from thinwire.service.config import Settings
 
@@ -173,7 +173,7 @@ class Client:
         """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
         return self._call("POST", "/v1/jobs", Job, body=spec, headers={"Idempotency-Key": idempotency_key})
 
-    def jobs(self, limit: int = 100) -> list[Job]:
+    def jobs(self, limit: int = 100) -> list[JobItem]:
         """The newest jobs, newest first. limit: at most 1000."""
         return self._call("GET", "/v1/jobs", JobList, params={"limit": str(limit)}).jobs
 
@@ -200,7 +200,13 @@ class Client:
 
     def history(self, job_id: str) -> History:
         """Every sample and event of the job."""
-        return self._call("GET", _path(job_id, "metrics"), History)
+        found = page = self._call("GET", _path(job_id, "metrics"), History)
+        while page.next_after_step is not None:
+            after = {"after_step": str(page.next_after_step)}
+            page = self._call("GET", _path(job_id, "metrics"), History, params=after)
+            # The events come whole with each page; those of the last one are the newest.
+            found = page.model_copy(update={"samples": found.samples + page.samples})
+        return found
 
     def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
         """The job's events of these kinds, in order of time."""

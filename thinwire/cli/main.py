@@ -164,7 +164,7 @@ def jobs(
             job.id,
             job.name,
             str(job.state),
-            f"{job.progress.step if job.progress else 0}/{job.spec.steps}",
+            f"{job.progress.step if job.progress else 0}/{job.steps}",
             loss_text(job.validation_loss),
             _when(job.created_at.timestamp()),
         )
@@ -186,6 +186,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         typer.echo(job.model_dump_json(indent=2))
         return
     rows = [("id", job.id), ("name", job.name), ("state", str(job.state))]
+    if job.unreadable:
+        rows.append(("unreadable", job.unreadable))
     if job.reason:
         rows.append(("reason", job.reason))
     rows.append(("created", _when(job.created_at.timestamp())))
@@ -201,7 +203,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         rows.append(("restarts", f"{len(resumed)}, from the checkpoint of step {steps}"))
     rows += workers_rows(job)
     if job.progress:
-        rows.append(("step", f"{job.progress.step} of {job.spec.steps}, {job.progress.phase}"))
+        rows.append(("step", f"{job.progress.step} of {job.steps}, {job.progress.phase}"))
         rows.append(("loss", f"{loss_text(job.progress.loss)}, validation {loss_text(job.validation_loss)}"))
     rows.append(("folder", job.run_dir))
     if job.dashboard_url:

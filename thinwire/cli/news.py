@@ -104,8 +104,9 @@ def workers_rows(job: Job) -> list[tuple[str, str]]:
         rows.append(("training", ", ".join(part for part in (text, waiting_text(job)) if part)))
     wanted = job.wanted_workers
     if wanted.revision:
-        submitted = limits_text(job.spec.workers.min, job.spec.workers.max)
-        words = f"{limits_text(wanted.min, wanted.max)}, submitted with {submitted}"
+        words = limits_text(wanted.min, wanted.max)
+        if job.spec is not None:
+            words += f", submitted with {limits_text(job.spec.workers.min, job.spec.workers.max)}"
         rows.append(("wanted", words if job.state.terminal else f"{words}; {EFFECTS[wanted.takes_effect]}"))
     return rows
 

@@ -47,7 +47,7 @@ class View:
     def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
         """Take a new answer of the service. Returns what has happened since the last one, a line each."""
         earlier = self.job.progress if self.job is not None else None
-        to_go = job.progress is None or job.progress.step < job.spec.steps
+        to_go = job.progress is None or job.progress.step < (job.steps or 0)
         no_worker = job.state is JobState.RUNNING and job.workers == 0
         self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
         self.unreachable = None
@@ -73,7 +73,7 @@ class View:
         step_s = sample.step_seconds
         if sample.step > first_step and sample.time > first_time:
             step_s = (sample.time - first_time) / (sample.step - first_step)
-        return (self.job.spec.steps - sample.step) * step_s if step_s > 0.0 else None
+        return ((self.job.steps or sample.step) - sample.step) * step_s if step_s > 0.0 else None
 
 
 def watch(
@@ -129,7 +129,7 @@ def progress_line(view: View) -> str:
     if job.progress is None:
         return _standing(view, job)
     figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
-    line = "  ".join([f"step {job.progress.step}/{job.spec.steps}", *figures])
+    line = "  ".join([f"step {job.progress.step}/{job.steps}", *figures])
     if job.state.terminal or view.stalled:
         return f"{line}  {_standing(view, job)}"
     return f"{line}  ETA {_eta(view.eta_s())}"
@@ -206,8 +206,8 @@ def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
         Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
-        ProgressBar(total=job.spec.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
-        Text(f"step {sample.step}/{job.spec.steps}"),
+        ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
+        Text(f"step {sample.step}/{job.steps}"),
         Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
     )
     return grid

@@ -90,41 +90,55 @@ class WaitingForWorkers(BaseModel):
     min: int
 
 
-class Job(BaseModel):
-    """One job, as GET /v1/jobs/{id} shows it."""
+class JobItem(BaseModel):
+    """One job, as a list shows it: all but what was asked for and how it went in full."""
 
     id: str
     name: str
     state: JobState
     reason: str | None = Field(None, description="why the job is where it is, for a person; set when FAILED")
+    unreadable: str | None = Field(
+        None, description="what this version of the service cannot read of the job, for a person; the rest is shown"
+    )
     attempt: int = Field(description="submissions so far; above 1 after its cluster was lost")
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    spec: TrainSpec
+    steps: int | None = Field(None, description="optimizer steps that were asked for")
     progress: Sample | None = Field(None, description="the newest sample that rank 0 has posted")
     validation_loss: float | None = Field(None, description="the newest validation loss")
     workers: int = Field(0, description="workers whose registration has not run out")
     wanted_workers: Wanted
     world_size: int | None = Field(None, description="workers that train together, as this attempt has last said")
     waiting_for_workers: WaitingForWorkers | None = None
-    summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
     run_dir: str = Field(description="the job's folder: checkpoints, history, summary, picture")
     dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard, while there is one")
+
+
+class Job(JobItem):
+    """One job, as GET /v1/jobs/{id} shows it."""
+
+    spec: TrainSpec | None = Field(None, description="what was asked for; null only where unreadable")
+    summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
 
 
 class JobList(BaseModel):
     """GET /v1/jobs, newest first."""
 
-    jobs: list[Job]
+    jobs: list[JobItem]
+    next: str | None = Field(None, description="ask again with before=<this> for older ones; null: there are none")
 
 
 class History(BaseModel):
-    """GET /v1/jobs/{id}/metrics: every sample of the job in order of step, and its events in order of time."""
+    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its events in order of time."""
 
     job_id: str
     samples: list[Sample]
     events: list[Event]
+    next_after_step: int | None = Field(
+        None, description="there are later samples: ask again with after_step=<this>; null: these were all"
+    )
+    unreadable: int = Field(0, description="samples among these steps that another version wrote and this cannot read")
 
 
 class Logs(BaseModel):

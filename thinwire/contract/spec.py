@@ -13,17 +13,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-StepsOrFraction = Annotated[int, Field(ge=1, strict=True)] | Fraction
+Whole = Annotated[int, Field(strict=True)]
+"""A whole number as JSON has it: not true, not "10", not 1.0."""
+StepsOrFraction = Annotated[Whole, Field(ge=1)] | Fraction
 """A number of steps (an integer >= 1) or a fraction of all steps (a float between 0 and 1, both excluded).
 
 Strict, or 1.0, which says "all steps", would be read as one step.
 """
 
 
-_Channels = Annotated[int, Field(ge=1, le=4096)]
+_Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
 LARGEST_STEP = 10**9
-WorkerCount = Annotated[int, Field(ge=1, le=MOST_WORKERS, strict=True)]
+WorkerCount = Annotated[Whole, Field(ge=1, le=MOST_WORKERS)]
 """A number of workers that a job may ask for, at its submission or later. Not a text, nor true, which would be 1."""
 
 
@@ -35,10 +37,10 @@ class TextRecipe(_Frozen):
     """What every transformer over windows of bytes has."""
 
     name: str
-    layers: int = Field(5, ge=1, le=96)
-    width: int = Field(192, ge=8, le=16384, description="model width; a multiple of heads")
-    heads: int = Field(6, ge=1, le=256)
-    context: int = Field(128, ge=2, le=65536, description="bytes in one training window")
+    layers: Whole = Field(5, ge=1, le=96)
+    width: Whole = Field(192, ge=8, le=16384, description="model width; a multiple of heads")
+    heads: Whole = Field(6, ge=1, le=256)
+    context: Whole = Field(128, ge=2, le=65536, description="bytes in one training window")
 
 
 class GptRecipe(TextRecipe):
@@ -58,8 +60,8 @@ class ResnetRecipe(_Frozen):
 
     name: Literal["resnet"]
     widths: tuple[_Channels, _Channels, _Channels] = Field((32, 64, 128), description="channels of each stage")
-    blocks: int = Field(2, ge=1, le=64, description="basic blocks in each stage")
-    shift: int = Field(1, ge=0, le=3, description="a training image is moved by up to so many pixels, each way")
+    blocks: Whole = Field(2, ge=1, le=64, description="basic blocks in each stage")
+    shift: Whole = Field(1, ge=0, le=3, description="a training image is moved by up to so many pixels, each way")
 
 
 class PythonStdlib(_Frozen):
@@ -135,11 +137,11 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
         "auto",
         description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup",
     )
-    var_update_scaler: int = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
-    local_step_scaler: int | None = Field(
+    var_update_scaler: Whole = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
+    local_step_scaler: Whole | None = Field(
         None, ge=1, description="steps after which the gap between syncs doubles; null: it follows the learning rate"
     )
-    local_step_clipper: int = Field(16, ge=1, description="longest gap between syncs, steps")
+    local_step_clipper: Whole = Field(16, ge=1, description="longest gap between syncs, steps")
 
 
 class AdamSpec(_AdamHyper):
@@ -177,7 +179,7 @@ class Workers(_Frozen):
     min: WorkerCount = 1
     max: WorkerCount = 1
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    max_restarts: int = Field(3, ge=0, le=1000, description="restarts from the checkpoint after a worker is lost")
+    max_restarts: Whole = Field(3, ge=0, le=1000, description="restarts from the checkpoint after a worker is lost")
     elastic: Literal["in_place", "restart"] = Field(
         "in_place",
         description="in_place: survivors keep their processes when workers come or go; restart: Ray Train's own way, "
@@ -196,8 +198,8 @@ class Workers(_Frozen):
 class Checkpoint(_Frozen):
     """When the job saves, and how many checkpoints it keeps. It resumes from the newest by default."""
 
-    every_steps: int = Field(50, ge=1)
-    keep: int = Field(2, ge=1, le=100)
+    every_steps: Whole = Field(50, ge=1)
+    keep: Whole = Field(2, ge=1, le=100)
     store: str | None = Field(
         None,
         min_length=1,
@@ -218,8 +220,8 @@ class Checkpoint(_Frozen):
 class Evaluation(_Frozen):
     """When the validation loss is taken, on the same fixed samples each time; always at the start and at the end."""
 
-    every_steps: int = Field(25, ge=1)
-    windows: int = Field(64, ge=1, le=65536, description="validation samples: windows of text, or images")
+    every_steps: Whole = Field(25, ge=1)
+    windows: Whole = Field(64, ge=1, le=65536, description="validation samples: windows of text, or images")
 
 
 def _gpt_unless_named(recipe: object) -> object:
@@ -240,16 +242,16 @@ class TrainSpec(_Frozen):
     """One training job. YAML or JSON; unknown fields are refused."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
-    seed: int = Field(0, ge=0, lt=2**31)
-    steps: int = Field(ge=1, le=LARGEST_STEP, description="optimizer steps")
-    global_batch: int = Field(ge=1, le=10**6, description="samples in one step, over all workers")
+    seed: Whole = Field(0, ge=0, lt=2**31)
+    steps: Whole = Field(ge=1, le=LARGEST_STEP, description="optimizer steps")
+    global_batch: Whole = Field(ge=1, le=10**6, description="samples in one step, over all workers")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"
     )
     overlap: bool = Field(
         True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
     )
-    bucket_elements: int | None = Field(
+    bucket_elements: Whole | None = Field(
         None,
         ge=1 << 16,
         le=1 << 32,

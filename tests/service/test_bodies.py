@@ -1,0 +1,150 @@
+"""What a body may hold, whoever sends it: nothing stored breaks an answer later, nothing costs more than it weighs."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.service.control_plane_harness import Service, sample, spec
+from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
+
+
+def event(**fields: Any) -> dict[str, Any]:
+    return {"kind": "regrouped", "step": 1, "time": 1.0, "fields": fields}
+
+
+def running(service: Service) -> tuple[str, dict[str, str]]:
+    """A job and the headers of its own token."""
+    job = service.client.post("/v1/jobs", json=spec()).json()["id"]
+    token = (service.home / "runs" / job / "token").read_text().strip()
+    return job, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+
+
+UNSHOWABLE = {
+    "half a pair in a summary": (rb'{"attempt": 1, "summary": {"a": "\ud800"}}', "summary.a", "surrogate"),
+    "half a pair in an event": (
+        rb'{"attempt": 1, "events": [{"kind": "x", "step": 1, "time": 1, "fields": {"a": ["\udfff"]}}]}',
+        "events.0.fields.a.0",
+        "surrogate",
+    ),
+    "half a pair in a name": (rb'{"attempt": 1, "summary": {"\ud800": 1}}', "summary", "name of this field"),
+    "NUL": (rb'{"attempt": 1, "failure": {"kind": "x", "message": "a\u0000b"}}', "failure.message", "NUL"),
+    "no UTF-8": ('{"attempt": 1}'.encode("utf-16"), "", "not UTF-8"),
+    "UTF-8 of half a pair": (b'{"attempt": 1, "summary": {"a": "\xed\xa0\x80"}}', "", "not UTF-8"),
+    "given twice": (b'{"attempt": 1, "attempt": 2}', "attempt", "given twice"),
+    "deep": (b'{"attempt": 1, "summary": {"a": ' + b"[" * 100 + b"]" * 100 + b"}}", "summary", "nested too deeply"),
+    "deeper than a stack": (b"[" * 4000 + b"]" * 4000, "", "nested too deeply"),
+    "a number without end": (b'{"attempt": ' + b"9" * 5000 + b"}", "", "number that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", UNSHOWABLE)
+def test_what_cannot_be_shown_is_refused_by_name_and_spoils_no_list(service: Service, what: str) -> None:
+    job, headers = running(service)
+    body, path, words = UNSHOWABLE[what]
+    answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers)
+    assert answer.status_code == 422, answer.text
+    problem = answer.json()["problems"][0]
+    assert problem["path"].startswith(path)
+    assert words in problem["message"]
+    assert service.client.get("/v1/jobs").status_code == 200
+
+
+def test_text_of_all_languages_is_taken(service: Service) -> None:
+    job, headers = running(service)
+    body = {"attempt": 1, "samples": [sample(1)], "events": [event(text="żółć 漢字 \U0001f600 \\u0000 \\ud800")]}
+    answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=json.dumps(body), headers=headers)
+    assert answer.status_code == 204, answer.text
+    told = service.client.get(f"/v1/jobs/{job}/metrics?event_kind=regrouped").json()["events"]
+    assert told[0]["fields"] == body["events"][0]["fields"]
+
+
+def test_the_deepest_that_is_taken(service: Service) -> None:
+    job, headers = running(service)
+    depth = DEEPEST - 4
+    nested: Any = []
+    for _ in range(depth - 1):
+        nested = [nested]
+    body = json.dumps({"attempt": 1, "events": [event(a=nested)]})
+    assert service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers).status_code == 204
+
+
+BOMBS = {
+    "unknown fields": lambda: {**spec(), **{f"f{i}": 1 for i in range(60_000)}},
+    "as many unknown fields as are read": lambda: {**spec(), **{f"stepz{i}": 1 for i in range(MOST_VALUES - 50)}},
+    "one long name": lambda: {**spec(), "s" * 1_000_000: 1},
+    "a long value": lambda: spec(name="n" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_bomb_of_errors_is_answered_soon_and_shortly(service: Service, what: str) -> None:
+    content = json.dumps(BOMBS[what]())
+    began = time.process_time()
+    answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (413, 422)
+    assert len(answer.content) < 100_000
+    assert time.process_time() - began < 5  # 49 s before; of this process alone, whatever the machine does
+
+
+def test_an_array_of_millions_in_an_event_is_not_built(service: Service) -> None:
+    job, headers = running(service)
+    body = (
+        b'{"attempt": 1, "events": [{"kind": "x", "step": 1, "time": 1, "fields": {"a": ['
+        + b"1," * 3_900_000
+        + b"1]}}]}"
+    )
+    began = time.process_time()
+    answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers)
+    assert answer.status_code == 413
+    assert str(MOST_TELEMETRY_VALUES) in answer.json()["message"]
+    assert time.process_time() - began < 5  # 20 s before
+
+
+def test_a_full_batch_of_samples_is_taken(service: Service) -> None:
+    job, headers = running(service)
+    health = {"error_to_momentum": 1.0, "max_step": 2.0, "variance_ratio": 0.9, "floored_elements": 3}
+    samples = [sample(step, lr=0.1, payload_bytes=1, world_size=2, health=health) for step in range(2000)]
+    body = {"attempt": 1, "samples": samples, "events": [event(step=step) for step in range(2000)]}
+    assert service.client.post(f"/v1/jobs/{job}/telemetry", json=body, headers=headers).status_code == 204
+
+
+def test_what_is_too_large_to_keep_and_what_is_the_services_to_tell_are_refused(service: Service) -> None:
+    job, headers = running(service)
+    for body, path in (
+        ({"events": [event(text="x" * 20_000)]}, "events.0.fields"),
+        ({"summary": {"text": "x" * 300_000}}, "summary"),
+        ({"events": [{"kind": "job_failed", "step": 1, "time": 1.0}]}, "events.0.kind"),
+    ):
+        answer = service.client.post(f"/v1/jobs/{job}/telemetry", json={"attempt": 1, **body}, headers=headers)
+        assert answer.status_code == 422
+        assert answer.json()["problems"][0]["path"] == path
+
+
+def test_a_job_that_says_too_much_is_told_when_to_go_on(service: Service) -> None:
+    job, headers = running(service)
+    body = json.dumps({"attempt": 1}) + " " * (4 << 20)
+    answers = [service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers) for _ in range(18)]
+    assert [answer.status_code for answer in answers[:15]] == [204] * 15
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["Retry-After"]) > 0
+    other, others_headers = running(service)
+    assert (
+        service.client.post(f"/v1/jobs/{other}/telemetry", json={"attempt": 1}, headers=others_headers).status_code
+        == 204
+    )
+
+
+def test_a_job_names_its_own_hosts_to_prometheus_and_no_others(service: Service) -> None:
+    job, headers = running(service)
+    worker = {"attempt": 1, "pid": 1, "node": "n"}
+    url = f"/v1/jobs/{job}/workers/0"
+    for address in ("169.254.169.254:80", "10.0.0.1:9000", "localhost:9000", "metadata.internal:80", "[::2]:9000"):
+        answer = service.client.put(url, json={"address": address, **worker}, headers=headers)
+        assert answer.status_code == 422, address
+        assert answer.json()["problems"][0]["path"] == "address"
+    for address in ("127.0.0.1:9000", "[::ffff:127.0.0.1]:9000", "[::1]:9000"):  # its own; a network that is allowed
+        assert service.client.put(url, json={"address": address, **worker}, headers=headers).status_code == 204
