@@ -61,6 +61,16 @@ def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
         assert sent[-1] == 0
 
 
+@pytest.mark.slow  # as of transformers
+def test_the_lightning_trainer_compresses():
+    pytest.importorskip("lightning")
+    told = run(sys.executable, str(EXAMPLES / "lightning_trainer.py"))
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", told)]
+    assert losses[-1] < losses[0] / 3
+    (share,) = re.findall(r"sent (\d\.\d+) of what DDP would have", told)
+    assert 0.2 < float(share) < 0.26  # 40 of 200 steps in full, the rest at 1/32
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
     """Whole runs take minutes: two steps of four samples show that model, data and optimizer can be made."""
