@@ -5,7 +5,7 @@ python examples/two_line_change.py                              one worker, noth
 
 - model = DistributedDataParallel(model)
 - optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-+ optimizer = OneBitAdam(model.parameters(), lr=2e-3, warmup=40)
++ optimizer = OneBitAdam(model.parameters(), model=model, lr=2e-3, warmup=40)
 """
 
 import os
@@ -24,7 +24,7 @@ rank = dist.get_rank() if dist.is_initialized() else 0
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
 teacher = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 64)).requires_grad_(False)
-optimizer = OneBitAdam(model.parameters(), lr=2e-3, warmup=40)
+optimizer = OneBitAdam(model.parameters(), model=model, lr=2e-3, warmup=40)
 
 torch.manual_seed(1 + rank)  # every worker has data of its own
 start_bytes = warmup_bytes = optimizer.stats()["sent_bytes"]  # rank 0's parameters have gone to all

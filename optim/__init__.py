@@ -1,6 +1,6 @@
 """What is computed: communication-compressed optimizers for any PyTorch model, and the dense baselines beside them.
 
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3)     # instead of torch.optim.AdamW and DDP
+    optimizer = OneBitAdam(model.parameters(), model=model, lr=1e-3)     # instead of torch.optim.AdamW and DDP
 
 Gradients are local: do not wrap the model in DistributedDataParallel. Under torchrun call
 torch.distributed.init_process_group first; without it the optimizer runs on one rank, and refuses to where a launcher

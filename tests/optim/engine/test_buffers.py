@@ -262,7 +262,7 @@ def test_model_must_be_the_module_that_is_trained():
 AGAINST_DDP = """
 import copy
 from tests.optim.engine.test_buffers import Net, inputs, seeded
-from thinwire.optim import Adam
+from thinwire.optim import Adam, OneBitAdam
 join()
 ours, theirs = seeded(rank, Net), seeded(rank, Net)
 theirs = torch.nn.parallel.DistributedDataParallel(theirs)
@@ -279,7 +279,14 @@ if rank == 0:
         ours(inputs(0, 0))
     for a, b in zip(ours.norm.buffers(), theirs.module.norm.buffers()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-say("buffers", [b.tolist() for b in ours.norm.buffers()])
+compressed = seeded(0, Net)
+optimizer = OneBitAdam(compressed.parameters(), lr=1e-2, model=compressed, overlap=True, warmup=2, bucket_elements=16)
+for step in range(1, 9):
+    optimizer.zero_grad()
+    compressed(inputs(step, rank)).square().mean().backward()
+    optimizer.step()
+assert optimizer.frozen_at == 2 and optimizer.stats()["overlapped"]["in_backward"] > 2
+say("buffers", [b.tolist() for net in (ours, compressed) for b in (*net.norm.buffers(), *net.parameters())])
 dist.destroy_process_group()
 """
 

@@ -147,6 +147,17 @@ def test_what_was_given_is_not_changed_and_a_scheduler_stepped_by_epochs_tells_n
     assert run_threads(2, work) == [[200, None, 60]] * 2
 
 
+def test_ranks_whose_schedulers_differ_learn_nothing():
+    def work(group):
+        net = network()
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group)
+        schedule = lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=60 + group.rank, cycle_momentum=False)
+        train(net, optimizer, group.rank, 4, schedule)
+        return optimizer.total_steps
+
+    assert run_threads(2, work) == [None, None]
+
+
 def test_a_scheduler_that_is_stepped_once_for_each_rank_counts_so():
     def work(group):
         net = network()
