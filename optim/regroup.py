@@ -250,6 +250,7 @@ def _load(
     ]
     state = {**plain, "param_groups": groups, "vectors": vectors, "residuals": residuals, **master}
     optimizer.load_state_dict(state)
+    optimizer.trust_load()  # what was loaded has come from one rank
 
 
 def _norm(residuals: dict[str, Tensor]) -> float:

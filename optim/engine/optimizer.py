@@ -146,7 +146,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
         """
         self.note_evidence()
-        self.agree_on_shares()
+        self.agree_on_load()
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
@@ -167,8 +167,12 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def end_round_as(self, src: int) -> None:
         """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
 
-    def agree_on_shares(self) -> None:
-        """Once after a share was loaded (rank_state_dict), see that all ranks hold what belongs together. Collective.
+    def trust_load(self) -> None:
+        """All ranks are known to have loaded the same: there is nothing to agree on. Local, on every rank."""
+        self._loaded = None
+
+    def agree_on_load(self) -> None:
+        """Once after a load, see that all ranks have loaded what belongs together. Collective, a few bytes.
 
         Raises: ValueError, alike on every rank, where they do not; PeerLost.
         """
@@ -378,7 +382,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of the same optimizer and shapes, saved with any number of ranks. Local.
 
-        Or from a rank_state_dict(): this rank's own, or that of rank 0. The next step then sees, once, whether the
+        Or from a rank_state_dict(): this rank's own, or that of rank 0. The next step then sees, once, whether all
         ranks have loaded what belongs together, and raises a ValueError on all of them where not.
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
@@ -477,7 +481,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def _step_once(self) -> None:
         refuse_late_process_group(self._group)
-        self.agree_on_shares()
+        self.agree_on_load()
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)

@@ -139,7 +139,7 @@ def plain(optimizer: Saved) -> dict[str, Any]:
     }
 
 
-def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
+def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
 
     Raises: ValueError naming what differs; then nothing has changed.
@@ -171,7 +171,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
         vector.copy_(loaded["vectors"][name])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
-    found = None
+    found = shares.Loaded()
     if share is None:
         residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
         optimizer.handed_over = residuals
@@ -185,7 +185,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded | None:
         space.write_back()
     if space.has_master:
         space.load_master(loaded["master"])
-    optimizer.go_on_from({} if share is None else share.own, in_round=found is not None and found.is_in_round)
+    optimizer.go_on_from({} if share is None else share.own, in_round=found.is_in_round)
     return found
 
 

@@ -8,15 +8,15 @@
                               all but R, and a round that others had a part in    where it is that of rank 0
     together(shares)          a state_dict, for any number of ranks               of all n
 
-Loading is local. So nobody knows then what the others have loaded, and before the first step (or save) after it the
-ranks tell each other: they must hold the same, and where some hold no errors of their own it is said what is missing.
+Loading is local, a share's or a whole state's. So nobody knows then what the others have loaded, and before the first
+step (or save) after it the ranks tell each other: they must hold the same, and where some hold no errors of their own,
+it is said what is missing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
@@ -108,14 +108,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a rank has loaded and not yet compared with the others. as_it_was: its own share, or all of R.
+    """What a rank has loaded and not yet compared with the others. share: None for a state of all ranks.
 
-    is_in_round: between syncs of 0/1 Adam.
+    as_it_was: its own share, or all of R. is_in_round: between syncs of 0/1 Adam.
     """
 
-    share: Share
-    as_it_was: bool
-    is_in_round: bool
+    share: Share | None = None
+    as_it_was: bool = True
+    is_in_round: bool = False
 
 
 def is_share(state_dict: object) -> bool:
@@ -196,9 +196,10 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
     group, device = optimizer.group, optimizer.space.p_N.device
     if group.size == 1:
         return
+    share = loaded.share
     own = {
+        "what was loaded": "state_dict() of all ranks" if share is None else f"a share of {share.size} ranks",
         "the step": optimizer.num_steps,
-        "the number of ranks that saved": loaded.share.size,
         "the step of the last sync": optimizer.common_steps,
         "as_it_was": loaded.as_it_was,
         "in_round": loaded.is_in_round,
@@ -210,7 +211,7 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
     if not whole:
         if any(one["in_round"] for one in all_n):
             optimizer.end_round_as(0)
-        if group.rank == 0 and (told := _told(optimizer, loaded.share)):
+        if group.rank == 0 and share is not None and (told := _told(optimizer, share)):
             logger.warning(told)
         for memory in error_memories(optimizer.vectors).values():
             memory.restore(memory.residual())  # one owner of each part, replicas of it included
@@ -254,11 +255,13 @@ def _refuse_different(what: str, values: list[Any]) -> None:
     differ = [rank for rank, value in enumerate(values) if value != values[0]]
     if differ:
         raise ValueError(
-            f"the ranks have loaded shares that do not belong together: {what} is {values[0]} on rank 0 and "
-            f"{values[differ[0]]} on rank {differ[0]}. Load the model on every rank, then on every rank its own share "
-            "of one save, or on every rank that of rank 0"
+            f"the ranks have loaded what does not belong together: {what} is {values[0]} on rank 0 and "
+            f"{values[differ[0]]} on rank {differ[0]}. Load the same model on every rank, then on every rank the same "
+            "state_dict(); or of rank_state_dict() each rank's own of one save, or on every rank that of rank 0"
         )
 
 
-def _digest(x: Tensor) -> int:
-    return zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+def _digest(x: Tensor) -> list[int]:
+    """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
+    bits = x.detach().contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64)
+    return [int(bits.sum(dtype=torch.int64)), int(bits[::2].sum(dtype=torch.int64))]
