@@ -15,16 +15,18 @@ from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 
 RUNS = """
-import copy, json
+import json
+from pathlib import Path
 from tests.integrations.hugging_face import prepare_environment
 prepare_environment(rank, size)
 join()
-import accelerate
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
+from thinwire.comm import SoloGroup
 from thinwire.integrations.accelerate import with_thinwire
+from thinwire.integrations.shares import own_state, share_file
 from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
 
 told = {}
@@ -152,7 +154,35 @@ told["onebit"] = {
     "phase": parts[1].optimizer.stats()["phase"],
 }
 
-# 4. overlap under accumulation
+# 4. each rank saves its share; another number of ranks brings them together
+accelerator = with_thinwire(fresh())
+parts = prepared(accelerator, lambda params: onebit(params, saves="rank"))
+epochs(accelerator, *parts, 2)
+before = parts[1].optimizer.stats()["sent_bytes"]
+accelerator.save_state(os.path.join(folder, "shares"))
+told["shares_sent"] = parts[1].optimizer.stats()["sent_bytes"] - before
+accelerator.wait_for_everyone()
+epochs(accelerator, *parts, 1)
+final = weights(parts[0])
+accelerator = with_thinwire(fresh())
+parts = prepared(accelerator, lambda params: onebit(params, saves="rank"), seed=2)
+accelerator.load_state(os.path.join(folder, "shares"))
+file = Path(folder, "shares", "optimizer.bin")
+parts[1].optimizer.saves = "together"
+whole = parts[1].state_dict()["residuals"]["momentum_error"]
+alone = OneBitAdam(net().parameters(), group=SoloGroup())
+found = own_state(file, torch.load(file, weights_only=True), alone)["residuals"]["momentum_error"]
+told["shares_apart"] = [(whole - found).norm().item(), whole.norm().item()]
+accelerator.load_state(os.path.join(folder, "shares"))
+epochs(accelerator, *parts, 1)
+told["shares_equal"] = torch.equal(final, weights(parts[0]))
+os.rename(share_file(file, 1, 2), str(file) + ".away") if rank == 1 else None
+accelerator.wait_for_everyone()
+accelerator.load_state(os.path.join(folder, "shares"))  # rank 0's share is whole but for R
+epochs(accelerator, *parts, 1)
+told["one_share"] = [everywhere(weights(parts[0])), torch.equal(final, weights(parts[0]))]
+
+# 5. overlap under accumulation
 found = []
 for overlap in (True, False):
     accelerator = with_thinwire(fresh(gradient_accumulation_steps=2))
@@ -164,7 +194,7 @@ for overlap in (True, False):
         told["overlap_clip"] = refused(lambda: accelerator.clip_grad_norm_(parts[0].parameters(), 1.0))
 told["overlap_equal"] = torch.equal(*found)
 
-# 5. a step that all leave out holds the schedule too, with a scaler and without
+# 6. a step that all leave out holds the schedule too, with a scaler and without
 for name in ("skip", "scaler"):
     accelerator = with_thinwire(fresh())
     if name == "scaler":  # Accelerate makes one on GPUs only
@@ -188,7 +218,7 @@ for name in ("skip", "scaler"):
     told[name] = {"rates": rates, "kept": kept, "replicas": everywhere(weights(model)),
                   "skipped": optimizer.optimizer.stats()["steps_skipped"]}
 
-# 6. 0/1 Adam between two syncs: what is saved is not one rank's
+# 7. 0/1 Adam between two syncs: what is saved is not one rank's
 accelerator = with_thinwire(fresh())
 short = dict(lr=1e-2, var_freeze_step=3, local_step_scaler=1, local_step_clipper=16)
 parts = prepared(accelerator, lambda params: ZeroOneAdam(params, **short), factor=1.0)
@@ -206,7 +236,7 @@ from safetensors.torch import load_model
 load_model(loaded, os.path.join(folder, "zero", "model.safetensors"))
 told["zero"] = [apart, everywhere(weights(model)), torch.equal(weights(loaded), weights(model))]
 
-# 7. what is refused, and by what words
+# 8. what is refused, and by what words
 def two_optimizers():
     accelerator = with_thinwire(fresh())
     first, second = net(), net()
@@ -229,7 +259,6 @@ def too_late():
     with_thinwire(accelerator)
 
 def alone():
-    from thinwire.comm import SoloGroup
     prepared(with_thinwire(fresh()), lambda params: adam(params, group=SoloGroup()))
 
 def hooked():
@@ -254,6 +283,8 @@ told["refused"] = {
     "uneven": with_parts(joined),
     "two": refused(two_optimizers),
 }
+import resource
+told["cpu_s"] = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 say("told", json.dumps(told))
 dist.destroy_process_group()
 """
@@ -308,6 +339,15 @@ def test_a_state_saved_in_the_compressed_phase_is_gone_on_from_bit_for_bit(told)
     assert here["replicas"]
     assert here["resumed_equal"]
     assert here["again"] == here["losses"][-len(here["again"]) :]
+
+
+def test_shares_are_saved_without_a_byte_and_serve_any_number_of_ranks(told):
+    assert told["shares_sent"] == 0
+    assert told["shares_equal"]
+    apart, norm = told["shares_apart"]
+    assert norm > 0
+    assert apart < 1e-5 * norm
+    assert told["one_share"] == [True, False]
 
 
 def test_onebit_adam_ends_where_adamw_does(told):

@@ -16,6 +16,7 @@ from tests.conftest import missing
 
 RUNS = """
 import json
+from pathlib import Path
 from tests.integrations.hugging_face import prepare_environment, sequences, small_gpt
 prepare_environment(rank, size)
 join()
@@ -123,12 +124,31 @@ after = with_thinwire(trainer("after", **given), OneBitAdam, warmup=6)
 after.train()
 told["overlap"] = {"equal": torch.equal(weights(ahead), weights(after)), **optimizer_of(ahead).stats()["overlapped"]}
 
-# 4. the automatic end of the warm-up knows the length of the run
+# 4. each rank saves its share, and sends nothing for it
+given = dict(max_steps=20, save_strategy="steps", save_steps=14)
+shared = with_thinwire(trainer("shared", **given), OneBitAdam, warmup=8, saves="rank")
+seen = {}
+
+class Sent(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        seen[state.global_step] = optimizer_of(shared).stats()["sent_bytes"]
+
+shared.add_callback(Sent())
+shared.train()
+from_shares = with_thinwire(trainer("shared", seed=3, **given), OneBitAdam, warmup=8, saves="rank")
+from_shares.train(resume_from_checkpoint=True)
+told["shared"] = {
+    "equal": torch.equal(weights(shared), weights(from_shares)),
+    "files": sorted(file.name for file in Path(folder, "shared", "checkpoint-14").glob("optimizer*")),
+    "bytes": [seen[step] - seen[step - 1] for step in (13, 14, 15)],
+}
+
+# 5. the automatic end of the warm-up knows the length of the run
 auto = with_thinwire(trainer("auto", max_steps=30, warmup_steps=3), OneBitAdam)
 auto.train()
 told["auto"] = [optimizer_of(auto).total_steps, optimizer_of(auto).lr_warmup_steps]
 
-# 5. 0/1 Adam: ranks differ between its syncs, and what is evaluated and saved is not one rank's
+# 6. 0/1 Adam: ranks differ between its syncs, and what is evaluated and saved is not one rank's
 seen = []
 
 class Look(transformers.TrainerCallback):
@@ -148,7 +168,7 @@ zero_again = with_thinwire(trainer("zero", seed=7, **given), ZeroOneAdam, **shor
 zero_again.train(resume_from_checkpoint=True)
 told["zero"]["resumed_equal"] = torch.equal(weights(zero), weights(zero_again))
 
-# 6. frozen parameters and buffers that ranks have each their own of
+# 7. frozen parameters and buffers that ranks have each their own of
 class Normed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -172,7 +192,7 @@ told["normed"] = {
     "mean_apart": (theirs.model.norm.running_mean - ours.model.norm.running_mean).abs().max().item(),
 }
 
-# 7. what is refused, and by what words
+# 8. what is refused, and by what words
 class Own(Trainer):
     def create_optimizer(self, model=None):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -259,6 +279,13 @@ def test_a_run_resumed_from_trainers_checkpoint_is_bit_equal_to_the_one_that_wen
     assert here["state_equal"]
     assert here["resumed_losses_equal"]
     assert "optimizer.pt" in here["files"]
+
+
+def test_shares_are_saved_without_a_byte_and_gone_on_from_bit_for_bit(told):
+    here = told["shared"]
+    assert here["equal"]
+    assert here["files"] == ["optimizer-rank-1-of-2.pt", "optimizer.pt"]
+    assert len(set(here["bytes"])) == 1
 
 
 def test_save_model_loads_into_a_fresh_model(told):

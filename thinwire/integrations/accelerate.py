@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.default import given_or_default
+from thinwire.integrations.shares import own_state, write_share
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.parameters import refuse_other_models
 
@@ -58,7 +60,10 @@ def keep_gradients_local(accelerator: Any) -> Any:
     if isinstance(accelerator, LocalGradients):
         return accelerator
     _refuse_other_engines(accelerator)
-    return mixed(accelerator, LocalGradients)
+    mixed(accelerator, LocalGradients)
+    accelerator.register_save_state_pre_hook(accelerator._save_shares)
+    accelerator.register_load_state_pre_hook(accelerator._find_shares)
+    return accelerator
 
 
 def mixed(thing: Any, mixin: type) -> Any:
@@ -97,6 +102,8 @@ class StepsTogether:
     """max_grad_norm of the next step alone; None: the optimizer's own."""
     collected: dict[str, Any] | None = None
     """What state_dict() gives while a checkpoint is written: all ranks have made it, and one of them writes it."""
+    file: Path | None = None
+    """Of a checkpoint that is being loaded: beside it may be this rank's share."""
 
     def step(self, closure: Any = None) -> None:
         """As AcceleratedOptimizer.step. Whether the step was left out is known afterwards, with or without a scaler."""
@@ -116,6 +123,12 @@ class StepsTogether:
     def state_dict(self) -> dict[str, Any]:
         """As of the optimizer: collective, unless a checkpoint is being written."""
         return self.optimizer.state_dict() if self.collected is None else self.collected
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of the optimizer; of a checkpoint with shares this rank's own."""
+        if self.file is not None:
+            state_dict = own_state(self.file, state_dict, self.optimizer)
+        self.optimizer.load_state_dict(state_dict)
 
 
 class LocalGradients:
@@ -210,9 +223,27 @@ class LocalGradients:
             bring_together(prepared.optimizer)
         return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerator.load_state; each rank its own share where there are some (thinwire.integrations.shares)."""
+        try:
+            super().load_state(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for prepared in self._optimizers:
+                prepared.file = None
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As Accelerator.unscale_gradients."""
         super().unscale_gradients(optimizer)  # type: ignore[misc]
+
+    def _save_shares(self, models: Any, weights: Any, folder: str) -> None:
+        """Called by save_state() with the folder that it writes to."""
+        for index, prepared in enumerate(self._optimizers):
+            write_share(Path(folder, _file_name(index)), prepared.optimizer)
+
+    def _find_shares(self, models: Any, folder: str) -> None:
+        """Called by load_state() with the folder that it reads."""
+        for index, prepared in enumerate(self._optimizers):
+            prepared.file = Path(folder, _file_name(index))
 
     def _clipped(self, given: list[Tensor], norm_type: float) -> Any:
         """The prepared optimizer that steps these parameters; None where none of ours has any of them."""
@@ -292,6 +323,11 @@ def refuse_other_ranks(optimizer: FlatOptimizer[Any], num_processes: int) -> Non
             f"{optimizer.group.size}: make the Accelerator (or TrainingArguments) first, which joins the processes, "
             "then the optimizer; on CPUs say cpu=True (use_cpu=True)"
         )
+
+
+def _file_name(index: int) -> str:
+    """What Accelerate calls the file of an optimizer."""
+    return f"optimizer_{index}.bin" if index else "optimizer.bin"
 
 
 def _refuse_other_engines(accelerator: Any) -> None:

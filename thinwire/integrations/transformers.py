@@ -13,23 +13,30 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.integrations import accelerate
 from thinwire.integrations.accelerate import bring_together, mixed, own_optimizer
+from thinwire.integrations.shares import write_share
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.variance.warmup import WarmupOptimizer
 
 logger = logging.getLogger(__name__)
 
+FILE = "optimizer.pt"
+"""What Trainer calls the optimizer's file."""
+
 OVERRIDDEN = (
     "_clip_grad_norm",
     "_finalize_training",
     "_get_grad_norm",
+    "_load_optimizer_and_scheduler",
     "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
     "create_accelerator_and_postprocess",
     "create_optimizer",
     "evaluation_loop",
@@ -129,6 +136,19 @@ class TrainsTogether:
         with self._collected():
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As Trainer; with saves="rank" each rank its share (thinwire.integrations.shares)."""
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        write_share(Path(output_dir, FILE), self.optimizer.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As Trainer; where a checkpoint has shares, each rank its own."""
+        self.optimizer.file = None if checkpoint is None else Path(checkpoint, FILE)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        finally:
+            self.optimizer.file = None
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer; save_model() on one rank writes what all ranks hold."""
         self._bring_together()
@@ -144,7 +164,7 @@ class TrainsTogether:
         """Inside, the optimizer's state_dict() is one that all ranks have made, and needs none of them."""
         ours = own_optimizer(self.optimizer)
         assert ours is not None
-        if self.args.save_only_model:
+        if self.args.save_only_model or ours.saves == "rank":
             bring_together(ours)
             yield
             return
@@ -245,5 +265,5 @@ def _refuse_arguments(trainer: Any) -> None:
     if args.world_size > 1 and args.enable_jit_checkpoint:
         raise ValueError(
             "TrainingArguments(enable_jit_checkpoint=True): each rank saves when its own signal comes, perhaps at "
-            "another step, and a checkpoint needs all ranks: use save_steps"
+            "another step, and a checkpoint is of one step of all ranks: use save_steps"
         )
