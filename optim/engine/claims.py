@@ -86,7 +86,8 @@ def found_around(optimizer: torch.optim.Optimizer, *, alone: bool, knows_model: 
     if not alone and any(not _keeps_gradients_local(ddp) for ddp in holding):
         lines.append(
             "ddp_left_in: DistributedDataParallel wraps this optimizer's model, so gradients cross the wire twice, in "
-            "full: leave `DistributedDataParallel(model)` out; where a trainer insists on it, call "
+            "full: leave `DistributedDataParallel(model)` out; in transformers.Trainer and Accelerate say "
+            "with_thinwire(...) (docs/integrations.md); where another trainer insists on it, call "
             "thinwire.integrations.ddp.keep_gradients_local(model) before the optimizer is made"
         )
     for name in _others(optimizer, optimizers, ours):

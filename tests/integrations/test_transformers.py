@@ -189,6 +189,7 @@ ours.train()
 told["normed"] = {
     "apart": (weights(theirs) - weights(ours)).abs().max().item(),
     "frozen": everywhere(ours.model.fixed.weight),
+    "mean_everywhere": everywhere(ours.model.norm.running_mean),
     "mean_apart": (theirs.model.norm.running_mean - ours.model.norm.running_mean).abs().max().item(),
 }
 
@@ -316,6 +317,7 @@ def test_what_nobody_trains_is_rank_0s(told):
     assert here["frozen"]
     assert here["apart"] < 1e-5
     assert here["mean_apart"] < 1e-5
+    assert here["mean_everywhere"]
 
 
 @pytest.mark.parametrize(

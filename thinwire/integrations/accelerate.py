@@ -52,10 +52,10 @@ def with_thinwire(accelerator: Any) -> Any:
             f"this Accelerator has prepared {len(accelerator._models)} models and {len(accelerator._optimizers)} "
             "optimizers: call with_thinwire(accelerator) before accelerator.prepare(...)"
         )
-    return keep_gradients_local(accelerator)
+    return leave_unwrapped(accelerator)
 
 
-def keep_gradients_local(accelerator: Any) -> Any:
+def leave_unwrapped(accelerator: Any) -> Any:
     """As with_thinwire, for one that may have prepared a model to evaluate it. Raises: ValueError."""
     if isinstance(accelerator, LocalGradients):
         return accelerator

@@ -70,7 +70,7 @@ def with_thinwire(trainer: Any, optimizer_class: type[FlatOptimizer[Any]] | None
         )
     _refuse_arguments(trainer)
     _refuse_other_optimizers(trainer, optimizer_class, settings)
-    accelerate.keep_gradients_local(trainer.accelerator)
+    accelerate.leave_unwrapped(trainer.accelerator)
     trainer._thinwire_class, trainer._thinwire_settings = optimizer_class, dict(settings)
     return mixed(trainer, TrainsTogether)
 
@@ -90,7 +90,7 @@ class TrainsTogether:
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer; a search of hyperparameters makes an accelerator for each trial."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerate.keep_gradients_local(self.accelerator)
+        accelerate.leave_unwrapped(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer, of the class that was asked for, over Trainer's groups. Collective at first."""
@@ -185,10 +185,15 @@ class TrainsTogether:
             {"params": [pair for pair in trained if pair[0] in decayed], "weight_decay": self.args.weight_decay},
             {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
         ]
-        settings = {**self._defaults(optimizer_class), **self._thinwire_settings}
+        settings = {"model": self._with_buffers(model), **self._defaults(optimizer_class), **self._thinwire_settings}
         made = optimizer_class([group for group in groups if group["params"]], **settings)
-        logger.info("optimizer_made class=%s ranks=%d settings=%s", optimizer_class.__name__, made.group.size, settings)
+        told = {name: value for name, value in settings.items() if name != "model"}
+        logger.info("optimizer_made class=%s ranks=%d settings=%s", optimizer_class.__name__, made.group.size, told)
         return made
+
+    def _with_buffers(self, model: Any) -> Any:
+        """The model whose buffers are to be rank 0's, as under DDP; None where Trainer was told not to."""
+        return None if self.args.ddp_broadcast_buffers is False else model
 
     def _defaults(self, optimizer_class: type[FlatOptimizer[Any]]) -> dict[str, Any]:
         """What TrainingArguments say, as keywords of the class."""
