@@ -71,6 +71,10 @@ class FlatSpace:
         self._shown = [_alone(view) for view in self._gradients]
         self._untouched = [-1] * len(self.tensors)
         """Version of the gradient shown when it was set to zero; -1, which none has, where it is not."""
+        self._taken = [-1] * len(self.tensors)
+        """Version of the gradient shown when it was taken last."""
+        self.quiet: list[int] = []
+        """Which tensors had got no gradient when gather_gradients was called last, since they were taken before."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
         self._shared: set[int] = set()
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
@@ -102,14 +106,7 @@ class FlatSpace:
         which are swapped out and back leave the master as it was. What is written through `param.data` cannot be seen.
         Does not wait for the device. Raises: ValueError for another dtype, shape or device; then nothing is taken.
         """
-        for tensor, dtype, view in zip(self.tensors, self._dtypes, self._parameters, strict=True):
-            param = tensor.param
-            if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
-                raise ValueError(
-                    f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
-                    f"{param.dtype} {tuple(param.shape)} on {param.device}; move and convert the model first, then "
-                    "make the optimizer"
-                )
+        self.refuse_changed()
         low = set(self._low)
         for index, (tensor, view) in enumerate(zip(self.tensors, self._parameters, strict=True)):
             param = tensor.param
@@ -125,6 +122,17 @@ class FlatSpace:
                 same = view.to(param.dtype) == param
                 view.copy_(torch.where(same, view, param.to(view.dtype)))
                 self._written[index] = _identity(param)
+
+    def refuse_changed(self) -> None:
+        """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
+        for tensor, dtype, view in zip(self.tensors, self._dtypes, self._parameters, strict=True):
+            param = tensor.param
+            if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
+                raise ValueError(
+                    f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
+                    f"{param.dtype} {tuple(param.shape)} on {param.device}; move and convert the model first, then "
+                    "make the optimizer"
+                )
 
     def doubt_parameters(self) -> None:
         """Let take_changes look at every low-precision parameter, also at those written through `param.data`."""
@@ -158,30 +166,38 @@ class FlatSpace:
         done: which tensors' are there already, or are read elsewhere, and are left; none by default.
         Raises: ValueError, naming the parameter; then nothing is modified.
         """
-        self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
+        self.quiet = self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
 
     @torch.no_grad()
-    def take_gradients(self, indices: Sequence[int]) -> None:
-        """As gather_gradients, of these tensors. Raises: ValueError, naming the parameter."""
+    def take_gradients(self, indices: Sequence[int]) -> list[int]:
+        """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one."""
         for i in indices:
             grad = self.tensors[i].param.grad
             if grad is not None:
+                if grad.shape != self._gradients[i].shape:
+                    self.refuse_changed()
                 refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
-        missing, into, foreign = [], [], []
+        missing, into, foreign, quiet = [], [], [], []
         for i in indices:
             grad, view = self.tensors[i].param.grad, self._gradients[i]
             if grad is None:
                 missing.append(view)
+                quiet.append(i)
                 self._untouched[i] = self._shown[i]._version
             elif not _is_same(grad, view):
                 into.append(view)
                 foreign.append(grad if grad.layout == torch.strided else grad.to_dense())
                 self._untouched[i] = -1
+            elif grad is self._shown[i] and grad._version == self._taken[i]:
+                quiet.append(i)
         if missing:
             torch._foreach_zero_(missing)
         if foreign:
             torch._foreach_copy_(into, foreign)
         self._show_gradients(indices)
+        for i in indices:
+            self._taken[i] = self._shown[i]._version
+        return quiet
 
     @property
     def is_untouched(self) -> bool:
@@ -228,6 +244,8 @@ class FlatSpace:
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
             if param.dtype == view.dtype:
+                if param.shape != view.shape:
+                    self.refuse_changed()
                 if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
                 param.grad = self._shown[i]

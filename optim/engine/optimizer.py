@@ -29,6 +29,7 @@ from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
+from thinwire.optim.engine.orphans import Holders
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
@@ -77,6 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.steps_skipped = 0
         self._scaled: bool | None = None  # not known before a step
         self._steps_without_gradient = 0  # in a row, on this rank
+        self._holders = Holders()
         self._step = torch.zeros(())
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -253,6 +255,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
         return True
 
+    @torch._disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
@@ -278,6 +281,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Inside, a backward only adds to gradients: for all micro-steps but the last. Only overlap needs it."""
         return self.overlap.suspended()
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
 
@@ -535,4 +539,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if self._steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
         self.space.gather_gradients(self.overlap.taken)
+        if self.space.quiet:
+            own = [self.state, *(group["params"] for group in self.param_groups)]
+            self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], own)
         unscale_(self.space.g_N, self)

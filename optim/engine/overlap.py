@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.comm.errors import CommError
 from thinwire.comm.layout import Span
@@ -53,8 +52,12 @@ class _Round:
 
 logger = logging.getLogger(__name__)
 
-_owners = WeakTensorKeyDictionary()
-"""The Overlap that a parameter's hooks belong to, weakly: a new optimizer takes the parameters over."""
+_owners: dict[int, weakref.ref[Overlap]] = {}
+"""By the id of a parameter the Overlap that its hooks belong to, weakly: a new optimizer takes the parameters over.
+
+By id, because torch swaps no tensor that a weak reference is kept of (torch.utils.swap_tensors). An Overlap holds its
+parameters, so no other tensor gets an id before the entry is dead.
+"""
 
 
 class Overlap:
@@ -81,9 +84,9 @@ class Overlap:
         self._suspended = 0
         self._handles: list[RemovableHandle] = []
         for tensor in space.tensors:
-            owner = _owners.get(tensor.param)  # type: ignore[no-untyped-call]
-            if owner is not None and owner() is not None:
-                owner().close()
+            owner = _owners.pop(id(tensor.param), lambda: None)()
+            if owner is not None:
+                owner.close()
         if hooks:
             self._watch()
 
@@ -177,6 +180,7 @@ class Overlap:
 
     def _watch(self) -> None:
         mine = weakref.ref(self)  # hooks live as long as the parameter
+        weakref.finalize(self, _forget, [id(tensor.param) for tensor in self._space.tensors], mine).atexit = False
         for index, tensor in enumerate(self._space.tensors):
             self._handles += [
                 tensor.param.register_hook(partial(_before, mine, index)),  # type: ignore[no-untyped-call]
@@ -184,7 +188,7 @@ class Overlap:
                     partial(_after, mine, index)
                 ),
             ]
-            _owners[tensor.param] = mine
+            _owners[id(tensor.param)] = mine
 
     def _refuse_second(self, here: _Round, index: int) -> None:
         if not any(t.param.grad is not None for t, ready in zip(self._space.tensors, here.ready, strict=True) if ready):
@@ -209,6 +213,7 @@ class Overlap:
         elif not here.missing_K[here.num_launched]:
             self._launch_ready(here, here.exchange)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _open(self) -> _Round:
         begin = self._begin()
@@ -226,6 +231,7 @@ class Overlap:
         self._round.exchange = None if isinstance(found, str) else found
         return self._round
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
         while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
@@ -250,6 +256,12 @@ class Overlap:
 def _identity(grad: Tensor | None) -> tuple[int, int]:
     """Changes when the gradient's memory is replaced or written."""
     return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
+
+
+def _forget(params: list[int], owner: weakref.ref[Overlap]) -> None:
+    for param in params:
+        if _owners.get(param) is owner:
+            del _owners[param]
 
 
 def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:

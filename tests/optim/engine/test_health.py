@@ -149,8 +149,11 @@ def test_the_automatic_warmup_tells_its_ratio_until_it_ends():
 
 
 def test_floored_elements_and_skipped_rounds_are_told():
+    models = []
+
     def make(params, group):
         params.append(torch.nn.Parameter(torch.zeros(64)))  # never gets a gradient
+        models.append(params)
         return ZeroOneAdam(params, lr=1e-2, var_freeze_step=2, local_step_scaler=2, group=group)
 
     def of_the_three(params, group):

@@ -119,7 +119,8 @@ def test_rows_of_a_sparse_gradient_train_as_dense_ones_do(overlap):
 def test_a_step_without_a_gradient_says_what_to_look_at_and_the_second_is_refused(caplog):
     def work(group):
         net = network()
-        optimizer = Adam(net.parameters(), lr=0.1, group=group)
+        held = list(net.parameters())  # by somebody else than the optimizer, which could not tell otherwise
+        optimizer = Adam(held, lr=0.1, group=group)
         net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}, assign=True)  # new Parameters
         optimizer.zero_grad()
         loss_of(net, inputs(1, group.rank)).backward()
