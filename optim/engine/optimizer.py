@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
@@ -255,7 +256,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
         return True
 
-    @torch._disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
+    @_disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective: every rank calls it. After a full exchange p.grad holds the mean gradient.
@@ -281,7 +282,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """Inside, a backward only adds to gradients: for all micro-steps but the last. Only overlap needs it."""
         return self.overlap.suspended()
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the flat gradient. Gradients stay views of it, whatever `set_to_none` says: backward adds into them.
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError
@@ -213,7 +214,7 @@ class Overlap:
         elif not here.missing_K[here.num_launched]:
             self._launch_ready(here, here.exchange)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
     def _open(self) -> _Round:
         begin = self._begin()
@@ -231,7 +232,7 @@ class Overlap:
         self._round.exchange = None if isinstance(found, str) else found
         return self._round
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
         while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
