@@ -25,6 +25,7 @@ import uvicorn
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.service.auth import TokenFileError
 from thinwire.service.config import Settings
+from thinwire.service.connections import BoundedConnection, raise_file_limit
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
@@ -65,8 +66,10 @@ def serve(
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
             except OSError as error:
                 raise ServeRefused(unusable_home(settings.home, error)) from error
+            BoundedConnection.most = raise_file_limit()
             config = uvicorn.Config(
                 app,
+                http=BoundedConnection,
                 log_config=None,
                 access_log=False,
                 lifespan="on",
@@ -179,7 +182,7 @@ def _bind(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(128)
+            listener.listen(2048)
         except BaseException:
             listener.close()
             raise
