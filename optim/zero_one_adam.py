@@ -219,6 +219,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         weight_decay: float = 0.0,
         *,
         var_freeze_step: int | None = None,
+        dense_steps: int | None = None,
         var_update_scaler: int = 16,
         local_step_scaler: int | None = None,
         local_step_clipper: int = 16,
@@ -237,7 +238,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         super().__init__(
-            params, adam_defaults(lr, betas, eps, weight_decay), var_freeze_step=var_freeze_step, **options
+            params,
+            adam_defaults(lr, betas, eps, weight_decay),
+            var_freeze_step=var_freeze_step,
+            dense_steps=dense_steps,
+            **options,
         )
 
     def begin(self) -> None:
@@ -279,6 +284,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             gradient_stage=self.settings.gradient_stage,
             aligned=self.settings.aligned,
             warmup_from=self.warmup_from,
+            dense_until=self.dense_until,
+            bias_correction=self.settings.bias_correction,
         )
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -291,7 +298,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if plan.momentum is Wire.COMPRESSED:
             self._sync_step(plan, groups, rounds)
         elif plan.gradient is not Wire.LOCAL:
-            self._gradient_step(plan, groups)
+            (self._gradient_step if self.settings.gradient_stage else self._dense_step)(plan, groups)
         else:
             if self.at_sync:
                 self.vectors.x_s_N.copy_(self.space.p_N)
@@ -497,6 +504,18 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
         if plan.update_variance and not early:
             self.update_variance(groups)
+
+    def _dense_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+        """A step of Adam on the mean gradient. Error memory, if a resumed run has any, waits for the first sync."""
+        s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
+        self.mean_gradient_()
+        for h in groups:
+            p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
+            adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
+        self.count_update()
+        if step >= self.dense_until or plan.freeze_variance:
+            self.derive_divisor(groups)  # read by the next step; in a dense one by nobody
+        self.saved["last_sync"] = step
 
     def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """A step of DeepSpeed's first stage: Adam under a stale variance, on a gradient that all ranks agree on."""

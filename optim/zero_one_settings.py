@@ -38,6 +38,7 @@ class ZeroOneSettings:
     floor: under the v of every step. slowest_fall: S of a sync is at least this part of the divisor before.
     longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.
+    dense_start: the first steps are Adam's, dense_steps of them (optim.variance.when_to_freeze), where none are given.
     gradient_stage: until the freeze there are no local steps; the gradient is exchanged, in full where v is updated,
     in one bit elsewhere, and m and x are Adam's. deliver_errors: its error memory goes into the gradient of its last
     step; else it is dropped.
@@ -53,6 +54,7 @@ class ZeroOneSettings:
     slowest_fall: float = 0.95
     longest_step: float = 4.0
     decay: Decay = Decay.OF_SUM
+    dense_start: bool = True
     gradient_stage: bool = False
     deliver_errors: bool = True
     aligned: bool = False
@@ -72,6 +74,7 @@ LITERAL = ZeroOneSettings(
     floor=False,
     slowest_fall=0.0,
     longest_step=inf,
+    dense_start=False,
     scales=Scales.WHOLE,
 )
 """Lu et al. 2022, Alg. 1. Weight decay, which it does not have, is ours."""
@@ -82,6 +85,7 @@ DEEPSPEED = ZeroOneSettings(
     slowest_fall=0.0,
     longest_step=inf,
     decay=Decay.IN_SUM,
+    dense_start=False,
     gradient_stage=True,
     deliver_errors=False,
     aligned=True,

@@ -114,6 +114,8 @@ def zero_one_adam_plan(
     gradient_stage: bool = False,
     aligned: bool = False,
     warmup_from: int = 0,
+    dense_until: int = 0,
+    bias_correction: bool = True,
 ) -> StepPlan:
     """0/1 Adam: a sync at every step while the variance still moves, then every `interval` steps after the last one.
 
@@ -121,14 +123,19 @@ def zero_one_adam_plan(
     every step tries. frozen_at decides, as in 1-bit Adam. Every step of T_v is a sync.  [Lu et al. 2022, Alg. 1]
     gradient_stage: while the variance moves it is the gradient that is exchanged, at every step: in full where the
     variance is updated, in one bit elsewhere. aligned: both schedules count as DeepSpeed does.
-    warmup_from: the step after which a second warm-up began; T_v is counted from there.
+    dense_until: up to this step, and not after the freeze, a step is Adam's on the mean gradient; T_v is counted from
+    there. bias_correction: of m and v in those.
+    warmup_from: the step after which a second warm-up began; T_v is counted from there, and no step of it is dense.
     """
     if frozen_at is not None:
         due = (step + 1) % interval == 0 if aligned else step - last_sync >= interval
         sync = Wire.COMPRESSED if due else Wire.LOCAL
         return StepPlan(Phase.COMPRESSED, Wire.LOCAL, sync, update_variance=False, bias_step=None)
+    if step <= dense_until and not warmup_from:
+        t = variance_updates + 1 if bias_correction else None
+        return StepPlan(Phase.WARMUP, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=t, freeze_variance=freeze)
     is_update = is_aligned_variance_step if aligned else is_variance_step
-    update = variance_updates == 0 or is_update(step - warmup_from, var_update_scaler)
+    update = variance_updates == 0 or is_update(step - (warmup_from or dense_until), var_update_scaler)
     elsewhere = Wire.COMPRESSED if gradient_stage else Wire.LOCAL
     return StepPlan(
         Phase.WARMUP,

@@ -256,7 +256,8 @@ class ReferenceZeroOneAdam:
     Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
     1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
     slowest_fall: S is taken as at least this part of the divisor of the last sync. longest_step: what a sync gives out
-    moves no element of x by more than this times that divisor. skip_idle: lr = 0 leaves m alone.
+    moves no element of x by more than this times that divisor. skip_idle: lr = 0 leaves m alone. dense_steps: up to
+    this step, and not after the freeze, a step is Adam's on the mean gradient, m and v corrected.
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
@@ -281,6 +282,7 @@ class ReferenceZeroOneAdam:
         slowest_fall: float = 0.0,
         longest_step: float = float("inf"),
         skip_idle: bool = False,
+        dense_steps: int = 0,
         decay_in_sum: bool = False,
         gradient_stage: int = 0,
     ) -> None:
@@ -294,12 +296,15 @@ class ReferenceZeroOneAdam:
         self.eps_outside, self.fresh = eps_outside, fresh
         self.slowest_fall, self.longest_step, self.skip_idle = slowest_fall, longest_step, skip_idle
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
-        self.decay_in_sum, self.gradient_stage = decay_in_sum, gradient_stage
+        self.decay_in_sum, self.gradient_stage, self.dense_steps = decay_in_sum, gradient_stage, dense_steps
         self.t = self.variance_updates = 0
 
     def step(self, gradients: Sequence[Vectors]) -> None:
         """One step of every worker. Source: Lu et al. 2022, Alg. 1; there v is used before it is updated."""
         self.t += 1
+        if self.t <= min(self.dense_steps, self.freeze_at or self.t):
+            self.dense_step(gradients)
+            return
         first = self.fresh is Fresh.ALWAYS or (self.fresh is Fresh.AT_FIRST and not self.variance_updates)
         if first and self.variance_step(self.t):
             self.update_variance(gradients)
@@ -311,6 +316,21 @@ class ReferenceZeroOneAdam:
                 self.synchronize()
         if not first and self.variance_step(self.t):
             self.update_variance(gradients)
+        self._freeze_if_due()
+
+    def dense_step(self, gradients: Sequence[Vectors]) -> None:
+        """Adam, on every worker alike."""
+        self.update_variance(gradients)
+        for at, (h, g) in enumerate(zip(self.hyper, mean_gradient(gradients), strict=True)):
+            m = h.betas[0] * self.m[0][at] + (1 - h.betas[0]) * g
+            b1, b2 = (1 - b**self.t if self.bias_correction else 1.0 for b in h.betas)
+            move = (m / b1) / ((self.v[at] / b2).sqrt() + h.eps) + h.weight_decay * self.x_s[at]
+            self.x_s[at] = self.x_s[at] - h.lr * move
+            for own_x, own_m in zip(self.x, self.m, strict=True):
+                own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
+        self._freeze_if_due()
+
+    def _freeze_if_due(self) -> None:
         if self.t == self.freeze_at:
             self.v, self.bias_correction, self.floor = self._used_variance(), False, None
 

@@ -108,10 +108,20 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         defaults: dict[str, Any],
         *,
         var_freeze_step: int | None = None,
+        dense_steps: int | None = None,
         **options: Unpack[CompressedOptions[ZeroOneSettings]],
     ) -> None:
         of_run = options.get("total_steps"), options.get("lr_warmup_steps")
         self.freeze = VarianceFreeze(defaults["betas"][1], var_freeze_step, *of_run)
+        if dense_steps is not None and (type(dense_steps) is not int or dense_steps < 0):
+            raise ValueError(f"dense_steps = {dense_steps!r}: must be a whole number, at least 0, or None")
+        chosen = options.get("settings") or (DEEPSPEED if options.get("parity") else OURS)
+        if dense_steps and chosen.gradient_stage:
+            raise ValueError(
+                f"dense_steps = {dense_steps}: must be 0 or None with a gradient stage, which parity has: it exchanges "
+                "gradients from the first step on in a way of its own"
+            )
+        self.dense_steps = dense_steps
         super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED, **options)
 
     def begin(self) -> None:
@@ -160,6 +170,14 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.derive_divisor(groups)
 
     @property
+    def dense_until(self) -> int:
+        """The last step of the dense start, counted from 1; the freeze may come before it. 0: there is none."""
+        if self.dense_steps is not None:
+            return self.dense_steps
+        own = self.settings.dense_start and not self.settings.gradient_stage  # which is a dense start of its own kind
+        return self.freeze.dense_steps if own else 0
+
+    @property
     def updates_early(self) -> bool:
         """Is the next update of v used in its own step?"""
         return self.variance.is_early(self.saved["variance_updates"])
@@ -169,8 +187,12 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         v_N = self.vectors.v_N
         for h in groups:
             adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
-        self.saved["variance_updates"] += self.variance.counts(v_N, self.saved["variance_updates"])
+        self.count_update()
         self.derive_divisor(groups)
+
+    def count_update(self) -> None:
+        """v has been updated."""
+        self.saved["variance_updates"] += self.variance.counts(self.vectors.v_N, self.saved["variance_updates"])
 
     def derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
         """d <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
@@ -200,7 +222,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse a run of other settings. Raises: ValueError."""
-        theirs, mine = saved["settings"], self.settings.plain()
+        mine = self.settings.plain()
+        theirs = {"dense_start": mine["dense_start"], **saved["settings"]}  # those of before it was a setting
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 

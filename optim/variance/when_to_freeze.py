@@ -186,6 +186,12 @@ class VarianceFreeze:
         """W, in steps."""
         return VarianceStability(self.beta2, self.total_steps).window
 
+    @property
+    def dense_steps(self) -> int:
+        """Steps of Adam at the beginning of 0/1 Adam: as many as v remembers, or a tenth of the run."""
+        longest = memory_steps(self.beta2)
+        return longest if self.total_steps is None else min(max(self.total_steps // 10, FEWEST_STEPS), longest)
+
     def reason(self, step: int, lr_rose_at: int) -> FrozenBy | None:
         """Why to freeze after `step` (from 1), or None. lr_rose_at: the last step, up to this one, at which it rose."""
         if self.var_freeze_step is not None:

@@ -137,6 +137,11 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
         "auto",
         description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup",
     )
+    dense_steps: Whole | None = Field(
+        None,
+        ge=0,
+        description="first steps, which are Adam's and uncompressed; null: a tenth of the run, at most 1 / (1 - beta2)",
+    )
     var_update_scaler: Whole = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
     local_step_scaler: Whole | None = Field(
         None, ge=1, description="steps after which the gap between syncs doubles; null: it follows the learning rate"

@@ -45,6 +45,7 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     if name == "zero_one_adam":
         given.update(
             var_freeze_step=warmup,
+            dense_steps=0,
             var_update_scaler=VAR_UPDATE_SCALER,
             local_step_scaler=LOCAL_STEP_SCALER,
             local_step_clipper=LOCAL_STEP_CLIPPER,

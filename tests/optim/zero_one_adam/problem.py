@@ -9,7 +9,8 @@ from thinwire.optim import ZeroOneAdam
 SIZES = (1, 2, 3, 4, 8)
 FREEZE = 6
 COUNTED = {"local_step_scaler": 6, "local_step_clipper": 4}  # intervals 1, 2, 4 from steps 7, 13, 19
-HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "var_freeze_step": FREEZE, "var_update_scaler": 2}
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "var_freeze_step": FREEZE, "var_update_scaler": 2, "dense_steps": 0}
+"""Without a dense start, which has its own tests: what comes after it is the same from the first step on."""
 
 
 def small_model(seed):

@@ -104,7 +104,13 @@ def trained(size, silent, scaler=3, **given):
 
     def make(parameters, group):
         optimizer = ZeroOneAdam(
-            in_groups(parameters), group=group, block=BLOCK, var_update_scaler=scaler, **SCHEDULE, **given
+            in_groups(parameters),
+            group=group,
+            block=BLOCK,
+            var_update_scaler=scaler,
+            dense_steps=0,
+            **SCHEDULE,
+            **given,
         )
         if group.rank == 0:
             made["space"], made["parameters"] = optimizer.space, parameters

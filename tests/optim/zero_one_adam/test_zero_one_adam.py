@@ -15,9 +15,9 @@ from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.optim.zero_one_settings import OURS
 
 
-@every_value({"size": SIZES, "weight_decay": (0.0, 0.1)})
+@every_value({"size": SIZES, "weight_decay": (0.0, 0.1), "dense": (0, 3, FREEZE + 1)})
 @pytest.mark.law
-def test_follows_the_reference_in_float64(size, weight_decay):
+def test_follows_the_reference_in_float64(size, weight_decay, dense):
     """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
     steps = 40
 
@@ -29,7 +29,7 @@ def test_follows_the_reference_in_float64(size, weight_decay):
         return 0.0 if idle else 1e-2 * (step / 6 if step <= 6 else 1.0 if step <= 18 else 0.3) / (1 + at)
 
     def work(group):
-        model, optimizer = make(group, weight_decay=weight_decay, params=two_groups)
+        model, optimizer = make(group, weight_decay=weight_decay, params=two_groups, dense_steps=dense)
         start, gradients, seen = [p.detach().clone() for p in model.parameters()], [], []
         for step in range(1, steps + 1):
             for at in (0, 1):
@@ -57,7 +57,8 @@ def test_follows_the_reference_in_float64(size, weight_decay):
         size,
         [Hyper(0.0, HYPER["betas"], 1e-8, weight_decay / (1 + at)) for at in (0, 0, 1, 1)],
         sync_step=syncs.__contains__,
-        variance_step={1, 2, 3, 5}.__contains__,
+        variance_step={dense + at for at in (1, 2, 3, 5) if dense + at <= FREEZE}.__contains__,
+        dense_steps=dense,
         exchange=TwoPhase(units, units) if size > 1 else exact_mean,
         eps_outside=True,
         fresh=Fresh.AT_FIRST,

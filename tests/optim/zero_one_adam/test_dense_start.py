@@ -1,0 +1,158 @@
+"""0/1 Adam: its first steps are Adam's, dense_steps of them; then it goes on from that momentum and that variance."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.optim.zero_one_adam.problem import MODELS, backward, bits, make, synced, train
+from thinwire.comm import run_threads
+from thinwire.comm.errors import NonFiniteInput
+from thinwire.optim import Adam, ZeroOneAdam
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL
+
+DENSE = 8
+GIVEN = {"dense_steps": DENSE, "var_freeze_step": 14}
+
+
+def adam(group, dtype=torch.float32, **settings):
+    model = copy.deepcopy(MODELS[0]).to(dtype)
+    return model, Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.99), group=group, **settings)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.law
+def test_the_dense_start_is_adam_bit_for_bit_in_numbers_and_in_bytes(size):
+    def work(group):
+        settings = {"weight_decay": 0.1, "max_grad_norm": 0.5}
+        made = [adam(group, **settings), make(group, torch.float32, **GIVEN, **settings)]
+        for step in range(1, DENSE + 1):
+            sent = []
+            for model, optimizer in made:
+                optimizer.param_groups[0]["lr"] = 1e-2 * step / DENSE
+                before = group.stats.sent_bytes
+                train(model, optimizer, 1, group.rank)
+                sent.append(group.stats.sent_bytes - before)
+            (_, dense), (_, ours) = made
+            assert bits(ours.space.p_N, ours.vectors.m_N, ours.vectors.v_N).equal(
+                bits(dense.space.p_N, dense.vectors.m_N, dense.vectors.v_N)
+            )
+            assert sent[0] == sent[1]
+            assert ours.at_sync
+        for model, optimizer in made:
+            train(model, optimizer, 3, group.rank)
+        assert not torch.equal(made[0][1].space.p_N, made[1][1].space.p_N)
+
+    run_threads(size, work)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 100),
+        ({"total_steps": 400}, 40),
+        ({"total_steps": 30}, 10),
+        ({"total_steps": 10**6}, 100),
+        ({"dense_steps": 0}, 0),
+        ({"dense_steps": 3, "total_steps": 400}, 3),
+        ({"settings": LITERAL}, 0),
+        ({"parity": "deepspeed"}, 0),
+        ({"settings": LITERAL, "dense_steps": 5}, 5),
+    ],
+)
+def test_it_lasts_as_long_as_v_remembers_or_for_a_tenth_of_the_run_and_not_in_the_papers_settings(settings, expected):
+    model = copy.deepcopy(MODELS[0])
+    assert ZeroOneAdam(model.parameters(), betas=(0.9, 0.99), **settings).dense_until == expected
+
+
+def test_variance_steps_are_counted_from_its_end_and_a_freeze_ends_it():
+    _, optimizer = make(var_freeze_step=100, var_update_scaler=2, dense_steps=20)
+    optimizer.saved["variance_updates"] = 20
+    updated = [step for step in range(1, 52) if optimizer.plan(step).update_variance]
+    assert updated == [*range(1, 21), 21, 22, 23, 25, 27, 31, 35, 43, 51]
+    model, optimizer = make(var_freeze_step=5, dense_steps=20)
+    train(model, optimizer, 6, rank=0)
+    assert optimizer.frozen_at == 5
+    assert optimizer.stats()["num_syncs"] == 1
+
+
+@pytest.mark.parametrize(("saved_at", "new"), [(3, 2), (DENSE, 2), (5, 3)])
+def test_a_run_saved_in_its_dense_start_goes_on_as_the_one_that_did_not_stop(saved_at, new):
+    def save(group):
+        model, optimizer = make(group, torch.float32, **GIVEN)
+        train(model, optimizer, saved_at, group.rank)
+        state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        train(model, optimizer, 20, group.rank)
+        return state, weights, optimizer.space.p_N
+
+    saved = run_threads(2, save)
+
+    def load(group):
+        model, optimizer = make(group, torch.float32, seed=1, **GIVEN)
+        model.load_state_dict(saved[0][1])
+        optimizer.load_state_dict(saved[0][0])
+        train(model, optimizer, 20, group.rank)
+        return optimizer.space.p_N, synced(optimizer), optimizer.saved["variance_updates"]
+
+    results = run_threads(new, load)
+    for rank, (p_N, is_sync, updates) in enumerate(results):
+        assert updates >= DENSE
+        if new == 2:
+            assert torch.equal(p_N, saved[rank][2])
+        elif is_sync:
+            assert torch.equal(p_N, results[0][0])
+
+
+def test_a_nan_in_the_dense_start_stops_all_and_changes_nothing():
+    def work(group):
+        model, optimizer = make(group, torch.float32, **GIVEN)
+        train(model, optimizer, 3, group.rank)
+        s = optimizer.vectors
+        before = bits(optimizer.space.p_N, s.m_N, s.v_N, s.divisor_N), copy.deepcopy(optimizer.saved)
+        backward(model, optimizer, 4, group.rank, factor=float("nan") if group.rank == 1 else 1.0)
+        with pytest.raises(NonFiniteInput, match="rank 1"):
+            optimizer.step()
+        assert torch.equal(bits(optimizer.space.p_N, s.m_N, s.v_N, s.divisor_N), before[0])
+        assert (optimizer.saved, optimizer.num_steps) == (before[1], 3)
+        train(model, optimizer, 12, group.rank)
+        return bits(s.v_N)
+
+    first, second = run_threads(2, work)
+    assert torch.equal(first, second)
+
+
+def test_gradients_of_zero_throughout_the_dense_start_do_no_harm_later():
+    """v is zero everywhere when it ends: the first gradient that is not must give it a scale before it is used."""
+
+    def work(group):
+        model, optimizer = make(group, torch.float32, **GIVEN)
+        for _ in range(DENSE):
+            optimizer.zero_grad()
+            optimizer.step()
+        before = optimizer.space.p_N.clone()
+        for _ in range(4):
+            train(model, optimizer, 1, group.rank)
+        return float((optimizer.space.p_N - before).abs().max())
+
+    assert all(0 < moved < 4 * 10 * 1e-2 for moved in run_threads(2, work))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "auto"])
+def test_a_number_of_dense_steps_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match="dense_steps = "):
+        make(dense_steps=value)
+
+
+def test_a_gradient_stage_has_no_dense_start():
+    with pytest.raises(ValueError, match="dense_steps = 4: must be 0 or None with a gradient stage"):
+        make(settings=DEEPSPEED, dense_steps=4)
+
+
+def test_a_state_of_before_there_was_a_dense_start_loads():
+    model, optimizer = make(dense_steps=0)
+    train(model, optimizer, 9, rank=0)
+    state = optimizer.state_dict()
+    del state["saved"]["settings"]["dense_start"]
+    _, other = make(dense_steps=0)
+    other.load_state_dict(state)
+    assert other.num_steps == 9
