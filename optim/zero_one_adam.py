@@ -14,6 +14,9 @@ sum is u_i / d where u_i decays as x_i does, so x_i = K x_s - u_i / d at every s
 mean, and the mean of x decays exactly once. a x itself never enters u; S decays alike, so u / S is a mean of momenta.
 With Decay.IN_SUM, DeepSpeed's, u_i <- u_i + lr m_i + a d x_i instead, K = 1 and S <- S + lr.
 
+The first steps are Adam's on the mean gradient, dense_steps of them: signs of a momentum that has hardly begun, under
+a variance of a few gradients, cost more loss than they save bytes (benchmarks/zero_one).
+
 The error memory R is in units of u, and d divides after the exchange: a new v leaves it as it is. A sync leaves
 y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons: docs/algorithms.md.
 """
@@ -191,7 +194,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
     the rates that come; total_steps of the run sharpens it (optim.variance.when_to_freeze).
-    var_update_scaler: updates of the variance until the gap between them doubles.
+    dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; the freeze ends them too.
+    None: 1 / (1 - beta2) of them, or a tenth of total_steps where that is fewer, at least 10; with parity or a gradient
+    stage none, nor in the paper's settings. 0: none. A second warm-up (set_global_batch) has none.
+    var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
     fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
     local_step_clipper: the longest interval, steps.
@@ -199,8 +205,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
     its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
-    max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step, and v is of the mean of what they
-    shortened; the mean of all is as short. (In DeepSpeed's first stage: as in CheckedOptions.)
+    max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step but the dense ones, and v is of the
+    mean of what they shortened; the mean of all is as short. In dense steps it is the mean that is shortened, as in Adam.
+    (In DeepSpeed's first stage: as in CheckedOptions.)
     block: values that share a scale, in our settings; scale: the norm that it keeps.
     non_finite, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options); buffers are sent at
     syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.

@@ -45,7 +45,7 @@ def cases(seeds: int) -> Iterator[tuple[Problem, str, bool, int, float]]:
 def table(runs: Sequence[Run]) -> list[str]:
     """A line a problem, a method and a kind of run: means over seeds, and the study's rule on the final loss."""
     lines = [
-        "first: after a tenth of the run; last: at its end; nats. difference: of the last, from Adam's, in per cent of it,",
+        "first: after a tenth of the run; last: at its end; nats. difference: of the last from Adam's, per cent of it,",
         "with the 95 % interval of its mean. ratio: bytes of a ring all-reduce in fp32 over bytes sent",
         "",
         f"{'':5} {'':38} {'first':>6} {'last':>6}  {'difference':>16}  {'verdict':10} {'ratio':>5}",

@@ -1,4 +1,4 @@
-"""The variance of 0/1 Adam: updated at few steps, corrected by the number of its updates, floored, then frozen.
+"""The variance of 0/1 Adam: updated at each step of a dense start, then at few, corrected by the number of its updates, floored, then frozen.
 
     d = sqrt(v_used) + eps     or    sqrt(v_used + eps);    v_used = floor(v / (1 - beta2^updates))
 
@@ -99,7 +99,7 @@ SparseState = TypeVar("SparseState", bound=HasDivisor)
 class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     """A WarmupOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good.
 
-    var_freeze_step: as in VarianceFreeze. options: as in WarmupOptimizer.
+    var_freeze_step, dense_steps: as in VarianceFreeze. options: as in WarmupOptimizer.
     """
 
     def __init__(

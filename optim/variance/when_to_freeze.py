@@ -17,6 +17,8 @@ docs/algorithms.md.
     lr_warmup_steps given        after it, but not before step 10 (or a quarter of the run, where that is shorter)
     neither                      once no group's rate has risen for W steps; after a quarter of the run at the latest
 
+Before it, the dense start of 0/1 Adam: 1 / (1 - beta2) steps, or a tenth of the run where that is fewer, at least 10.
+
 W is the same in both: total_steps / 20, at least 10, at most 1 / (1 - beta2), which it also is where total_steps is not
 known; then there is no latest step either. The variance of 0/1 Adam itself is not asked: it is updated at so few steps
 that a test of it would have to wait for most of the run.
