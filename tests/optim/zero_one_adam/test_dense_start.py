@@ -126,8 +126,8 @@ def test_gradients_of_zero_throughout_the_dense_start_do_no_harm_later():
 
     def work(group):
         model, optimizer = make(group, torch.float32, **GIVEN)
-        for _ in range(DENSE):
-            optimizer.zero_grad()
+        for step in range(1, DENSE + 1):
+            backward(model, optimizer, step, group.rank, factor=0.0)
             optimizer.step()
         before = optimizer.space.p_N.clone()
         for _ in range(4):
