@@ -206,8 +206,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
     its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step but the dense ones, and v is of the
-    mean of what they shortened; the mean of all is as short. In dense steps it is the mean that is shortened, as in Adam.
-    (In DeepSpeed's first stage: as in CheckedOptions.)
+    mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
+    mean that is shortened, as in CheckedOptions.
     block: values that share a scale, in our settings; scale: the norm that it keeps.
     non_finite, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options); buffers are sent at
     syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.

@@ -1,4 +1,4 @@
-"""The variance of 0/1 Adam: updated at each step of a dense start, then at few, corrected by the number of its updates, floored, then frozen.
+"""The variance of 0/1 Adam: updated at each step of a dense start, then at few; corrected, floored, then frozen.
 
     d = sqrt(v_used) + eps     or    sqrt(v_used + eps);    v_used = floor(v / (1 - beta2^updates))
 
