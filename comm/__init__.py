@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.comm.default import default_reducer
-    from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, WireMismatch
+    from thinwire.comm.errors import CallMismatch, CommError, NonFiniteInput, PeerLost, WireMismatch
     from thinwire.comm.exchange.bucketed import BucketedAllReduce
     from thinwire.comm.exchange.error_feedback import ErrorFeedback
     from thinwire.comm.exchange.plain import CompressedAllReduce
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BucketedAllReduce",
+    "CallMismatch",
     "CommError",
     "CompressedAllReduce",
     "ErrorFeedback",
@@ -40,7 +41,7 @@ __all__ = [
 
 _MODULES = {
     "default": ("default_reducer",),
-    "errors": ("CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
+    "errors": ("CallMismatch", "CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
     "exchange.bucketed": ("BucketedAllReduce",),
     "exchange.error_feedback": ("ErrorFeedback",),
     "exchange.plain": ("CompressedAllReduce",),

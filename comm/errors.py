@@ -2,6 +2,7 @@
 
 CommError
 |-- PeerLost         a peer died, or did not answer within the time-out
+|-- CallMismatch     ranks are in different calls, state_dict() and step() say, and would wait for each other for ever
 |-- NonFiniteInput   some rank gave NaN or infinity; every rank raises it alike, nothing was written
 `-- WireMismatch     ranks disagree on what they exchange: layout, codec, dtype or version
 """
@@ -23,6 +24,14 @@ class PeerLost(CommError):
         super().__init__(message)
         self.rank = rank
         self.ranks = ranks or (() if rank is None else (rank,))
+
+
+class CallMismatch(CommError):
+    """Ranks are in different calls, or left one out: the collectives that they wait in will never meet.
+
+    Every rank raises it, in the call that it is in or in its next one. What that call had begun is undone. The group is
+    of no more use.
+    """
 
 
 class NonFiniteInput(CommError):

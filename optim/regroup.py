@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm.calls import calls_of
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine.optimizer import FlatOptimizer
@@ -106,8 +107,12 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     Holds one more vector for each of them until the next step. Raises: PeerLost, and then nothing has changed.
     """
     optimizer.overlap.refuse_between("hand_over")
-    optimizer.prepare_to_save()
-    optimizer.handed_over = {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
+    with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
+        errors = error_memories(optimizer.vectors)
+        if errors:
+            optimizer.refuse_to_be_alone()
+        optimizer.prepare_to_save()
+        optimizer.handed_over = {name: memory.residual() for name, memory in errors.items()}
 
 
 @torch.no_grad()
@@ -129,6 +134,17 @@ def regroup(
     fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
     """
+    with calls_of(group).within("regroup()"):
+        return _regroup(optimizer, group, has_state, bucket_elements, buffers)
+
+
+def _regroup(
+    optimizer: FlatOptimizer[Any],
+    group: Group,
+    has_state: bool,
+    bucket_elements: int | None,
+    buffers: Iterable[Tensor] | None,
+) -> Regrouped:
     device = optimizer.space.p_N.device
     own = _Standing.of(optimizer, has_state)
     all_n = [_Standing.from_text(text) for text in gather_texts(group, own.to_text(), device)]

@@ -46,6 +46,7 @@ from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
+PREPARE_EVERYWHERE = "call prepare_to_save() on every rank, or evaluate where optimizer.at_sync is true"
 DEEPSPEEDS_SCALER = 32678
 """local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
 
@@ -366,6 +367,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         super().prepare_to_save()
         if self.at_sync:
             return
+        with self.calling(f"prepare_to_save() after step {self.num_steps}", PREPARE_EVERYWHERE):
+            self._sync_in_full()
+
+    def _sync_in_full(self) -> None:
+        self.refuse_to_be_alone()
         s = self.vectors
         try:
             u_N, m_N = self._round_means()

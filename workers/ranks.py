@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm import PeerLost, SoloGroup, TorchGroup
+from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
 from thinwire.workers.membership import GenerationOver, JoinTimeout, Member, Seat, Standing, StoreTimeout
@@ -212,18 +213,20 @@ class MembershipDetector:
     def __init__(self, member: Member, seat: Seat) -> None:
         self._member, self._seat = member, seat
         self.left: str | None = None
+        self.calls = Calls()
 
     def leave(self, reason: str) -> None:
         """Tell the membership."""
         self.left = reason
         self._member.fail(reason)
 
-    def find_lost(self, answer_s: float) -> Lost:
+    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
         """Who is gone. The membership may take `answer_s` to find out."""
         self._member.wait_over(answer_s)
-        return Lost({rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank})
+        lost = {rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank}
+        return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
 
-    def watch(self) -> _Look:
+    def watch(self, at: Place = NOWHERE) -> _Look:
         """Look at what the membership has said."""
         return _Look(self._member)
 

@@ -45,6 +45,11 @@ class Birth:
             return f"its process {self.pid} has ended"
         return None
 
+    def told(self) -> str:
+        """What is known of it, in words."""
+        where = "" if self.host and self.host == _host() else ", on another host or in another container"
+        return self.ending() or (f"its process {self.pid}{where}" if where else f"its process {self.pid} runs")
+
 
 def endings(births: dict[int, Birth]) -> dict[int, str]:
     """Of those that are known to have ended, how."""

@@ -5,6 +5,7 @@ Bytes are counted here, where a collective is started.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from thinwire.comm.errors import PeerLost
+from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place
+from thinwire.comm.errors import CallMismatch, PeerLost
 from thinwire.comm.groups.failure_detector import FailureDetector, StoreDetector
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
@@ -35,6 +37,9 @@ _second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
 _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakref.WeakKeyDictionary()
+_unending: list[dist.ProcessGroup] = []
+"""Process groups with collectives that will never end. To let go of one waits for those, until their time-out: so a
+destroy_process_group() after a CallMismatch, as in a `finally`, would hide for half an hour what was raised."""
 PIECE_ELEMENTS = 1 << 20
 """What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
 
@@ -63,8 +68,14 @@ class TorchGroup:
         self._detector = detector or _detector_of(self._process_group(), self.rank, self.size)
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
+        self._communicator = 0
         self.abandoned: list[dist.Work] = []
         """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
+
+    @property
+    def calls(self) -> Calls:
+        """What this rank is doing, of all TorchGroups of this process group and their second communicators."""
+        return self._detector.calls
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
@@ -138,6 +149,7 @@ class TorchGroup:
                 process_group = _second_process_group(self._process_group())
             self._second = TorchGroup(process_group, answer_s=self._answer_s, detector=self._detector)
             self._second.stats, self._second.abandoned = self.stats, self.abandoned
+            self._second._communicator = 1
         return self._second
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
@@ -151,11 +163,20 @@ class TorchGroup:
             self._process_group().abort()
 
     def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
-        process_group = self._process_group()
-        if self._detector.left is not None:
-            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._detector.left}", self.rank)
-        with self._peers(collective):
-            return TorchPending(self, collective, start(process_group), x.device)
+        process_group, detector = self._process_group(), self._detector
+        if detector.left is not None:
+            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {detector.left}", self.rank)
+        if detector.calls.mismatch:
+            raise CallMismatch(detector.calls.mismatch)
+        at = NOWHERE
+        if collective != "relay":  # in which not all ranks take part
+            number = detector.calls.begun[self._communicator] + 1
+            at = Place(self._communicator, number, ON_THE_WIRE.get(collective, collective), x.nbytes)
+        with self._peers(collective, at):
+            work = start(process_group)
+        if at is not NOWHERE:
+            detector.calls.begin(at)
+        return TorchPending(self, collective, at, work, x.device)
 
     def _process_group(self) -> dist.ProcessGroup:
         process_group = dist.group.WORLD if self._given is None else self._given()
@@ -164,21 +185,24 @@ class TorchGroup:
         return process_group
 
     @contextmanager
-    def _peers(self, collective: str) -> Iterator[None]:
+    def _peers(self, collective: str, at: Place = NOWHERE) -> Iterator[None]:
         # Shapes are checked before, so what torch raises here is the transport's: a peer is gone or silent.
         try:
             yield
         except RuntimeError as error:
-            raise self._detector.find_lost(self._answer_s).error(self.rank, self.size, collective, error) from error
+            lost = self._detector.find_lost(self._answer_s, at)
+            if lost.mismatch:
+                _unending.extend(dist.distributed_c10d._world.pg_map)
+            raise lost.error(self.rank, self.size, collective, error, self.calls) from error
 
 
 class TorchPending:
     """A collective of torch.distributed that was started. On a GPU `wait` holds up the current stream, not the host."""
 
-    __slots__ = ("_collective", "_device", "_group", "_work")
+    __slots__ = ("_at", "_collective", "_device", "_group", "_work")
 
-    def __init__(self, group: TorchGroup, collective: str, work: dist.Work, device: torch.device) -> None:
-        self._group, self._collective, self._device = group, collective, device
+    def __init__(self, group: TorchGroup, collective: str, at: Place, work: dist.Work, device: torch.device) -> None:
+        self._group, self._collective, self._at, self._device = group, collective, at, device
         self._work: dist.Work | None = work
 
     def wait(self) -> None:
@@ -187,7 +211,9 @@ class TorchPending:
             return
         work, self._work = self._work, None  # it holds connections, which would outlive the process group
         self._group.abandoned.append(work)
-        with self._group._peers(self._collective):
+        if self._group.calls.mismatch:
+            raise CallMismatch(self._group.calls.mismatch)
+        with self._group._peers(self._collective, self._at):
             # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
             if self._device.type != "cpu":
                 work.wait()
@@ -196,12 +222,15 @@ class TorchPending:
         self._group.abandoned.remove(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
-        watch = self._group._detector.watch()
+        waits = self._group.calls.waits
+        waits.add(self._at)
+        watch = self._group._detector.watch(self._at)
         try:
             while not _done_within(work, self._group._detector.look_s):
                 if watch.seen:
                     raise RuntimeError("a peer has failed, so what this rank waits for will not come")
         finally:
+            waits.discard(self._at)
             watch.stop()
 
 
@@ -281,7 +310,17 @@ def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _detector_of(process_group: dist.ProcessGroup, rank: int, size: int) -> StoreDetector:
     if process_group not in _detectors:
-        _detectors[process_group] = StoreDetector(
-            dist.distributed_c10d._get_process_group_store(process_group), rank, size
-        )
+        store = dist.distributed_c10d._get_process_group_store(process_group)
+        detector = _detectors[process_group] = StoreDetector(store, rank, size)
+        weakref.finalize(process_group, _end, weakref.ref(process_group), detector)
     return _detectors[process_group]
+
+
+def _end(process_group: weakref.ref[dist.ProcessGroup], detector: StoreDetector) -> None:
+    """At the end of the process group, or of the program."""
+    if process_group() is None:
+        detector.end("it destroyed its process group")
+        return
+    error = getattr(sys, "last_value", None)  # what the interpreter ends by, if by an exception
+    ended_by = "" if error is None or hasattr(sys, "ps1") else f" with {type(error).__name__}: {error}"[:500]
+    detector.end(f"its program ended{ended_by}")

@@ -5,13 +5,16 @@ rank notice: with four ranks over gloo, the one that is not beside it in the rin
 own neighbours were alive. So
 
     joining     a rank writes where it runs: host, process and when that began
-    failing     it writes "I failed and am alive", and waits up to `answer_s` for the others to write the same
-    waiting     whoever waits longer than `LOOK_S` in a collective looks whether somebody has failed, and then fails too
+    failing     it writes "I failed and am alive, at this place", and waits up to `answer_s` for the others to write so
+    waiting     whoever waits longer than `LOOK_S` in a collective looks whether somebody has failed, and then fails
+                too; and for whom it waits, and whether the two are in different calls (waits.py)
     leaving     a rank that stops while its process lives writes so, and its peers fail at their next look
+    ending      a rank whose program ends, or which destroys the process group, writes why, for those that fail by it
 
 A rank is lost if its process has ended (which ranks of its host can see, and write down for the others), if it has
 left, or if it does not answer. A rank that computes for longer than `answer_s` on another host does not answer either;
-the message therefore says which of the three it was.
+the message therefore says which of the three it was. Where ranks failed at one place in different collectives, nobody
+is lost: they are in different calls.
 
 Measured with torch 2.13: ProcessGroup.abort() and shutdown() do nothing over gloo (peers of a rank that called them
 waited for the whole time-out, and its own next collective succeeded); dropping the last reference, which
@@ -25,37 +28,54 @@ answers never. It is part of rank 0's process, or of its host's agent; where it 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torch.distributed.distributed_c10d import Store
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm.errors import PeerLost
+from thinwire.comm.calls import NOWHERE, Calls, Place, mismatch
+from thinwire.comm.errors import CallMismatch, CommError, PeerLost
 from thinwire.comm.groups.births import Birth, endings
+from thinwire.comm.groups.waits import LOOK_S, Board, Lookout, Watch
 
 T = TypeVar("T")
-LOOK_S = 0.25
 STORE_S = 2.0
 """How long the store may take for one question beyond the time that the question itself takes."""
 _ANY = "thinwire/failed"
+_MISMATCH = "thinwire/mismatch"
+RESTART = (
+    "The ranks that are left can go on: they make a process group and call regroup() (thinwire.optim.regroup). Or "
+    "restart all from a checkpoint. The log of the rank that stopped first says why"
+)
+"""What a loop of one's own is told to do about a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The ranks that are gone, and what is known of each."""
+    """The ranks that are gone, and what is known of each. advice: what to do.
+
+    mismatch: nobody is gone, but ranks are in different calls; what to tell of them.
+    """
 
     reasons: dict[int, str]
+    advice: str = RESTART
+    mismatch: str = ""
 
-    def error(self, rank: int, size: int, collective: str, cause: object) -> PeerLost:
-        """The error to raise on `rank`."""
+    def error(self, rank: int, size: int, collective: str, cause: object, calls: Calls | None = None) -> CommError:
+        """The error to raise on `rank`. calls: what that rank was doing."""
+        if self.mismatch:
+            return CallMismatch(self.mismatch)
         who = "; ".join(f"rank {other} ({why})" for other, why in self.reasons.items())
+        where = f"{collective} of {calls.now}" if calls is not None and calls.now else collective
+        last = f" All ranks took part in {calls.last}." if calls is not None and calls.last else ""
         return PeerLost(
             f"rank {rank} of {size} lost {who or 'a peer (but all answered: the network failed, or the call)'} in "
-            f"{collective}: {cause}. Restart the group from its checkpoint; the logs of the rank that stopped first "
-            "say why",
+            f"{where}: {str(cause).rstrip('. ')}.{last} {self.advice}",
             next(iter(self.reasons)) if len(self.reasons) == 1 else None,
             tuple(self.reasons),
         )
@@ -66,7 +86,7 @@ class Seen(Protocol):
 
     @property
     def seen(self) -> bool:
-        """A peer has failed."""
+        """A peer has failed, or is in another call."""
 
     def stop(self) -> None:
         """Look no more. Does not wait."""
@@ -75,10 +95,11 @@ class Seen(Protocol):
 class FailureDetector(Protocol):
     """Who knows which ranks of a process group are gone: the group's store, or a membership service (workers/ranks.py).
 
-    look_s: how often whoever waits in a collective looks whether a peer has failed.
+    look_s: how often whoever waits in a collective looks whether a peer has failed. calls: what this rank is doing.
     """
 
     look_s: float
+    calls: Calls
 
     @property
     def left(self) -> str | None:
@@ -87,11 +108,11 @@ class FailureDetector(Protocol):
     def leave(self, reason: str) -> None:
         """Tell the others that this rank stops."""
 
-    def find_lost(self, answer_s: float) -> Lost:
+    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
         """Who is gone, after this rank's collective has failed. Others may take `answer_s` to answer."""
 
-    def watch(self) -> Seen:
-        """Look from now on whether a peer has failed."""
+    def watch(self, at: Place = NOWHERE) -> Seen:
+        """Look from now on whether a peer has failed, as this rank waits there."""
 
 
 class StoreDetector:
@@ -107,7 +128,10 @@ class StoreDetector:
         self._lock = threading.Lock()
         self._lost: Lost | None = None
         self._left: str | None = None
-        _bounded(lambda: store.set(_member(rank), Birth.own().to_json()), STORE_S)
+        self._birth = Birth.own()
+        self.calls = Calls()
+        self._board = Board(store, rank, size, self.calls)
+        _bounded(self._join, STORE_S)
 
     @property
     def left(self) -> str | None:
@@ -124,28 +148,61 @@ class StoreDetector:
 
         _bounded(tell, STORE_S)
 
-    def find_lost(self, answer_s: float) -> Lost:
+    def end(self, why: str) -> None:
+        """The process group goes, with the program or before it: say so to whoever will fail by it. At most STORE_S.
+
+        Nothing where this rank has failed or left: it has said so. Whoever waits for what will not come any more fails
+        at its next look; and rank 0, with which the store may end, waits until they have asked.
+        """
+        if self._lost is not None or self._left is not None or self._birth != Birth.own():  # a child that was forked
+            return
+
+        def tell() -> None:
+            if self._rank and not _is_served(self._store):
+                return  # torch would write an error into the log for each question
+            waiting = [r for r, one in self._board.others().items() if one.waits_beyond(self.calls.begun)]
+            self._board.tell()  # what it has begun it has sent: nobody is to wait less for that
+            self._store.set(_note(self._rank), json.dumps({"left": why}))
+            if waiting:
+                self._store.set(_ANY, str(self._rank))
+                self._outlast(set(waiting), time.monotonic() + STORE_S)
+
+        _bounded(tell, STORE_S)
+
+    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
         """Say that this rank failed, wait for the others to say so, and return who did not. Asked once; then known.
 
-        Takes at most answer_s + STORE_S.
+        at: the collective that failed. Takes at most answer_s + STORE_S.
         """
         with self._lock:
             if self._lost is None:
-                self._lost = _bounded(lambda: self._ask(answer_s), answer_s + STORE_S)
+                self._lost = _bounded(lambda: self._ask(answer_s, at), answer_s + STORE_S)
             if self._lost is None:
                 why = "the store of the group, in its process or on its host, is out of reach"
                 self._lost = Lost({0: why} if self._rank else {})
+            self.calls.mismatch = self._lost.mismatch
             return self._lost
 
-    def watch(self) -> Watch:
-        """Look from now on, in a thread, whether a peer has failed. End it with `stop`."""
-        return Watch(lambda: self._has(_ANY))
+    def watch(self, at: Place = NOWHERE) -> Watch:
+        """Look from now on, in a thread, whether a peer has failed or is in another call. End it with `stop`."""
+        return Watch(Lookout(self._board, at, lambda: self._has(_ANY), self._births, self._prove))
 
-    def _ask(self, answer_s: float) -> Lost:
-        births = {r: Birth.from_json(self._store.get(_member(r))) for r in self._others() if self._has(_member(r))}
+    def _join(self) -> None:
+        self._store.set(_member(self._rank), self._birth.to_json())
+        # Of a process group before this one, over the same store.
+        common = [] if self._rank else [_ANY, _MISMATCH]
+        for key in (_note(self._rank), _done(self._rank), *common):
+            self._store.delete_key(key)
+        self._board.tell()
+
+    def _ask(self, answer_s: float, at: Place) -> Lost:
+        births = self._births()
         reasons = endings(births)
         if self._left is None:
-            self._store.set(_note(self._rank), json.dumps({"ended": reasons}))
+            calls = self.calls
+            recent = [*calls.recent, at]  # with what could not even be begun
+            note = {"ended": reasons, "begun": recent, "call": calls.told(), "remedy": calls.remedy}
+            self._store.set(_note(self._rank), json.dumps(note))
             self._store.set(_ANY, str(self._rank))
         until = time.monotonic() + answer_s
         answered: set[int] = set()
@@ -158,58 +215,50 @@ class StoreDetector:
                     if "left" in note:
                         left[r] = f"it left: {note['left']}"
                     reasons = {int(other): why for other, why in note.get("ended", {}).items()} | reasons
+                    self._compare(at, r, note)
             silent = [r for r in self._others() if r not in answered and r not in reasons]
-            if not silent or time.monotonic() >= until:
+            told = self._store.get(_MISMATCH).decode() if self._has(_MISMATCH) else ""
+            if told or not silent or time.monotonic() >= until:
                 break
             time.sleep(0.02)
             reasons |= endings({r: births[r] for r in silent if r in births})
-        # Who answered and ended later is no cause but a consequence.
-        reasons = {r: why for r, why in reasons.items() if r not in answered} | left
-        reasons |= dict.fromkeys(silent, f"it did not answer within {answer_s:g} s: it hangs, or cannot be reached")
         self._store.set(_done(self._rank), "")
         if self._rank == 0:  # the store may end with this process, while others still ask it
-            asking = answered - left.keys()
-            while time.monotonic() < until and not all(self._has(_done(r)) for r in asking):
-                time.sleep(0.02)
+            self._outlast(answered - left.keys(), until)
+        if told:
+            return Lost({}, mismatch=told)
+        # Who answered and ended later is no cause but a consequence.
+        reasons = {r: why for r, why in reasons.items() if r not in answered} | left
+        for r in silent:
+            known = f": {births[r].told()}, but is busy or hangs" if r in births else ": it hangs, or cannot be reached"
+            reasons[r] = f"it did not answer within {answer_s:g} s{known}"
         return Lost(dict(sorted(reasons.items())))
+
+    def _compare(self, at: Place, other: int, note: dict[str, Any]) -> None:
+        """Two that failed at one place in different collectives, which a transport may refuse at once: tell all."""
+        others = (Place(*place) for place in note.get("begun", ()))
+        there = next((place for place in others if place.differs(at)), None)
+        if there is None:
+            return
+        where = {self._rank: f"{self.calls.told()} ({at})", other: f"{note['call']} ({there})"}
+        self._prove(str(mismatch(where, [self.calls.remedy, note["remedy"]])))
+
+    def _prove(self, told: str) -> None:
+        self._store.compare_set(_MISMATCH, "", told)  # the first one stands, so that all ranks say the same
+        self._store.set(_ANY, str(self._rank))
+
+    def _outlast(self, ranks: set[int], until: float) -> None:
+        while time.monotonic() < until and not all(self._has(_done(r)) for r in ranks):
+            time.sleep(0.02)
+
+    def _births(self) -> dict[int, Birth]:
+        return {r: Birth.from_json(self._store.get(_member(r))) for r in self._others() if self._has(_member(r))}
 
     def _others(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank]
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
-
-
-class Watch:
-    """Looks every LOOK_S, in a thread, until something is seen or `stop` is called."""
-
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self._look = look
-        self._stop = threading.Event()
-        self._seen = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
-        self._thread.start()
-
-    @property
-    def seen(self) -> bool:
-        """A peer has failed."""
-        return self._seen.is_set()
-
-    def stop(self) -> None:
-        """Look no more. Does not wait."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                if self._look():
-                    self._seen.set()
-                    return
-            except RuntimeError:  # the store is gone, so its host is, or the group has ended
-                if not self._stop.is_set():
-                    self._seen.set()
-                return
-            self._stop.wait(LOOK_S)
 
 
 def _bounded(ask: Callable[[], T], limit_s: float) -> T | None:
@@ -226,6 +275,19 @@ def _bounded(ask: Callable[[], T], limit_s: float) -> T | None:
     thread.start()
     thread.join(limit_s)
     return answers[0] if answers else None
+
+
+def _is_served(store: Store) -> bool:
+    """Does anybody listen where a TCPStore is served? It goes with rank 0, or with the agent of its host."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return True
+    try:
+        socket.create_connection((store.host, store.port), STORE_S / 2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _member(rank: int) -> str:

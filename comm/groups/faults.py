@@ -32,6 +32,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.protocol import Group, Pending, Stats
 
@@ -118,6 +119,11 @@ class FaultyGroup:
     def stats(self) -> Stats:
         """Those of the group below."""
         return self._group.stats
+
+    @property
+    def calls(self) -> Calls:
+        """Those of the group below."""
+        return calls_of(self._group)
 
     def arm(self, *faults: Fault) -> None:
         """Forget all earlier faults and count calls from here."""

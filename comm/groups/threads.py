@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.calls import NOWHERE, Calls, Place, mismatch
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
@@ -24,10 +25,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Meeting:
-    """What the ranks of one group share: where they wait, what they show, who has left and how often each has come."""
+    """What the ranks of one group share: where they wait, what they show, who has left and how often each has come.
+
+    told: of each rank the collective that it is in, the call of its user, and what to do where others are not in it.
+    """
 
     barrier: threading.Barrier
     shown: list[Tensor]
+    told: list[tuple[Place, str, str]]
     came: list[int]
     left: dict[int, str] = field(default_factory=dict)
 
@@ -39,6 +44,7 @@ class ThreadGroup(Blocking):
         self.rank = rank
         self.size = size
         self.stats = Stats()
+        self.calls = Calls()
         self._meeting = meeting
 
     @classmethod
@@ -46,7 +52,8 @@ class ThreadGroup(Blocking):
         """Make the ends of a group of `size` ranks. A rank that waits longer than `timeout_s` raises PeerLost."""
         if size < 1:
             raise ValueError(f"size = {size}: a group has at least one rank")
-        meeting = Meeting(threading.Barrier(size, timeout=timeout_s), [torch.empty(0)] * size, [0] * size)
+        barrier, told = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
+        meeting = Meeting(barrier, [torch.empty(0)] * size, told, [0] * size)
         return [cls(rank, size, meeting) for rank in range(size)]
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
@@ -57,7 +64,7 @@ class ThreadGroup(Blocking):
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
-        theirs = self._show(in_nB)
+        theirs = self._show("all_to_all", in_nB)
         for row, rows in zip(out_nB, theirs, strict=True):
             row.copy_(rows[self.rank])
         self._wait()
@@ -65,7 +72,7 @@ class ThreadGroup(Blocking):
 
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
         """out[i] <- in of rank i. Raises: PeerLost."""
-        theirs = self._show(in_B)
+        theirs = self._show("all_gather", in_B)
         for row, own in zip(out_nB, theirs, strict=True):
             row.copy_(own)
         self._wait()
@@ -83,24 +90,34 @@ class ThreadGroup(Blocking):
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src`. Raises: PeerLost."""
-        theirs = self._show(x)
+        theirs = self._show("broadcast", x)
         if self.rank != src:
             x.copy_(theirs[src])
         self._wait()
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
 
     def _sum(self, x: Tensor) -> Tensor:
-        theirs = self._show(x)
+        theirs = self._show("all_reduce", x)
         total = theirs[0].clone()
         for other in theirs[1:]:
             total.add_(other)
         self._wait()
         return total
 
-    def _show(self, tensor: Tensor) -> list[Tensor]:
-        self._meeting.shown[self.rank] = tensor
+    def _show(self, collective: str, tensor: Tensor) -> list[Tensor]:
+        meeting, calls = self._meeting, self.calls
+        at = Place(0, calls.begun[0] + 1, collective, tensor.nbytes)
+        meeting.shown[self.rank], meeting.told[self.rank] = tensor, (at, calls.told(), calls.remedy)
         self._wait()
-        return self._meeting.shown
+        calls.begin(at)
+        if any(theirs.differs(at) for theirs, _, _ in meeting.told):
+            told = list(meeting.told)
+            self._wait()  # all have read what was told
+            raise mismatch(
+                {rank: f"{call} ({place})" for rank, (place, call, _) in enumerate(told)},
+                [remedy for _, _, remedy in told],
+            )
+        return meeting.shown
 
     def _wait(self) -> None:
         if not self._meeting.barrier.broken:  # who comes after the others gave up has not come: they ask who is missing

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.parameters import refuse_other_models
 
@@ -64,7 +65,7 @@ class Buffers:
         if fresh:
             self._common = [None] * len(named)
         if not self._room:
-            refuse_other_models(group, lines, device)
+            refuse_other_models(group, calls_of(group).now or "equalise_buffers()", lines, device)
         header = self._header_bytes(named)
         room = self._room or header
         checksum = zlib.crc32("\n".join(lines).encode())

@@ -33,12 +33,13 @@ def health(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
     nothing else is modified. Raises: PeerLost.
     """
     found: dict[str, float | None] = {}
-    for memory in error_memories(optimizer.vectors).values():
-        fidelity = optimizer.reduce.fidelity(memory)
-        if fidelity is not None:
-            found["error_to_momentum"] = fidelity.residual_ratio
-            found["sign_density_worker"] = fidelity.worker_density
-            found["sign_density_server"] = fidelity.server_density
+    with optimizer.calling(f"health() after step {optimizer.num_steps}"):
+        for memory in error_memories(optimizer.vectors).values():
+            fidelity = optimizer.reduce.fidelity(memory)
+            if fidelity is not None:
+                found["error_to_momentum"] = fidelity.residual_ratio
+                found["sign_density_worker"] = fidelity.worker_density
+                found["sign_density_server"] = fidelity.server_density
     found["max_step"] = _max_step(optimizer)
     stats = optimizer.stats()
     found.update({name: stats.get(name) for name in TOLD_BY_STATS})

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.layout import DEFAULT_BLOCK
@@ -34,9 +35,11 @@ from thinwire.optim.engine.orphans import Holders
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import replicated, show_state
+from thinwire.optim.engine.state import error_memories, replicated, show_state
 
 logger = logging.getLogger(__name__)
+
+SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -86,10 +89,12 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.handed_over: dict[str, Tensor] | None = None
         self._loaded: shares.Loaded | None = None
         self._group = given_or_default(checked.group)
+        self._calls = calls_of(self._group)
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
         self._first = FirstStep(self)
-        self._lay_out()
+        with self.calling("__init__()"):
+            self._lay_out("__init__()")
 
     @abstractmethod
     def make_state(self) -> State:
@@ -271,7 +276,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step_once()
+            with self.calling(f"step() {self.num_steps + 1}"):
+                self._step_once()
         except BaseException:
             forget_scaler(self)
             self.reduce.forget()  # an interrupt, say: nothing stays open that no peer waits for
@@ -292,7 +298,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
         Raises: PeerLost.
         """
-        self.overlap.abandon()
+        if self.overlap.exchange is not None:
+            with self.calling(f"zero_grad() after step {self.num_steps}"):
+                self.overlap.abandon()
+        else:
+            self.overlap.abandon()
         if self.overlaps and set_to_none:
             self.space.drop_gradients()
         else:
@@ -330,7 +340,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         before = dict(self.__dict__)
         super().add_param_group(param_group)
         try:
-            self._lay_out()
+            with self.calling("add_param_group()"):
+                self._lay_out("add_param_group()")
         except (ValueError, CommError):
             self.__dict__.update(before)
             self.param_groups.pop()
@@ -364,11 +375,13 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
-        changed. RuntimeError where gradients are on their way (overlap).
+        changed. CallMismatch where some ranks call it and others do not. RuntimeError where gradients are on their way
+        (overlap).
         """
         if self.saves == "rank":
             return self.rank_state_dict()
-        return self._saved_by("state_dict", self.prepare_to_save, saving.collect)
+        with self.calling(f"state_dict() after step {self.num_steps}", SAVE_EVERYWHERE):
+            return self._saved_by("state_dict", self._prepare_together, saving.collect)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's share of state_dict(), without a word to the others. Local: any rank may call it at any step.
@@ -408,6 +421,19 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
+    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
+        return self._calls.within(f"{type(self).__name__}.{call}", remedy)
+
+    def refuse_to_be_alone(self) -> None:
+        """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
+
+        For calls that could else be taken for a part of a step(), whose collectives are as long. Raises: CallMismatch,
+        alike on every rank; PeerLost.
+        """
+        calls = self._calls
+        refuse_other_calls(self._group, calls.now, self.space.p_N.device, remedy=calls.remedy)
+
     def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Parameters (parameters_N) and replicated vectors, as after a sync in full of the ranks that take part.
 
@@ -426,32 +452,33 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         Raises: PeerLost, WireMismatch; then everything is as before.
         """
         before = dict(self.__dict__)
-        self._group, self.bucket_elements = group, bucket_elements
+        self._group, self._calls, self.bucket_elements = group, calls_of(group), bucket_elements
         try:
-            self._refuse_other_models(group)
+            self._refuse_other_models("regroup()")
             self._connect()
         except CommError:
             self.__dict__.update(before)
             raise
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, call: str) -> None:
         """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
         for param_group in self.param_groups:
             self.check_group(param_group)
         compute_dtype(self.param_groups)
-        self._refuse_other_models(self._group)
+        self._refuse_other_models(call)
         self.space = FlatSpace(self.param_groups)
         self._connect()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
         self.equalise_buffers()
 
-    def _refuse_other_models(self, group: Group) -> None:
+    def _refuse_other_models(self, call: str) -> None:
         header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
         lines = [header, *describe(self.param_groups)]
         if self.model is not None:
             lines += ["model= was given", *Buffers(self.model).lines()]
-        refuse_other_models(group, lines, self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        refuse_other_models(self._group, f"an optimizer's {call}", lines, device)
 
     def _connect(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
@@ -478,6 +505,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
+
+    def _prepare_together(self) -> None:
+        if error_memories(self.vectors):  # else all of it is local
+            self.refuse_to_be_alone()
+        self.prepare_to_save()
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""

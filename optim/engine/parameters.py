@@ -4,7 +4,6 @@ have the same: asked before a parameter is touched, so that a mismatch changes n
 
 from __future__ import annotations
 
-import zlib
 from itertools import zip_longest
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
+from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.errors import WireMismatch
-from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -122,17 +121,15 @@ def describe(param_groups: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def refuse_other_models(group: Group, lines: list[str], device: torch.device) -> None:
+def refuse_other_models(group: Group, call: str, lines: list[str], device: torch.device) -> None:
     """Compare descriptions over all ranks: 16 bytes a rank, and the texts where they differ. Collective.
 
-    Raises: WireMismatch naming the first line that differs and both sides, alike on every rank; PeerLost.
+    call: the one that this rank is in. Raises: WireMismatch naming the first line that differs and both sides, alike on
+    every rank; CallMismatch where other ranks are in another call; PeerLost.
     """
-    text = "\n".join(lines).encode()
-    own = torch.tensor([len(text), zlib.crc32(text)], dtype=torch.int64, device=device)
-    everyone = _gather(group, own.view(torch.uint8)).view(torch.int64).tolist()
-    if all(theirs == everyone[0] for theirs in everyone):
+    texts = refuse_other_calls(group, call, device, more="\n".join(lines))
+    if texts is None:
         return
-    texts = [theirs.decode() for theirs in gather_texts(group, text, device)]
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
     for first, theirs in zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="no such parameter"):
         if first != theirs:
@@ -140,9 +137,3 @@ def refuse_other_models(group: Group, lines: list[str], device: torch.device) ->
                 f"rank 0 has {first}; rank {other} has {theirs}. All ranks must build the same model, with the same "
                 "parameter groups and settings; nothing was changed"
             )
-
-
-def _gather(group: Group, own_B: Tensor) -> Tensor:
-    everyone_nB = torch.zeros((group.size, own_B.numel()), dtype=torch.uint8, device=own_B.device)
-    group.all_gather(everyone_nB, own_B)
-    return everyone_nB

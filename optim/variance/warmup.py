@@ -142,7 +142,8 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             if fixed or "global_batch" not in self.saved:
                 self.saved["global_batch"] = size
             return False
-        self.begin_again()
+        with self.calling(f"set_global_batch() after step {self.num_steps}"):
+            self.begin_again()
         now = self.num_steps
         self.saved.update(global_batch=size, warmup_from=now)
         self.evidence.setdefault("rearmed", []).append([now, before, size])

@@ -307,7 +307,7 @@ def send_untrained(model: torch.nn.Module) -> None:
     sent = [(name, x) for name, x in (*frozen, *model.named_buffers()) if name not in excepted and x.numel()]
     told = [f"{name}, {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in sent]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    refuse_other_models(group, [f"{type(model).__name__}, what is not trained", *told], device)
+    refuse_other_models(group, "send_untrained()", [f"{type(model).__name__}, what is not trained", *told], device)
     for _, tensor in sent:
         flat = tensor.detach().reshape(-1).contiguous()
         group.broadcast_(flat.view(torch.uint8))  # bytes: whatever the dtype

@@ -107,12 +107,15 @@ class HangingStore:
         self.free.wait(60)
         return False
 
+    def delete_key(self, key):
+        self.free.wait(60)
+
 
 class BrokenStore:
     def set(self, *args):
         raise dist.DistNetworkError("connection reset")
 
-    check = get = set
+    check = get = delete_key = set
 
 
 @pytest.mark.parametrize("store", [HangingStore(), BrokenStore()])

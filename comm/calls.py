@@ -1,0 +1,141 @@
+"""In which call of its user is a rank? Noted for the ranks that wait for it, which could else only blame the network.
+
+    optimizer    with calls.within("OneBitAdam.step() 41"): ...     an attribute; nothing is sent
+    group        counts the collectives that each of its communicators has begun
+    waiting      whoever waits long tells the others both, through the store of the group (comm/groups/waits.py)
+
+All ranks make the same calls in the same order. So two ranks whose n-th collective on one communicator differs in kind
+or size are in different calls, whatever their timing; one that has begun fewer is only late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from thinwire.comm.errors import CallMismatch
+from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.comm.protocol import Group
+
+ON_THE_WIRE = {"mean": "all_reduce", "sum": "all_reduce"}
+"""Collectives that are another one on the wire: a rank in either can be answered by one in the other."""
+
+
+class Place(NamedTuple):
+    """A collective of a rank: the number-th (from 1) of a communicator, what it is, and its bytes there.
+
+    number 0: it has no place in the order, as where only some ranks take part.
+    """
+
+    communicator: int
+    number: int
+    collective: str
+    num_bytes: int
+
+    def differs(self, other: Place) -> bool:
+        """The same place in the order of the same communicator, but another collective."""
+        return self.number > 0 and self[:2] == other[:2] and self[2:] != other[2:]
+
+    def __str__(self) -> str:
+        return f"{self.collective} of {self.num_bytes:,} bytes"
+
+
+RECENT = 64
+"""How many collectives a rank remembers: the source of a broadcast is done before its peers, and goes on."""
+NOWHERE = Place(0, 0, "", 0)
+
+
+class Calls:
+    """What one rank is doing: of its user's calls, and of the collectives of its group and second communicator.
+
+    now: the call it is in, "" between calls. remedy: what to do where other ranks are not in it. last: the last call
+    that ended well, so that all ranks took part in it. begun: collectives begun on each communicator; recent: the last
+    RECENT of them. waits: those that some thread of this rank has waited for longer than a look. mismatch: what was
+    told of ranks in different calls, once some were: no collective begins after it.
+    """
+
+    __slots__ = ("begun", "last", "mismatch", "now", "recent", "remedy", "waits")
+
+    def __init__(self) -> None:
+        self.now = self.remedy = self.last = self.mismatch = ""
+        self.begun = [0, 0]
+        self.recent: deque[Place] = deque(maxlen=RECENT)
+        self.waits: set[Place] = set()
+
+    def begin(self, at: Place) -> None:
+        """A collective has been begun there."""
+        self.begun[at.communicator] = at.number
+        self.recent.append(at)
+
+    @contextmanager
+    def within(self, call: str, remedy: str = "") -> Iterator[None]:
+        """Inside, this rank is in `call`. remedy: what its user is to do where other ranks are in another one."""
+        before, begun = (self.now, self.remedy), sum(self.begun)
+        self.now, self.remedy = call, remedy
+        try:
+            yield
+            if sum(self.begun) > begun:  # else it was this rank's own affair
+                self.last = call
+        finally:
+            self.now, self.remedy = before
+
+    def told(self) -> str:
+        """Where this rank is, in words."""
+        if self.now:
+            return self.now
+        return f"its own code after {self.last}" if self.last else "its own code"
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A Group that keeps what its rank is doing."""
+
+    @property
+    def calls(self) -> Calls:
+        """Of this rank, of both communicators."""
+
+
+def calls_of(group: Group) -> Calls:
+    """Those that the group tells its other ranks; of a group that tells nothing, ones that nobody reads."""
+    return group.calls if isinstance(group, Telling) else Calls()
+
+
+def mismatch(where: Mapping[int, str], remedies: Iterable[str] = ()) -> CallMismatch:
+    """The error of ranks that are in different calls. where: of each rank, in words. remedies: what to do, if known."""
+    sides: dict[str, list[int]] = {}
+    for rank, told in sorted(where.items()):
+        sides.setdefault(told, []).append(rank)
+    who = "; ".join(f"{_ranks(ranks)} in {told}" for told, ranks in sides.items())
+    todo = "".join(f" {remedy[0].upper()}{remedy[1:]}." for remedy in dict.fromkeys(remedies) if remedy)
+    return CallMismatch(
+        f"{who}: every rank must make the same calls in the same order, and these wait for each other for ever.{todo} "
+        "Nothing of these calls counts. Look for a call, a `break` or a `continue` that only some ranks reach"
+    )
+
+
+def refuse_other_calls(
+    group: Group, call: str, device: torch.device, *, remedy: str = "", more: str = ""
+) -> list[str] | None:
+    """Compare, before anything is changed, in which call all ranks are. Collective: 16 bytes a rank.
+
+    device: of the group's tensors. remedy: as in Calls.within. more: what else is compared. Returns it of all ranks,
+    where it is not alike; None where it is.
+    Raises: CallMismatch, alike on every rank; PeerLost.
+    """
+    everyone = texts_if_they_differ(group, f"{call}\n{remedy}\n{more}", device)
+    if everyone is None:
+        return None
+    calls, remedies, mores = zip(*(text.split("\n", 2) for text in everyone), strict=True)
+    if len(set(calls)) > 1:
+        raise mismatch(dict(enumerate(calls)), remedies)
+    return list(mores)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """In words: rank 3 is; ranks 0, 1, 2 are."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"
