@@ -33,6 +33,7 @@ class Stepped(Protocol):
 
     param_groups: list[dict[str, Any]]
     model: torch.nn.Module | None
+    buffers_kept_by: str | None
 
     @property
     def group(self) -> Group:
@@ -56,7 +57,8 @@ class FirstStep:
         self._looks = False
         lines = []
         if has_process_group():
-            lines = found_around(optimizer, alone=optimizer.group.size == 1, knows_model=optimizer.model is not None)
+            kept = optimizer.model is not None or optimizer.buffers_kept_by is not None
+            lines = found_around(optimizer, alone=optimizer.group.size == 1, knows_model=kept)
         for line in lines:
             logger.warning("%s", line)
         if plan.gradient is Wire.FULL and optimizer.group.size > 1 and not any("ddp_left_in" in line for line in lines):

@@ -68,6 +68,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
     takes none of it away (comm.exchange.bucketed). The same on every rank."""
 
+    buffers_kept_by: str | None = None
+    """Who else gives all ranks rank 0's buffers, where model= was not given, so that the first step need not ask."""
+
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:

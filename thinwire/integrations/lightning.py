@@ -90,6 +90,8 @@ class ThinwireStrategy(DDPStrategy):  # type: ignore[misc]
         for optimizer in self.optimizers:
             _refuse_foreign(optimizer, self.world_size)
             _refuse_clipping(optimizer, trainer)
+            assert isinstance(optimizer, FlatOptimizer)
+            optimizer.buffers_kept_by = type(self).__name__  # _sync_buffers
 
     def setup_precision_plugin(self) -> None:
         """As Lightning's; where the plugin would clip each rank's own gradient, the optimizer is told to."""
