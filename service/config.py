@@ -36,6 +36,8 @@ class Settings(BaseSettings):
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
+    keep_jobs: int | None = Field(None, ge=0, description="jobs that are over and kept; older ones are deleted")
+    keep_days: float | None = Field(None, gt=0.0, description="jobs that have been over for longer are deleted")
     scrape_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
     )

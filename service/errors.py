@@ -6,7 +6,7 @@
       +- NotFound             404
       |    +- JobNotFound
       +- Conflict             409
-      |    +- JobOver, IdempotencyKeyReused, StaleAttempt
+      |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
       +- BodyTooLarge         413
       +- UnsupportedMediaType 415  the body is not called JSON
@@ -154,6 +154,15 @@ class JobOver(Conflict):
 
     def __init__(self, job_id: str, state: JobState, asked: str) -> None:
         super().__init__(f"job {job_id} is {state}: {asked}")
+
+
+class JobNotOver(Conflict):
+    """The job still runs, or may still run."""
+
+    code = "job_not_over"
+
+    def __init__(self, job_id: str, state: JobState) -> None:
+        super().__init__(f"job {job_id} is {state}: cancel it, wait until it is over, and then delete it")
 
 
 class IdempotencyKeyReused(Conflict):

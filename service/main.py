@@ -26,6 +26,7 @@ from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.retention import Retention
 from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
@@ -101,6 +102,13 @@ class ControlPlane:
         self.starter = LauncherStarter(launcher)
         self.metrics = ServiceMetrics()
         folders = RunFolders(settings.runs, service_url)
+        self.retention = Retention(
+            self.db,
+            lambda job_id: self.jobs.delete(job_id),
+            keep_jobs=settings.keep_jobs,
+            keep_days=settings.keep_days,
+            clock=clock,
+        )
         self.reconciler = Reconciler(
             self.db,
             launcher,
@@ -109,6 +117,7 @@ class ControlPlane:
             clock=clock,
             interval_s=settings.reconcile_interval_s,
             observe_turn=self.metrics.reconcile_seconds.observe,
+            prune=self.retention.prune,
         )
         self.jobs = JobService(
             self.db,

@@ -50,7 +50,7 @@ class Reconciler:
     """Follows every job to its end.
 
     launcher_reason: None when the launcher can be used, else why not. clock: unix seconds.
-    observe_turn: told the seconds that each turn took.
+    observe_turn: told the seconds that each turn took. prune: deletes what need not be kept; called in each turn.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Reconciler:
         clock: Callable[[], float],
         interval_s: float,
         observe_turn: Callable[[float], None] = lambda seconds: None,
+        prune: Callable[[], None] = lambda: None,
     ) -> None:
         self._db = db
         self._launcher = launcher
@@ -71,6 +72,7 @@ class Reconciler:
         self._clock = clock
         self._interval_s = interval_s
         self._observe_turn = observe_turn
+        self._prune = prune
         self._absent: dict[str, int] = {}
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -110,6 +112,7 @@ class Reconciler:
                 logger.debug("job_moved job_id=%s", row.id)
             except Exception:
                 logger.exception("reconcile_failed job_id=%s", row.id)
+        self._prune()
 
     def _loop(self) -> None:
         while not self._stop.is_set():

@@ -54,6 +54,26 @@ class JobRepository:
             query = query.where(order < tuple_(literal(before.created_at), literal(before.id)))
         return self.session.scalars(query).all()
 
+    def remove(self, row: JobRow) -> None:
+        """Delete the job with all that belongs to it."""
+        for table in (SampleRow, EventRow, LeaseRow):
+            self.session.execute(delete(table).where(table.job_id == row.id))
+        self.session.delete(row)
+
+    def finished(self, *, before: float | None = None, beyond: int | None = None, limit: int = 100) -> Sequence[str]:
+        """Ids of jobs that were over `before` a time, or are not among the `beyond` newest of those over.
+
+        Oldest first, up to `limit`.
+        """
+        over = JobRow.state.in_([state.value for state in TERMINAL])
+        due = 0
+        if before is not None:
+            due = self.session.scalar(select(func.count()).where(over, JobRow.finished_at < before)) or 0
+        if beyond is not None:
+            due = max(due, (self.session.scalar(select(func.count()).where(over)) or 0) - beyond)
+        oldest = select(JobRow.id).where(over).order_by(JobRow.finished_at, JobRow.id)
+        return self.session.scalars(oldest.limit(min(due, limit))).all()
+
     def unfinished(self) -> Sequence[JobRow]:
         """Every job that is not over, oldest first."""
         query = select(JobRow).where(JobRow.state.not_in([s.value for s in TERMINAL])).order_by(JobRow.created_at)

@@ -18,6 +18,7 @@ from thinwire.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
     JobNotFound,
+    JobNotOver,
     JobOver,
     StaleAttempt,
     TooMuch,
@@ -150,6 +151,12 @@ def change(job_id: str, change: JobChange, jobs: Jobs) -> Job:
 def cancel(job_id: str, jobs: Jobs) -> Job:
     """Ask for the job's end. Asking again is fine; a job that has succeeded or failed is a conflict."""
     return jobs.cancel(job_id)
+
+
+@operators.delete("/jobs/{job_id}", status_code=204, responses=documented(JobNotFound, JobNotOver))
+def delete(job_id: str, jobs: Jobs) -> None:
+    """Remove a job that is over, with its run folder: checkpoints, history, logs. A store elsewhere stays."""
+    jobs.delete(job_id)
 
 
 @operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,17 @@ class JobFolder(RunFolder):
         """Say how many workers are wanted now. Does nothing where there is no folder yet. Raises OSError."""
         if self.path.is_dir():
             write_private(self.workers, wanted.model_dump_json() + "\n")
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it; none is fine. A link is removed, not followed. Raises OSError."""
+        if self.path.is_symlink():
+            self.path.unlink()
+            return
+        try:
+            shutil.rmtree(self.path)
+        except FileNotFoundError:
+            if self.path.exists():
+                raise  # something else was removed in it meanwhile
 
     def complete(self, expected_token_hash: str) -> bool:
         """True where a run can start from it: all files are there and the token is the one that is stored."""

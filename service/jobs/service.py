@@ -20,7 +20,7 @@ from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, L
 from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
-from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobOver, Unavailable
+from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobNotOver, JobOver, Unavailable
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.run_folder import RunFolders
@@ -141,6 +141,29 @@ class JobService:
                 transition(session, row, JobState.CANCELLING, self._clock())
         self._wake()
         return self.get(job_id)
+
+    def delete(self, job_id: str) -> None:
+        """Remove a job that is over: its run folder with checkpoints, history and logs, then its rows.
+
+        A checkpoint.store outside of the run folder stays. Raises: JobNotFound, JobNotOver; Unavailable where the
+        folder cannot be removed: the job is then still there, and can be deleted again.
+        """
+        with self._db.read() as session:
+            state = JobState(_found(session, job_id).state)
+        if not state.terminal:  # and from there it moves no more
+            raise JobNotOver(job_id, state)
+        try:
+            self._folders.of(job_id).remove()  # outside of a transaction: a folder of checkpoints takes its time
+        except OSError as error:
+            raise Unavailable(
+                f"the folder of job {job_id} cannot be removed: {error}; mend that, and delete the job again"
+            ) from error
+        with self._db.write() as session:
+            row = JobRepository(session).lock(job_id)
+            if row is None:
+                raise JobNotFound(job_id)
+            JobRepository(session).remove(row)
+        logger.info("job_deleted job_id=%s state=%s", job_id, state)
 
     def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
         """The first `limit` samples above a step, in order of step, and the events in order of time.

@@ -196,6 +196,18 @@ def test_cancel_asks_for_the_end_once(thinwire: Callable[..., Run], live: LiveSe
     assert "is over: CANCELLED" in run.err
 
 
+def test_delete_removes_a_job_that_is_over(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    run = thinwire("delete", job_id)
+    assert run.code != 0
+    assert "cancel it" in run.err
+    thinwire("cancel", job_id)
+    live.service.turn(3)
+    assert "is deleted" in thinwire("delete", job_id).err
+    assert not live.service.run_dir(job_id).exists()
+    assert thinwire("show", job_id).code != 0
+
+
 def test_show_counts_the_restarts(thinwire: Callable[..., Run], live: LiveService) -> None:
     job_id = live.service.running()
     assert "\nrestarts" not in thinwire("show", job_id).out

@@ -177,6 +177,10 @@ class Client:
         """The newest jobs, newest first. limit: at most 1000."""
         return self._call("GET", "/v1/jobs", JobList, params={"limit": str(limit)}).jobs
 
+    def delete(self, job_id: str) -> None:
+        """Remove a job that is over, with its folder. Raises NotFound, ApiError."""
+        self._ask("DELETE", _path(job_id))
+
     def job(self, job_id: str) -> Job:
         """One job, by its full ID. Raises NotFound."""
         return self._call("GET", _path(job_id), Job)
@@ -241,6 +245,21 @@ class Client:
         except ClientError:
             return False
 
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, JsonValue] | None = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str | list[str]] | None = None,
+    ) -> httpx.Response:
+        server = self._find()
+        auth = {"Authorization": f"Bearer {server.token}"}
+        response = self._send(method, server, path, body=body, headers={**auth, **(headers or {})}, params=params)
+        if not response.is_success:
+            raise _error(response)
+        return response
+
     def _call(
         self,
         method: str,
@@ -250,11 +269,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str | list[str]] | None = None,
     ) -> Answer:
-        server = self._find()
-        auth = {"Authorization": f"Bearer {server.token}"}
-        response = self._send(method, server, path, body=body, headers={**auth, **(headers or {})}, params=params)
-        if not response.is_success:
-            raise _error(response)
+        response = self._ask(method, path, body, headers, params)
         try:
             return answer.model_validate_json(response.content)
         except ValidationError as error:

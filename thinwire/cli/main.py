@@ -281,6 +281,18 @@ def cancel(job_id: JobId) -> None:
 
 
 @app.command()
+def delete(job_id: JobId) -> None:
+    """Delete a job that is over, with its folder: checkpoints, history, logs. A checkpoint.store elsewhere stays.
+
+    Example: `thinwire delete quickstart-3f`
+    """
+    with Client() as client:
+        job = client.resolve(job_id)
+        client.delete(job.id)
+    _note(f"{job.name} {job.id} is deleted, with {job.run_dir}.")
+
+
+@app.command()
 def quickstart(
     file: Annotated[Path, typer.Option(help="The job to run.")] = Path("examples/quickstart.yaml"),
     results: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/quickstart"),

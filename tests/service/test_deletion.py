@@ -1,0 +1,88 @@
+"""DELETE of a job that is over, and what is deleted by age and number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.control_plane_harness import Service, sample
+from thinwire.service.config import Settings
+
+DAY_S = 86_400
+
+
+def over(service: Service) -> str:
+    """A job that was cancelled, with a history and files."""
+    job = service.running()
+    service.post(job, samples=[sample(1)], events=[{"kind": "resumed", "step": 0, "time": 1.0}])
+    (service.run_dir(job) / "checkpoints").mkdir()
+    (service.run_dir(job) / "checkpoints" / "1").write_text("weights")
+    service.client.post(f"/v1/jobs/{job}/cancel")
+    service.turn(4)
+    assert service.state(job) == "CANCELLED"
+    return job
+
+
+def listed(service: Service) -> set[str]:
+    return {job["id"] for job in service.client.get("/v1/jobs").json()["jobs"]}
+
+
+def test_a_job_that_is_over_is_deleted_with_its_files_and_no_other(service: Service) -> None:
+    gone, kept = over(service), over(service)
+    assert service.client.delete(f"/v1/jobs/{gone}").status_code == 204
+    assert not service.run_dir(gone).exists()
+    assert (service.run_dir(kept) / "checkpoints" / "1").exists()
+    assert listed(service) == {kept}
+    for path in ("", "/metrics", "/logs"):
+        assert service.client.get(f"/v1/jobs/{gone}{path}").status_code == 404
+    assert service.client.delete(f"/v1/jobs/{gone}").status_code == 404
+    assert len(service.client.get(f"/v1/jobs/{kept}/metrics").json()["samples"]) == 1
+
+
+def test_a_job_that_runs_is_not_deleted(service: Service) -> None:
+    job = service.running()
+    answer = service.client.delete(f"/v1/jobs/{job}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "job_not_over")
+    assert "cancel it" in answer.json()["message"]
+    assert service.run_dir(job).exists()
+
+
+def test_a_folder_that_cannot_be_removed_keeps_its_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = over(service)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("thinwire.service.jobs.run_folder.shutil.rmtree", refuse)
+        answer = service.client.delete(f"/v1/jobs/{job}")
+    assert answer.status_code == 503
+    assert "Permission denied" in answer.json()["message"]
+    assert job in listed(service)
+    assert service.client.delete(f"/v1/jobs/{job}").status_code == 204
+
+
+def test_a_folder_that_is_a_link_leads_nowhere(service: Service, tmp_path: Path) -> None:
+    job = over(service)
+    service.run_dir(job).rename(tmp_path / "moved")
+    service.run_dir(job).symlink_to(tmp_path / "moved")
+    assert service.client.delete(f"/v1/jobs/{job}").status_code == 204
+    assert (tmp_path / "moved" / "checkpoints" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({}, 4), ({"keep_jobs": 2}, 2), ({"keep_days": 1.5}, 1), ({"keep_jobs": 0}, 0)]
+)
+def test_what_need_not_be_kept_is_deleted_oldest_first(service: Service, settings: dict[str, Any], kept: int) -> None:
+    service.close()
+    service.settings = Settings(home=service.home, launcher="fake", **settings)
+    service.open()
+    jobs = []
+    for _ in range(4):
+        jobs.append(over(service))
+        service.clock.pass_(DAY_S)
+    running = service.running()
+    service.turn(2)
+    assert listed(service) == {*jobs[4 - kept :], running}
