@@ -198,6 +198,11 @@ def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[st
     """The state_dict itself, when it says of itself what is expected and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
+    if "format" not in state_dict and {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "state_dict is of an optimizer of torch.optim, whose state cannot be taken over: load the model's weights "
+            "alone, and begin the optimizer anew; or go on with the optimizer that saved it"
+        )
     for key, value in expected.items():
         if state_dict.get(key) != value:
             raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")

@@ -253,6 +253,21 @@ def forgotten(accelerator):
     model = accelerator.prepare(model)
     accelerator.backward(model(X).sum())
 
+def teacher():
+    accelerator = with_thinwire(fresh())
+    taught, teaches = net(), net(5)
+    accelerator.prepare(taught, teaches, adam(taught.parameters()))
+    return everywhere(weights(teaches))
+
+told["teacher"] = teacher()
+
+def from_adamw():
+    theirs, ours = fresh(), with_thinwire(fresh())
+    parts = prepared(theirs, adamw)
+    epochs(theirs, *parts, 1)
+    torch.save(parts[1].state_dict(), os.path.join(folder, f"adamw{rank}"))
+    prepared(ours, adam)[1].load_state_dict(torch.load(os.path.join(folder, f"adamw{rank}")))
+
 def too_late():
     accelerator = fresh()
     prepared(accelerator, adamw)
@@ -274,6 +289,7 @@ told["refused"] = {
     "too_late": refused(too_late),
     "alone": refused(alone),
     "hooked": refused(hooked),
+    "adamw": refused(from_adamw),
     "wrapped": refused(lambda: with_thinwire(fresh()).prepare(DistributedDataParallel(net()))),
     "forgotten": refused(lambda: forgotten(with_thinwire(fresh()))),
     "values": with_parts(lambda accelerator, parts: accelerator.clip_grad_value_(parts[0].parameters(), 1.0)),
@@ -363,6 +379,10 @@ def test_overlap_waits_for_the_last_micro_batch_and_refuses_to_clip_late(told):
     assert re.search("max_grad_norm=1.0 and leave this line out", told["overlap_clip"])
 
 
+def test_a_model_that_no_optimizer_trains_is_rank_0s(told):
+    assert told["teacher"]
+
+
 @pytest.mark.parametrize("run", ["skip", "scaler"])
 def test_a_step_that_all_ranks_leave_out_holds_the_schedule_too(told, run):
     here = told[run]
@@ -385,6 +405,7 @@ def test_zero_one_adam_is_saved_where_ranks_agree(told):
         ("too_late", "has prepared 1 models and 1 optimizers.*before accelerator.prepare"),
         ("alone", "2 processes.*Adam exchanges with 1.*make the Accelerator"),
         ("hooked", "comm_hook='fp16'.*leave it out"),
+        ("adamw", "of an optimizer of torch.optim.*begin the optimizer anew"),
         ("wrapped", "in DistributedDataParallel.*give it the model itself"),
         ("forgotten", "Sequential has gradients.*accelerator.prepare.model, optimizer"),
         ("values", "clip_grad_value_.*use accelerator.clip_grad_norm_"),

@@ -208,6 +208,7 @@ told["refused"] = {
     "torch_optimizer": refused(lambda: with_thinwire(
         Trainer(small_gpt(0), arguments("refused"), train_dataset=TRAIN, optimizers=(adam, None)), OneBitAdam)),
     "optim": refused(lambda: with_thinwire(plain(optim="adafactor"), OneBitAdam)),
+    "fsdp": refused(lambda: with_thinwire(plain(fsdp=True), OneBitAdam)),
     "batch_size": refused(lambda: with_thinwire(plain(auto_find_batch_size=True), OneBitAdam)),
     "twice": refused(lambda: with_thinwire(with_thinwire(plain(), OneBitAdam), OneBitAdam)),
     "trained": refused(lambda: with_thinwire(adamw, OneBitAdam)),
@@ -328,6 +329,7 @@ def test_what_nobody_trains_is_rank_0s(told):
         ("no_class", "ValueError.*say with_thinwire.trainer, OneBitAdam"),
         ("torch_optimizer", "ValueError.*has AdamW already.*make a Trainer without it"),
         ("optim", "ValueError.*adafactor.*leave both out"),
+        ("fsdp", "ValueError.*FSDP on.*leave it out"),
         ("batch_size", "ValueError.*set per_device_train_batch_size"),
         ("twice", "ValueError.*once is enough"),
         ("trained", "ValueError.*before train"),

@@ -6,14 +6,14 @@
 
 Accelerate would put DistributedDataParallel around the model, which sends every gradient in full. Here nothing is put
 around it: `prepare` moves it, sets autocast up and compiles it, as always. What the wrapper did beside averaging is
-done here: what no optimizer trains (frozen parameters, buffers) is sent from rank 0 once, and ends of accumulation are
-told to optimizers that send during backward. Accelerate itself is imported inside the functions.
+done here: what no optimizer trains (frozen parameters, a teacher, buffers) is sent from rank 0 once, and ends of
+accumulation are told to optimizers that send during backward. Accelerate itself is imported inside the functions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,17 @@ class LocalGradients:
     _models: list[Any]
     _optimizers: list[Any]
     num_processes: int
+    _given: tuple[FlatOptimizer[Any], ...] = ()
+    """Optimizers that are being prepared, perhaps after their models."""
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerator.prepare, without DistributedDataParallel. Collective, where a model is among them."""
+        ours = (own_optimizer(thing) for thing in args if isinstance(thing, torch.optim.Optimizer))
+        self._given = tuple(optimizer for optimizer in ours if optimizer is not None)
+        try:
+            return super().prepare(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._given = ()
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: Any = False) -> Any:
         """As Accelerator.prepare_model, without DistributedDataParallel. Collective: sends what nobody trains."""
@@ -148,7 +159,9 @@ class LocalGradients:
         # Accelerate's own name for "do not wrap": device, autocast and torch.compile are the same.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)  # type: ignore[misc]
         if not evaluation_mode:
-            send_untrained(prepared)
+            optimizers = (*self._given, *(one.optimizer for one in self._optimizers))
+            trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            send_untrained(prepared, trained)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
@@ -293,21 +306,22 @@ class LocalGradients:
 
 
 @torch.no_grad()
-def send_untrained(model: torch.nn.Module) -> None:
-    """Frozen parameters and buffers <- rank 0's, as DistributedDataParallel does once. Collective.
+def send_untrained(model: torch.nn.Module, trained: Sequence[Tensor]) -> None:
+    """Parameters and buffers <- rank 0's, as DistributedDataParallel does once. Collective.
 
-    What is trained the optimizer's constructor has sent. What the model excepts (_ddp_params_and_buffers_to_ignore)
-    stays. Raises: PeerLost; WireMismatch where ranks have other ones.
+    trained: parameters of optimizers, whose constructors have sent them. What the model excepts
+    (_ddp_params_and_buffers_to_ignore) stays. Raises: PeerLost; WireMismatch where ranks have other ones.
     """
     group = given_or_default(None)
     if group.size == 1:
         return
     excepted = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-    sent = [(name, x) for name, x in (*frozen, *model.named_buffers()) if name not in excepted and x.numel()]
+    held = {id(param) for param in trained if param.requires_grad}
+    everything = (*model.named_parameters(), *model.named_buffers())
+    sent = [(name, x) for name, x in everything if name not in excepted and id(x) not in held and x.numel()]
     told = [f"{name}, {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in sent]
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    refuse_other_models(group, "send_untrained()", [f"{type(model).__name__}, what is not trained", *told], device)
+    device = everything[0][1].device if everything else torch.device("cpu")
+    refuse_other_models(group, "prepare()", [f"{type(model).__name__}, what no optimizer sends", *told], device)
     for _, tensor in sent:
         flat = tensor.detach().reshape(-1).contiguous()
         group.broadcast_(flat.view(torch.uint8))  # bytes: whatever the dtype

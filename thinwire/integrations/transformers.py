@@ -260,6 +260,12 @@ def _refuse_arguments(trainer: Any) -> None:
             f"TrainingArguments(optim={optim!r}, optim_args={args.optim_args!r}): with_thinwire makes the optimizer, "
             "leave both out"
         )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.fsdp:
+        engine = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
+        raise ValueError(
+            f"TrainingArguments (or `accelerate config`) turn {engine} on, which shards or steps the model itself: "
+            "leave it out; thinwire is for models that are whole on every rank"
+        )
     if trainer.is_fsdp_xla_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError("the model is sharded over the ranks: thinwire is for models that are whole on every rank")
     if args.world_size > 1 and args.auto_find_batch_size:

@@ -144,7 +144,7 @@ def damaged(state):
     yield {}, "format = None"
     yield [1, 2], "state_dict is list"
     yield None, "state_dict is NoneType"
-    yield torch.optim.AdamW(network().parameters()).state_dict(), "format = None"
+    yield torch.optim.AdamW(network().parameters()).state_dict(), "of an optimizer of torch.optim"
     yield {**state, "optimizer": "Momentum"}, "optimizer = 'Momentum'"
     yield {**state, "shapes": [[1]]}, r"shapes = \[\[1\]\]"
     for key in ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals"):
