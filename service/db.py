@@ -76,8 +76,7 @@ class Database:
             ) from error
         except DatabaseError as error:
             raise DatabaseUnusable(
-                f"the database {self._shown()} cannot be used: {error.orig}. Mend it, put a copy in its place, or use "
-                "another THINWIRE_HOME"
+                f"the database {self._shown()} cannot be used: {error.orig}. {_advice(error)}"
             ) from error
 
     @contextmanager
@@ -103,6 +102,18 @@ class Database:
     def close(self) -> None:
         """Close all connections. Safe to call twice."""
         self.engine.dispose()
+
+
+def _advice(error: DatabaseError) -> str:
+    """What to do. A full or slow disk leaves the file whole: a copy in its place would lose what came since."""
+    said = str(error.orig).lower()
+    if "full" in said or "no space" in said:
+        return "The disk is full: make room, and start again; the database itself is whole"
+    if "locked" in said or "readonly" in said or "read-only" in said or "permission" in said:
+        return "Let this user write it, and end what else holds it; the database itself is whole"
+    if "disk i/o" in said or "unable to open" in said:
+        return "The disk, or its folder, cannot be used now: look at the disk before you touch the database"
+    return "Mend it, put a copy in its place, or use another THINWIRE_HOME"
 
 
 def _create_private(path: Path) -> None:

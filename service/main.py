@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -34,6 +35,10 @@ from thinwire.service.launch.protocol import Launcher, LauncherError
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
 
 logger = logging.getLogger(__name__)
+
+
+LEAST_FREE_BYTES = 64 << 20
+"""On the disk of the home: below, a job that is accepted could not be written down."""
 
 
 class LauncherStarter:
@@ -96,6 +101,7 @@ class ControlPlane:
 
     def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
         self._closed = False
+        self._home = settings.home
         private_folder(settings.home)
         self.token = operator_token(settings.token_file)
         self.db = Database(settings.database)
@@ -164,6 +170,12 @@ class ControlPlane:
             self.db.check()
         except SQLAlchemyError as error:
             return f"database: {type(error).__name__}; see the service's log"
+        try:
+            free = shutil.disk_usage(self._home).free
+        except OSError as error:
+            return f"the home folder {self._home}: {error.strerror}"
+        if free < LEAST_FREE_BYTES:
+            return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
         reason = self.starter.reason()
         return f"launcher: {reason}" if reason is not None else None
 

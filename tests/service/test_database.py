@@ -14,7 +14,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
-from sqlalchemy import insert, select, text
+from sqlalchemy import event, insert, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -183,3 +183,11 @@ def test_writers_that_read_first_do_not_fail_each_other(db: Database) -> None:
         row = session.get(JobRow, "job-1")
         assert row is not None
         assert row.spec == {"count": 40}
+
+
+def test_a_full_disk_is_no_reason_to_put_a_copy_in_its_place(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'thinwire.db'}")
+    event.listen(database.engine, "connect", lambda connection, _: connection.execute("PRAGMA max_page_count = 2"))
+    with pytest.raises(DatabaseUnusable, match="disk is full: make room") as refused:
+        database.upgrade()
+    assert "copy" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ def test_ready_needs_the_database(service: Service) -> None:
     answer = service.client.get("/readyz")
     assert answer.status_code == 503
     assert answer.json()["message"].startswith("database: ")
+
+
+def test_ready_needs_room_on_the_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage(service.home))
+    monkeypatch.setattr("thinwire.service.main.shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 3 << 20))
+    answer = service.client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["message"] == f"the disk of {service.home} has 3 MiB left, at least 64 are needed"
+    assert service.client.get("/healthz").status_code == 200
 
 
 def test_metrics_count_jobs_by_state_and_requests_by_route(service: Service) -> None:
