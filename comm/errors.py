@@ -4,6 +4,7 @@ CommError
 |-- PeerLost         a peer died, or did not answer within the time-out
 |-- CallMismatch     ranks are in different calls, state_dict() and step() say, and would wait for each other for ever
 |-- NonFiniteInput   some rank gave NaN or infinity; every rank raises it alike, nothing was written
+|   `-- Refused      some rank gave nothing on purpose, and says so: it has other parameters to exchange from now on
 `-- WireMismatch     ranks disagree on what they exchange: layout, codec, dtype or version
 """
 
@@ -40,6 +41,10 @@ class NonFiniteInput(CommError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class Refused(NonFiniteInput):
+    """Some ranks took no part in an exchange (Reducer.launch_refused); `ranks` names them."""
 
 
 class WireMismatch(CommError):

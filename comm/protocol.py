@@ -218,6 +218,9 @@ class FullMeans(Protocol):
     def abandon(self) -> None:
         """End a mean that nobody will use; x is undefined. Collective. Raises PeerLost."""
 
+    def launch_refused(self, k: int) -> None:
+        """In place of launch: this rank takes no part. Every rank raises Refused in finish()."""
+
 
 class Reducer(Protocol):
     """All that an optimizer sees of communication. Bound to one layout; every rank calls alike.
@@ -258,6 +261,9 @@ class Reducer(Protocol):
         runs: for each live run of the layout float[run], contiguous, to be read in place of that part of x, or None;
         what is not in buckets.layout.alone() is read of x all the same. Raises: RuntimeError where there is no r.
         """
+
+    def launch_refused(self, k: int) -> None:
+        """In place of launch_*: this rank takes no part. Every rank raises Refused in finish(); nothing changes."""
 
     def finish(self) -> None:
         """Wait for all buckets. Raises PeerLost, NonFiniteInput, alike on every rank; then all is undone."""

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim import adam_math, lamb_math
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_out_of_range
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
@@ -62,7 +63,7 @@ class Adam(FlatOptimizer[AdamState]):
         self.mean_gradient_()
         for h in groups:
             p, g, m, v, scratch = (x[h.span] for x in (space.p_N, space.g_N, s.m_N, s.v_N, s.scratch_N))
-            adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
+            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
 
 
 class Lamb(FlatOptimizer[AdamState]):
@@ -91,8 +92,13 @@ class Lamb(FlatOptimizer[AdamState]):
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
-        p_N, self.segments = self.space.p_N, tensor_segments(self.space)
+        p_N = self.space.p_N
         return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
+
+    def set_ages(self, ages: Sequence[Age]) -> None:
+        """As FlatOptimizer.set_ages, with the tensors of each run."""
+        super().set_ages(ages)
+        self.segments = tensor_segments(self.space, self.runs)
 
     def plan(self, step: int) -> StepPlan:
         """Every step is dense."""
@@ -105,7 +111,8 @@ class Lamb(FlatOptimizer[AdamState]):
         for h, segments in zip(groups, self.segments, strict=True):
             adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
             adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
-            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, plan.bias_step)
+            bias_step = plan.bias_of(h.seen)
+            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, bias_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +160,8 @@ class SGD(FlatOptimizer[SgdState]):
             ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
         )
 
-    def hyper(self, group: dict[str, Any], span: slice) -> SgdHyper:
-        """The hyperparameters of a group, for this step."""
+    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> SgdHyper:
+        """The hyperparameters of a group, for this step. Its momentum takes no correction."""
         return SgdHyper(span, float(group["lr"]), group["momentum"], group["weight_decay"])
 
     def make_state(self) -> SgdState:

@@ -6,12 +6,14 @@ Alg. 2 there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.layout import Span
+from thinwire.optim.engine.ages import Run
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_out_of_range
 from thinwire.optim.kernels import updates
@@ -49,7 +51,9 @@ BOUNDS = LambHyper()
 
 @dataclass(frozen=True, slots=True)
 class TensorSegments:
-    """The tensors of one parameter group. `span`, `tensors`: the group's slice of the elements and of all tensors."""
+    """The tensors of one run, as a rule a parameter group. `span`, `tensors`: its slice of the elements and of all
+    tensors.
+    """
 
     span: slice
     tensors: slice
@@ -80,10 +84,10 @@ class TensorSegments:
         return [x_N[start:stop] for start, stop in self.live]
 
 
-def tensor_segments(space: FlatSpace) -> list[TensorSegments]:
-    """One TensorSegments a parameter group, in order."""
+def tensor_segments(space: FlatSpace, runs: Sequence[Run]) -> list[TensorSegments]:
+    """One TensorSegments a run of tensors, in order."""
     found = []
-    for span in space.spans:
+    for span in (run.span for run in runs):
         inside = [i for i, tensor in enumerate(space.tensors) if span.start <= tensor.start < span.stop]
         members = [space.tensors[i] for i in inside]
         live = tuple((tensor.start, tensor.stop) for tensor in members)

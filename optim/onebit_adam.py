@@ -98,7 +98,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             self.mean_gradient_()  # g <- mean_i g_i
             for h in groups:  # Adam on g
                 p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-                adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
+                adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
         divisor_N = s.divisor.of(s.v_N, groups)

@@ -16,10 +16,10 @@ docs/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.optim import adam_math, lamb_math
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -76,7 +77,7 @@ def step(
     for h, segments in groups:
         adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
         adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
-        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_step)
+        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen))
         average_t = s.coeff_T[segments.tensors]
         moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
@@ -172,6 +173,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
+    fresh: ClassVar[Mapping[str, float]] = {"scaling_T": 1.0, "factor_T": 1.0}
+
     def __init__(
         self,
         params: ParamsT,
@@ -194,7 +197,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def make_state(self) -> OneBitLambState:
         """Empty vectors and error memory; k and r are 1 until they are known."""
-        p_N, self.segments = self.space.p_N, tensor_segments(self.space)
+        p_N = self.space.p_N
         per_tensor = torch.zeros(len(self.space.tensors), dtype=p_N.dtype, device=p_N.device)
         return OneBitLambState(
             m_N=torch.zeros_like(p_N),
@@ -206,6 +209,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             momentum_error=self.reduce.new_memory(),
             z_N=torch.zeros_like(p_N),
         )
+
+    def set_ages(self, ages: Sequence[Age]) -> None:
+        """As FlatOptimizer.set_ages, with the tensors of each run."""
+        super().set_ages(ages)
+        self.segments = tensor_segments(self.space, self.runs)
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
@@ -239,13 +247,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         parts = [(i, t, max(t.start, at.start), min(round_up(t.stop, BYTE), at.stop)) for i, t in tensors]
         return [(i, start - t.start, slice(start, stop)) for i, t, start, stop in parts if start < stop]
 
-    def on_freeze(self, floored_N: Tensor, steps: int) -> None:
+    def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
         s = self.vectors
         s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
         s.factor_T.fill_(1)
-        if self.corrects_bias:
-            s.coeff_T.div_(1 - self.bounds.coeff_beta**steps)
+        if self.settings.bias_correction:
+            parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
+            s.coeff_T.div_(torch.tensor(parts, dtype=s.coeff_T.dtype, device=s.coeff_T.device))
         sizes_T = torch.empty_like(s.scaling_T)
         for segments in self.segments:
             sizes_T[segments.tensors] = segments.rms(s.m_N)
@@ -253,6 +262,22 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s.scaling_T.fill_(1)
         if bool(moving_T.any()):
             s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, 1.0))
+
+    def keep(self, seen: Mapping[int, int]) -> Tensor:
+        """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""
+        s = self.vectors
+        sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
+        others_T = (sizes_T * s.scaling_T)[[i for i in range(len(sizes_T)) if i not in seen and sizes_T[i] > 0]]
+        for i, t in seen.items():
+            if self.settings.bias_correction:
+                s.coeff_T[i] /= 1 - self.bounds.coeff_beta**t
+            s.factor_T[i] = 1
+            s.scaling_T[i] = others_T.mean() / sizes_T[i] if len(others_T) and sizes_T[i] > 0 else 1.0
+        raised_N = super().keep(seen)
+        for tensor in (self.space.tensors[i] for i in seen):
+            at = slice(tensor.start, tensor.stop)
+            s.fresh_v_N[at] = torch.where(raised_N[at], torch.inf, s.v_N[at])
+        return raised_N
 
     def as_momentum_(self, residual_N: Tensor) -> None:
         """Momenta are exchanged times k."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.engine.saving import COMMON_KEYS
+from thinwire.optim.engine.saving import COMMON_KEYS, PARKED_KEYS
 from thinwire.optim.engine.shares import Share, is_share, read
 
 logger = logging.getLogger(__name__)
 
 IDENTITY = ("format", "optimizer", "shapes")
-ALIKE = (*IDENTITY, "num_steps", "frozen_at", "saved", "param_groups")
+ALIKE = (*IDENTITY, "num_steps", "frozen_at", "saved", "param_groups", "frozen", "ages", "parked")
 
 
 def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first_share, first = parts[0]
     _refuse_other_saves(parts)
     size, in_round = len(parts), bool(first_share.own)
-    state = {key: first[key] for key in (*IDENTITY, *COMMON_KEYS, "names", "master") if key in first}
+    state = {key: first[key] for key in (*IDENTITY, *COMMON_KEYS, *PARKED_KEYS, "names", "master") if key in first}
     if in_round:
         state["vectors"] = {**first["vectors"], "m_N": _mean([share.own["m_N"] for share, _ in parts])}
         state["saved"] = {**first["saved"], "last_sync": first["num_steps"]}

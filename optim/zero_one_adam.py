@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
@@ -285,13 +285,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             step,
             freeze=self.ends_warmup(step),
             var_update_scaler=self.var_update_scaler,
-            variance_updates=self.saved["variance_updates"],
+            variance_updates=self.fewest_updates,
             frozen_at=self.frozen_at,
             last_sync=self.saved["last_sync"],
             interval=self._interval(step),
             gradient_stage=self.settings.gradient_stage,
             aligned=self.settings.aligned,
-            warmup_from=self.warmup_from,
+            warmup_from=self._counted_from,
             dense_until=self.dense_until,
             bias_correction=self.settings.bias_correction,
         )
@@ -316,6 +316,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
         if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
             self.vectors.update_error = self.reduce.new_memory()  # of gradients; from here on it is of sums
+            for parked in self.parked.values():
+                parked.residuals["update_error"].zero_()
 
     @property
     def at_sync(self) -> bool:
@@ -458,6 +460,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.vectors.lost.zero_()
         self._rounds = [Round()] * len(self.param_groups)
 
+    @property
+    def _counted_from(self) -> int:
+        """The step from which T_v is counted, where that is not the end of a dense start."""
+        if self.dense_until and not self.warmup_from:
+            return 0
+        return max(self.warmup_from, self.joined_at)
+
     def _interval(self, step: int) -> int:
         if self.frozen_at is None:
             return 1
@@ -495,7 +504,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         except CommError as error:
             if early:
                 self.derive_divisor(groups)
-            if isinstance(error, NonFiniteInput):
+            if isinstance(error, NonFiniteInput) and not isinstance(error, Refused):
                 raise self._told(error, step) from error
             raise
         if early:
@@ -522,9 +531,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """A step of Adam on the mean gradient. Error memory, if a resumed run has any, waits for the first sync."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         self.mean_gradient_()
-        for h in groups:
+        for h in self.run_hypers(self.num_updates + 1):
             p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-            adam_math.step_(p, g, m, v, h, plan.bias_step, scratch)
+            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_divisor(groups)  # read by the next step; in a dense one by nobody

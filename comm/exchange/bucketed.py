@@ -30,7 +30,7 @@ from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.exchange.rows import Received, rows_of
-from thinwire.comm.exchange.stepwise import Stepwise, gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
@@ -133,6 +133,14 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._require_last(self._open())
         self._launch(k, Given(x_N, weight, runs))
 
+    def launch_refused(self, k: int) -> None:
+        """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
+        self._open()
+        self._expect(k)
+        self._refuses = True
+        self._rows[k].refuse()
+        self._send(k, Given(None))
+
     def finish(self) -> None:
         """Wait for all buckets, and see that every rank could write all of its rows. Waits for the device once.
 
@@ -153,6 +161,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             raise error
         if not self._results[1 - self._last].all_finite():
             own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
+            if self._refuses:
+                own.fill_(REFUSED)
             self._undo(memory)
             raise non_finite(gather_flags(self._group, own))
         self._finished = True
@@ -256,14 +266,17 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def _launch(self, k: int, given: Given) -> None:
         memory, x_N = self._open(), given.vector_N
-        if k != len(self._given):
-            raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
+        self._expect(k)
         numel = self.buckets.layout.numel
         if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
         self._encode(memory, k, given)
         self._send(k, given)
+
+    def _expect(self, k: int) -> None:
+        if k != len(self._given):
+            raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
 
     def _encode(self, memory: KeptSums, k: int, given: Given) -> None:
         """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
@@ -374,4 +387,5 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def _close(self) -> None:
         self._memory, self._error, self._finished, self._num_served = None, None, False, 0
+        self._refuses = False
         self._given.clear()

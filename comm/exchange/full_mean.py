@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.exchange.stepwise import gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, non_finite
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import Group, Pending
 
@@ -32,6 +32,7 @@ class FullMean:
         self._launched: list[Tensor] = []
         self._error: CommError | None = None
         self.is_open = False
+        self._refuses = False
 
     @property
     def num_launched(self) -> int:
@@ -55,6 +56,13 @@ class FullMean:
             raise ValueError(f"vector of {list(x_N.shape)}: must be contiguous, of {self._spans[0][1]} elements")
         self._start(slice(*self._spans[k]), x_N)
 
+    def launch_refused(self, k: int) -> None:
+        """Send NaN in place of bucket k, because this rank takes no part: every rank raises Refused in finish()."""
+        if not self.is_open or k != len(self._launched):
+            raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
+        self._refuses = True
+        self._start_nan(k)
+
     def finish(self) -> None:
         """Wait for all buckets, and divide. Waits for the device once.
 
@@ -64,6 +72,7 @@ class FullMean:
         complete = self.is_open and len(launched) == len(self._spans)
         pending, self._pending = self._pending, []
         error, self._error = self._error, None
+        refuses, self._refuses = self._refuses, False
         self.is_open = False
         torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
         for k, one in enumerate(pending):
@@ -80,7 +89,8 @@ class FullMean:
             raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
         torch.amax(self._peak_K, 0, out=self._peak)
         if not math.isfinite(float(self._peak)):
-            raise non_finite(gather_flags(self._group, torch.isfinite(self._own_peak)))
+            own = torch.isfinite(self._own_peak).to(torch.uint8)
+            raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if refuses else own))
 
     def abandon(self) -> None:
         """End a mean that nobody will use; nothing happens where none is open. x is undefined.
@@ -90,12 +100,16 @@ class FullMean:
         """
         if not self.is_open:
             return
-        for start, stop in self._spans[len(self._launched) :]:
-            self._start(slice(0, stop - start), self._peak_K.new_full((stop - start,), torch.nan))
+        for k in range(len(self._launched), len(self._spans)):
+            self._start_nan(k)
         try:
             self.finish()
         except NonFiniteInput:
             return
+
+    def _start_nan(self, k: int) -> None:
+        start, stop = self._spans[k]
+        self._start(slice(0, stop - start), self._peak_K.new_full((stop - start,), torch.nan))
 
     def _start(self, at: slice, x_N: Tensor) -> None:
         x_b = x_N[at]

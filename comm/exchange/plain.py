@@ -19,7 +19,7 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.exchange.full_mean import FullMean
-from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, lerp_, non_finite
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
@@ -89,6 +89,12 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._require_last(memory).decode_(z_N)
         lerp_(z_N, x_N, weight, self.buckets.layout, runs)
         self._launch(memory, z_N)
+
+    def launch_refused(self, k: int) -> None:
+        """Send that this rank takes no part: every rank raises Refused in finish()."""
+        self._open()
+        self._sent_nB[:, 0] = REFUSED
+        self._send()
 
     def finish(self) -> None:
         """Wait for what was launched, serve this rank's chunk, and gather all. Waits for the device twice.
@@ -296,5 +302,5 @@ class Decoded:
 
 def _refuse_non_finite(flags: Tensor) -> None:
     # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
-    if not bool(flags.all()):
+    if not bool((flags == 1).all()):
         raise non_finite(flags)

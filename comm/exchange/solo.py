@@ -63,6 +63,10 @@ class OwnMean:
             raise RuntimeError("0 of 1 buckets launched: launch every bucket first")
         _refuse_non_finite(x_N)
 
+    def launch_refused(self, k: int) -> None:
+        """finish() raises NonFiniteInput: there is no other rank to be told."""
+        self.launch(k, torch.tensor(torch.nan))
+
     def abandon(self) -> None:
         """End it."""
         self._x_N, self.is_open = None, False
@@ -93,6 +97,10 @@ class SoloReducer(Stepwise[ErrorFeedback, Values]):
         result_N = self._results[1 - self._last].values_N
         lerp_(result_N.copy_(last.values_N), x_N, weight, self.buckets.layout, runs)
         self._add_residual()
+
+    def launch_refused(self, k: int) -> None:
+        """finish() raises NonFiniteInput: there is no other rank to be told."""
+        self.launch_sum(k, self._like.new_full((self.buckets.layout.numel,), torch.nan))
 
     def finish(self) -> None:
         """Waits for the device once. Raises: NonFiniteInput; then nothing has changed and no exchange is open."""

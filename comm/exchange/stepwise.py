@@ -9,9 +9,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import NonFiniteInput
+from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, Group, Result, Stats
+
+REFUSED = 2
+"""The flag of a rank that refuses an exchange; 1: what it gave is finite, 0: it is not."""
 
 Memory = TypeVar("Memory", bound=ErrorMemory)
 Outcome = TypeVar("Outcome", bound=Result)
@@ -33,6 +36,7 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         self._kind = kind
         self._memory: Memory | None = None
         """Of the open exchange; None where none is."""
+        self._refuses = False
         self._finished = False
         self._results: Sequence[Outcome] = ()
         self._last = 0
@@ -78,6 +82,10 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     @abstractmethod
     def forget(self) -> None:
         """Close what is open, where no peer may wait for it."""
+
+    @abstractmethod
+    def launch_refused(self, k: int) -> None:
+        """Send that this rank takes no part."""
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src`. Raises: PeerLost."""
@@ -154,7 +162,12 @@ def gather_flags(group: Group, own: Tensor) -> Tensor:
 
 
 def non_finite(flags: Tensor) -> NonFiniteInput:
-    """The error that every rank raises. flags: [n], 0 for a rank whose own input was not finite."""
+    """The error that every rank raises. flags: [n], 0 for a rank whose own input was not finite, or REFUSED."""
+    refused = tuple(rank for rank, flag in enumerate(flags.tolist()) if flag == REFUSED)
+    if refused:
+        return Refused(
+            f"rank {', '.join(map(str, refused))} took no part in the exchange; nothing was changed", refused
+        )
     ranks = tuple(rank for rank, finite in enumerate(flags.tolist()) if not finite)
     whose = f"of rank {', '.join(map(str, ranks))}" if ranks else "mean over ranks (each rank's own was finite)"
     return NonFiniteInput(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import ErrorMemory, Reducer
+from thinwire.comm.protocol import ErrorMemory, FullMeans, Reducer
 
 
 class Exchange(Protocol):
@@ -159,3 +159,34 @@ class FusedMomentum:
     def abandon(self) -> None:
         """Undo it."""
         self._reduce.abandon()
+
+
+class Refusal:
+    """Nothing, where the other ranks exchange something: finish() raises Refused, alike on every rank.
+
+    memory: of what they exchange, which stays as it is; None: they take the mean in full.
+    """
+
+    def __init__(self, reduce: Reducer, memory: ErrorMemory | None) -> None:
+        self._one: Reducer | FullMeans = reduce
+        if memory is None:
+            self._one = reduce.full
+            reduce.full.begin()
+        else:
+            reduce.begin(memory)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """No gradient is sent."""
+        return False
+
+    def launch(self, k: int) -> None:
+        """Say so in place of bucket k."""
+        self._one.launch_refused(k)
+
+    def finish(self) -> None:
+        """Wait for all K. Raises: Refused, PeerLost."""
+        self._one.finish()
+
+    def abandon(self) -> None:
+        """End it."""
+        self._one.abandon()

@@ -1,10 +1,7 @@
 """Parameters and gradients of a model as two flat vectors; the model's tensors lie in them.
 
-    p_N  |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
-
-Every tensor starts at a multiple of 8. Vectors (biases, norms: fewer than two dimensions) of a group are neighbours, so
-that they share scales; a matrix is a segment of its own. Vectors come first because gradients are sent from the end of
-the vector to its start: they are of all layers, so that backward has the last of them only at its end.
+Only those that are trained: a parameter that does not require a gradient when the space is made is left where it is.
+Which lies where is in places.py.
 
 The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot lie in them:
 it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded. A parameter in
@@ -17,26 +14,15 @@ each step by its address, beside that of views that nobody else has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from thinwire.comm.layout import BYTE, VectorLayout, round_up
-from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, labels, refuse_unfit_gradient
-
-
-@dataclass(frozen=True, slots=True)
-class FlatTensor:
-    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it."""
-
-    param: Tensor
-    start: int
-    stop: int
-    label: str
+from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
+from thinwire.optim.engine.places import places
 
 
 class FlatSpace:
@@ -48,24 +34,9 @@ class FlatSpace:
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         dtype = compute_dtype(param_groups)
-        self.tensors: list[FlatTensor] = []
-        self.spans: list[slice] = [slice(0)] * len(param_groups)
-        segments: list[tuple[int, int]] = []
-        at = 0
-        groups = list(zip(range(len(param_groups)), param_groups, labels(param_groups), strict=True))
-        for index, group, group_labels in sorted(groups, key=lambda item: any(map(_is_matrix, item[1]["params"]))):
-            group_start = at
-            named = zip(group["params"], group_labels, strict=True)
-            for param, label in sorted(named, key=lambda pair: _is_matrix(pair[0])):  # stable: vectors, then matrices
-                stop = round_up(at + param.numel(), BYTE)
-                joins = not _is_matrix(param) and at > group_start
-                segments.append((segments.pop()[0] if joins else at, stop))
-                self.tensors.append(FlatTensor(param, at, at + param.numel(), label))
-                at = stop
-            self.spans[index] = slice(group_start, at)
-        live = tuple((tensor.start, tensor.stop) for tensor in self.tensors)
-        self.layout = VectorLayout(at, live, tuple(segments))
-        self.p_N = torch.zeros(at, dtype=dtype, device=self.tensors[0].param.device)
+        placed = places(param_groups)
+        self.tensors, self.spans, self.layout = placed.tensors, placed.spans, placed.layout
+        self.p_N = torch.zeros(self.layout.numel, dtype=dtype, device=self.tensors[0].param.device)
         self.g_N = torch.zeros_like(self.p_N)
         self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
         self._shown = [_alone(view) for view in self._gradients]
@@ -152,13 +123,33 @@ class FlatSpace:
         """The masters of low-precision parameters, one after another. A copy."""
         return torch.cat([self._parameters[i].reshape(-1) for i in self._low])
 
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The master of each low-precision parameter, float[elements]. Views."""
+        return {self.tensors[i].param: self._parameters[i].view(-1) for i in self._low}
+
     @torch.no_grad()
-    def load_master(self, master: Tensor) -> None:
-        """Masters, and the parameters that are their rounded copies, <- what master() gave."""
-        masters = [self._parameters[i] for i in self._low]
-        for view, part in zip(masters, torch.split(master, [view.numel() for view in masters]), strict=True):
-            view.copy_(part.view(view.shape))
+    def load_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Masters of those that have one there, and the parameters that are their rounded copies, <- these."""
+        for i in self._low:
+            if (master := masters.get(self.tensors[i].param)) is not None:
+                self._parameters[i].view(-1).copy_(master)
         self.write_back()
+
+    @torch.no_grad()
+    def meet_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Masters <- these where the parameter is still their rounded value; elements changed since then stay taken."""
+        for i in self._low:
+            view, param = self._parameters[i], self.tensors[i].param
+            if (master := masters.get(param)) is not None:
+                master = master.view(view.shape)
+                view.copy_(torch.where(master.to(param.dtype) == param, master, view))
+
+    def release(self, index: int) -> None:
+        """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
+        param = self.tensors[index].param
+        if index not in self._low and param.data_ptr() == self._parameters[index].data_ptr():
+            param.data = param.detach().clone()
+        param.grad = None
 
     def gather_gradients(self, done: Sequence[bool] = ()) -> None:
         """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
@@ -215,6 +206,11 @@ class FlatSpace:
             factor = (max_norm / (self.gradient_norm + 1e-6)).clamp_(max=1.0)
             self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
 
+    def clear_dead(self) -> None:
+        """g <- 0 where dead: a rank that takes no part in a mean sends NaN there too, and nothing else clears it."""
+        dead = torch.tensor(self.layout.dead(0, self.layout.numel), dtype=torch.int64, device=self.g_N.device)
+        self.g_N.index_fill_(0, dead, 0.0)
+
     def drop_gradients(self) -> None:
         """Gradients <- None: what backward makes next is read in place, or copied once, in place of a zero and an add.
 
@@ -235,10 +231,6 @@ class FlatSpace:
         self._show_gradients(range(len(self.tensors)))
         self._untouched = [shown._version for shown in self._shown]
 
-    def shapes(self) -> list[list[int]]:
-        """Shapes of the parameters in flat order: what a saved vector must have been made with."""
-        return [list(tensor.param.shape) for tensor in self.tensors]
-
     def _show_gradients(self, indices: Sequence[int]) -> None:
         """Backward adds into the flat gradient, where the parameter has its dtype."""
         for i in indices:
@@ -249,10 +241,6 @@ class FlatSpace:
                 if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
                 param.grad = self._shown[i]
-
-
-def _is_matrix(param: Tensor) -> bool:
-    return param.dim() >= 2
 
 
 def _alone(view: Tensor) -> Tensor:

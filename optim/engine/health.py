@@ -57,10 +57,11 @@ def _max_step(optimizer: FlatOptimizer[Any]) -> float | None:
     """
     if optimizer.num_steps == 0:
         return None
-    s, t = optimizer.vectors, optimizer.plan(optimizer.num_steps).bias_step
+    s, plan = optimizer.vectors, optimizer.plan(optimizer.num_steps)
     v_N, divisor_N = getattr(s, "v_N", None), getattr(s, "divisor_N", None)
     peaks = []
-    for group, span in zip(optimizer.param_groups, optimizer.space.spans, strict=True):
+    for run in optimizer.runs:
+        group, span, t = optimizer.param_groups[run.group], run.span, plan.bias_of(run.seen(optimizer.num_updates))
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         corrections = (1.0, 1.0) if t is None else (1 - beta1**t, 1 - beta2**t)
         for start in range(span.start, span.stop, PIECE):

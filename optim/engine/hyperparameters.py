@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """The hyperparameters of one parameter group, and the slice of the flat vectors that it owns."""
+    """The hyperparameters of one parameter group, or of a run in it, and the slice of the flat vectors that it owns.
+
+    seen: updates of the variance there, this step's included; None: it is not corrected for them (optim.engine.ages).
+    """
 
     span: slice
     lr: float
@@ -16,6 +19,7 @@ class AdamHyper:
     beta2: float
     eps: float
     weight_decay: float
+    seen: int | None = None
 
 
 def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:

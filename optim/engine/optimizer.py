@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine import saving, shares
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.first_step import FirstStep
@@ -33,9 +35,14 @@ from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.orphans import Holders
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import compute_dtype, describe, refuse_other_models, without_gradient
+from thinwire.optim.engine.parameters import (
+    compute_dtype,
+    without_gradient,
+)
+from thinwire.optim.engine.relayout import trained_ids
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import error_memories, replicated, show_state
+from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.engine.tensor_states import TensorState
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +52,20 @@ State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
 
 
-class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
+class FlatOptimizer(ChangingOptimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
-    params: parameters, (name, parameter) pairs, or groups of either; not frozen ones. float64, or float32 mixed with
-    bfloat16 and float16, which get a master in float32 (optim.engine.flat).
+    params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
+    float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
+    out of every step. Which do is looked at in each step() (optim.engine.relayout).
     group, max_grad_norm, non_finite, overlap, bucket_elements, model: as in CheckedOptions (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
+    ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
     """
-
-    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
-    """What torch.optim calls the vectors that `state` shows, by field."""
 
     block: int = DEFAULT_BLOCK
     """Values that share a scale, where something is compressed."""
@@ -86,7 +92,10 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._scaled: bool | None = None  # not known before a step
         self._steps_without_gradient = 0  # in a row, on this rank
         self._holders = Holders()
-        self._step = torch.zeros(())
+        self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
+        self.ages: list[Age] = []
+        self.parked: dict[Tensor, TensorState] = {}
+        self._has_misfits = False
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
@@ -130,10 +139,14 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
 
-    def hyper(self, group: dict[str, Any], span: slice) -> Any:
-        """The hyperparameters of a group as they are now, with the slice that it owns; what `update` is given."""
+    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> Any:
+        """The hyperparameters of a group as they are now, with a slice that it owns and what that has seen."""
         beta1, beta2 = group["betas"]
-        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], seen)
+
+    def hypers(self, step: int) -> list[Any]:
+        """The hyperparameters of now in step `step`, of every run of tensors of equal age; what `update` is given."""
+        return [self.hyper(self.param_groups[run.group], run.span, run.seen(step)) for run in self.runs]
 
     def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
         """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
@@ -233,7 +246,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        self._step.fill_(value)
+        for missed, count in self._steps.items():
+            count.fill_(value - missed)
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
@@ -306,6 +320,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
                 self.overlap.abandon()
         else:
             self.overlap.abandon()
+        for param in self._others():
+            param.grad = None
         if self.overlaps and set_to_none:
             self.space.drop_gradients()
         else:
@@ -327,24 +343,26 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.space.take_changes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before the first step: vectors and exchange are laid out anew. Collective, as the constructor.
+        """Add a group: vectors and exchange are laid out anew. Collective, as the constructor.
 
-        Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
+        Its parameters begin at rank 0's values, with moments of zero that have seen no step. The others keep their
+        state, and their error memory its R. After the freeze of a variance the warm-up begins again, for the new ones
+        have none. Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
         """
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
             return
         self.overlap.refuse_between("add_param_group")
-        if self.num_steps:
-            raise ValueError(
-                f"a parameter group cannot be added after step {self.num_steps}: error memory and moments are laid out "
-                "for the groups there are. Add it before the first step, or give all groups to the constructor"
-            )
         before = dict(self.__dict__)
         super().add_param_group(param_group)
         try:
             with self.calling("add_param_group()"):
-                self._lay_out("add_param_group()")
+                if self.num_steps:
+                    self.check_group(self.param_groups[-1])
+                    self._lay_out_anew("add_param_group()")
+                    self._send_frozen(self.param_groups[-1:])
+                else:
+                    self._lay_out("add_param_group()")
         except (ValueError, CommError):
             self.__dict__.update(before)
             self.param_groups.pop()
@@ -411,13 +429,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         self._loaded = saving.apply(self, state_dict)
+        self.resumed()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    @property
-    def group(self) -> Group:
-        """The ranks that it exchanges with."""
-        return self._group
 
     @property
     def common_steps(self) -> int:
@@ -458,7 +472,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self._group, self._calls, self.bucket_elements = group, calls_of(group), bucket_elements
         try:
             self._refuse_other_models("regroup()")
-            self._connect()
+            self.connect_space()
+            self._show()
         except CommError:
             self.__dict__.update(before)
             raise
@@ -469,22 +484,19 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             self.check_group(param_group)
         compute_dtype(self.param_groups)
         self._refuse_other_models(call)
+        self.parked = {}
         self.space = FlatSpace(self.param_groups)
-        self._connect()
+        self.ages = [Age()] * len(self.space.tensors)
+        self.connect_space()
+        self._show()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
+        self._send_frozen(self.param_groups)
         self.equalise_buffers()
 
-    def _refuse_other_models(self, call: str) -> None:
-        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
-        lines = [header, *describe(self.param_groups)]
-        if self.model is not None:
-            lines += ["model= was given", *Buffers(self.model).lines()]
-        device = self.param_groups[0]["params"][0].device
-        refuse_other_models(self._group, f"an optimizer's {call}", lines, device)
-
-    def _connect(self) -> None:
+    def connect_space(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
+        self.set_ages(self.ages)
         self.reduce = self.make_reducer(self._group, self.block)
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
@@ -492,7 +504,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
-        show_state(self.state, self.space, self.vectors, self.shown, self._step)
+        self._laid_out = trained_ids(self.param_groups)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
     def _saved_by(
@@ -516,12 +528,15 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
+        if self._has_misfits or not self._is_laid_out:
+            return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
         return self.waits_for(plan) or self.begin_exchange(plan)
 
     def _step_once(self) -> None:
         refuse_late_process_group(self._group)
         self.agree_on_load()
+        self._follow_changes()
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)
@@ -529,9 +544,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             self._first.look(self, plan)
             if plan.gradient is Wire.LOCAL:
                 self.space.shorten_gradient(self.max_grad_norm)
-            groups = [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
-            self.update(plan, groups)
+            self.update(plan, self.hypers(self.num_steps + 1))
         except NonFiniteInput as error:
+            self.space.clear_dead()
+            if isinstance(error, Refused):
+                self._refuse_other_models("step()")  # raises, for they have changed there and not here
             if not self.skips_non_finite:
                 raise
             self.steps_skipped += 1

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.optim.engine.flat import FlatTensor
+from thinwire.optim.engine.places import FlatTensor
 
 
 class Holders:

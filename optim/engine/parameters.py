@@ -17,6 +17,8 @@ from thinwire.comm.protocol import Group
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that get a master in float32."""
+FROZEN = ", frozen"
+"""How the line of a frozen parameter ends."""
 SUPPORTED = (torch.float32, torch.float64, *LOW_PRECISION)
 
 
@@ -38,27 +40,38 @@ def labels(param_groups: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
-    """float64 where the parameters are, else float32.
+def is_trained(param: Tensor) -> bool:
+    """Does the optimizer move it? One that requires no gradient is frozen: it is left out of every step, wholly."""
+    return param.requires_grad
 
-    Raises: ValueError, naming the first parameter that cannot live in one flat vector with those before it.
+
+def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
+    """float64 where the parameters that are trained are, else float32.
+
+    Raises: ValueError, naming the first parameter that cannot live in one flat vector with those before it. Of one that
+    is frozen only that it was not given twice.
     """
     seen: dict[Tensor, str] = {}
     memory: dict[int, str] = {}
+    trained: list[tuple[Tensor, str]] = []
     for group, group_labels in zip(param_groups, labels(param_groups), strict=True):
         if not group["params"]:
             raise ValueError(f"parameter group {param_groups.index(group)} is empty: leave it out")
         for param, label in zip(group["params"], group_labels, strict=True):
-            _refuse_unfit(param, label)
             if param in seen:
                 raise ValueError(f"{label}: is also {seen[param]}; pass a shared parameter once")
+            seen[param] = label
+            if not is_trained(param):
+                continue
+            _refuse_unfit(param, label)
             if param.data_ptr() in memory:
                 raise ValueError(
                     f"{label}: has the same memory as {memory[param.data_ptr()]}, which a flat vector would separate; "
                     "share one torch.nn.Parameter instead, and pass it once"
                 )
-            seen[param], memory[param.data_ptr()] = label, label
-            first, first_label = next(iter(seen.items()))
+            memory[param.data_ptr()] = label
+            trained.append((param, label))
+            first, first_label = trained[0]
             if param.device != first.device:
                 raise ValueError(
                     f"{label}: is on {param.device}, but {first_label} is on {first.device}; move it there"
@@ -69,7 +82,12 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
                 )
     if not seen:
         raise ValueError("no parameters: pass model.parameters()")
-    return torch.float64 if next(iter(seen)).dtype == torch.float64 else torch.float32
+    if not trained:
+        raise ValueError(
+            f"all {len(seen)} parameters are frozen: requires_grad is False, and there is nothing to train. Call "
+            "requires_grad_(True) on those that are to be trained before the optimizer is made and before step()"
+        )
+    return torch.float64 if trained[0][0].dtype == torch.float64 else torch.float32
 
 
 def refuse_unfit_gradient(grad: Tensor, param: Tensor, label: str) -> None:
@@ -102,8 +120,6 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
             f"{label}: is {type(param).__name__}, sharded by FSDP or tensor parallelism, and the optimizer needs the "
             "whole model on every rank: leave out fully_shard(), FullyShardedDataParallel or parallelize_module()"
         )
-    if not param.requires_grad:
-        raise ValueError(f"{label}: requires_grad is False; pass only parameters that are trained")
     if param.dtype not in SUPPORTED:
         raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}")
     if param.layout != torch.strided or param.is_meta:
@@ -113,12 +129,26 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
 
 
 def describe(param_groups: list[dict[str, Any]]) -> list[str]:
-    """A line for each parameter: its place, dtype and shape; not its name or device, in which ranks may differ."""
+    """A line for each parameter: its place, dtype, shape and whether it is frozen; not its name or device, in which
+    ranks may differ.
+    """
     return [
-        f"parameter {index} of group {at}: {param.dtype} {tuple(param.shape)}"
+        f"parameter {index} of group {at}: {param.dtype} {tuple(param.shape)}{'' if is_trained(param) else FROZEN}"
         for at, group in enumerate(param_groups)
         for index, param in enumerate(group["params"])
     ]
+
+
+@torch.no_grad()
+def send_frozen_(group: Group, param: Tensor, device: torch.device) -> None:
+    """A frozen parameter <- rank 0's, of any dtype, as bytes. Collective. What is not dense on `device` is left."""
+    data = param.data
+    if type(data) is not Tensor or data.layout != torch.strided or data.device != device or not data.numel():
+        return
+    passed = data.contiguous()  # a copy only where it was not
+    group.broadcast_(passed.view(-1).view(torch.uint8))
+    if passed.data_ptr() != data.data_ptr():
+        data.copy_(passed)
 
 
 def refuse_other_models(group: Group, call: str, lines: list[str], device: torch.device) -> None:
@@ -133,7 +163,9 @@ def refuse_other_models(group: Group, call: str, lines: list[str], device: torch
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
     for first, theirs in zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="no such parameter"):
         if first != theirs:
+            frozen = first.removesuffix(FROZEN) == theirs.removesuffix(FROZEN)
+            way = "freeze and unfreeze the same parameters at the same step" if frozen else "build the same model"
             raise WireMismatch(
-                f"rank 0 has {first}; rank {other} has {theirs}. All ranks must build the same model, with the same "
-                "parameter groups and settings; nothing was changed"
+                f"rank 0 has {first}; rank {other} has {theirs}. All ranks must {way}, with the same parameter groups "
+                "and settings; nothing was changed"
             )

@@ -7,21 +7,30 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine import shares
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.parameters import LOW_PRECISION
+from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.engine.tensor_states import TensorState, put_, taken
 
-FORMAT = 3
-"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first."""
-COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors")
+FORMAT = 4
+"""Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first. 4: some
+parameters may be frozen; 3 is read too."""
+COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "frozen", "ages", "parked", "vectors")
 KEYS = (*COMMON_KEYS, "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one.
 
+shapes: of all parameters in flat order. frozen: the numbers in it of those that are not in `vectors`. ages: of the
+others. parked: [number, steps, seen] of each frozen one that has a state, whose tensors are in PARKED_KEYS, end to end.
 `parameters` is there where shares of the middle of a round were brought together: all parameters, as a flat vector.
 """
+PARKED_KEYS = ("parked_vectors", "parked_residuals", "parked_master")
 
 
 class Saved(Protocol):
@@ -33,6 +42,20 @@ class Saved(Protocol):
     evidence: dict[str, Any]
     param_groups: list[dict[str, Any]]
     handed_over: dict[str, Tensor] | None
+    ages: list[Age]
+    parked: dict[Tensor, TensorState]
+
+    @property
+    def num_updates(self) -> int:
+        """What Age.unseen is counted in."""
+
+    @property
+    def fresh(self) -> Mapping[str, float]:
+        """What a tensor begins with, by vector, where that is not 0."""
+
+    @property
+    def common_age(self) -> Age:
+        """Of a tensor that has been trained from the first step on."""
 
     @property
     def group(self) -> Group:
@@ -122,6 +145,7 @@ def _vectors(optimizer: Saved, vectors: Mapping[str, Tensor]) -> dict[str, Any]:
         "state": {},  # of single parameters nothing: so set_optimizer_state_dict of torch hands all on as it is
         "vectors": {name: vector.clone() for name, vector in vectors.items()},
         **({"master": optimizer.space.master()} if optimizer.space.has_master else {}),
+        **parked_vectors(optimizer),
     }
 
 
@@ -136,12 +160,16 @@ def plain(optimizer: Saved) -> dict[str, Any]:
         "names": sorted(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
         "param_groups": [SavedGroup(copy.deepcopy({k: v for k, v in g.items() if k != "params"})) for g in groups],
+        "frozen": _frozen(optimizer),
+        "ages": [[age.missed, age.unseen] for age in optimizer.ages],
+        "parked": [[i, state.steps, state.seen] for i, state in _parked(optimizer)],
     }
 
 
 def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
 
+    What is trained now, and what was when it was saved, may differ: each parameter is given its own. Not so in a share.
     Raises: ValueError naming what differs; then nothing has changed.
     """
     is_share = shares.is_share(state_dict)
@@ -151,15 +179,32 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     _refuse_other_values("saved", loaded["saved"], optimizer.begun)
     _refuse_half(loaded)
     _refuse_other_values("evidence", loaded["evidence"], {})
-    _refuse_other_vectors("vectors", loaded["vectors"], vectors)
-    share = shares.checked(optimizer, loaded) if is_share else None
-    if share is None:
-        _refuse_other_vectors("residuals", loaded["residuals"], dict.fromkeys(errors, space.p_N))
-        if "parameters" in loaded:
-            _refuse_other_vectors("parameters", {"all": loaded["parameters"]}, {"all": space.p_N})
-    else:
+    order = _everything(optimizer).tensors
+    frozen = _refuse_other_numbers(loaded, len(order))
+    then = places(optimizer.param_groups, {t.param for i, t in enumerate(order) if i not in frozen}.__contains__)
+    ages = _refuse_other_ages(loaded, len(then.tensors))
+    parked = [order[number] for number, _, _ in loaded["parked"]]
+    whole, sizes = then.layout.numel, [tensor.stop - tensor.start for tensor in parked]
+    per_element = {name for name, vector in vectors.items() if len(vector) == space.layout.numel}
+    of_then = {name: whole if name in per_element else len(then.tensors) for name in vectors}
+    of_parked = {name: sum(sizes) if name in per_element else len(parked) for name in vectors}
+    _refuse_other_vectors("vectors", loaded["vectors"], _like(vectors, of_then))
+    share = None
+    if is_share:
+        _refuse_other_frozen(frozen, _frozen(optimizer))
+        share = shares.checked(optimizer, loaded)
         optimizer.check_own(share.own)
-    _refuse_other_master(loaded, space)
+    else:
+        residuals = dict.fromkeys(errors, space.p_N)
+        _refuse_other_vectors("residuals", loaded["residuals"], _like(residuals, dict.fromkeys(errors, whole)))
+        if "parameters" in loaded:
+            mine = _like({"all": space.p_N}, {"all": whole})
+            _refuse_other_vectors("parameters", {"all": loaded["parameters"]}, mine)
+    if parked:
+        _refuse_other_vectors("parked_vectors", loaded.get("parked_vectors"), _like(vectors, of_parked))
+        of_errors = _like(dict.fromkeys(errors, space.p_N), dict.fromkeys(errors, sum(sizes)))
+        _refuse_other_vectors("parked_residuals", loaded.get("parked_residuals"), of_errors)
+    masters = _masters(loaded, "master", then.tensors, space) | _masters(loaded, "parked_master", parked, space)
     groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
     optimizer.check_saved(loaded["saved"])
     for group in groups:
@@ -167,31 +212,106 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     space.take_changes()  # before anything is written that a parameter in other memory would be taken over
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
-    for name, vector in vectors.items():
-        vector.copy_(loaded["vectors"][name])
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
-    found = shares.Loaded()
-    if share is None:
-        residuals = {name: loaded["residuals"][name].to(space.p_N) for name in errors}
-        optimizer.handed_over = residuals
-        for name, memory in errors.items():
-            memory.restore(residuals[name])
-    else:
+    counts = [
+        (optimizer.num_steps - age.missed, None if age.unseen is None else optimizer.num_updates - age.unseen)
+        for age in ages or [optimizer.common_age] * len(then.tensors)
+    ]
+    states = taken(then, loaded["vectors"], {} if share else loaded["residuals"], masters, counts)
+    states |= dict(zip((tensor.param for tensor in parked), _of_parked(loaded, sizes), strict=True))
+    for param, state in states.items():
+        state.master = masters.get(param)
+    held = put_(optimizer, states)
+    laid_out = {tensor.param for tensor in space.tensors}
+    optimizer.parked = {param: state.copied_like(space.p_N) for param, state in states.items() if param not in laid_out}
+    optimizer.handed_over, found = held, shares.Loaded()
+    if share is not None:
         optimizer.handed_over = None
         found = shares.take(optimizer, share)
     if "parameters" in loaded:
-        space.p_N.copy_(loaded["parameters"])
-        space.write_back()
-    if space.has_master:
-        space.load_master(loaded["master"])
+        _take_parameters(space, then, loaded["parameters"])
+    space.load_masters(masters)
     optimizer.go_on_from({} if share is None else share.own, in_round=found.is_in_round)
+    return found
+
+
+def parked_vectors(optimizer: Saved) -> dict[str, Any]:
+    """The tensors of the frozen parameters that have a state, as a state_dict holds them; nothing where there are none.
+
+    They are copies.
+    """
+    states = [state for _, state in _parked(optimizer)]
+    if not states:
+        return {}
+    masters = [state.master for state in states if state.master is not None]
+    return {
+        "parked_vectors": {name: torch.cat([s.vectors[name] for s in states]) for name in states[0].vectors},
+        "parked_residuals": {name: torch.cat([s.residuals[name] for s in states]) for name in states[0].residuals},
+        **({"parked_master": torch.cat(masters)} if masters else {}),
+    }
+
+
+@torch.no_grad()
+def _take_parameters(space: FlatSpace, then: Places, parameters_N: Tensor) -> None:
+    """Parameters <- these, which are laid out as they were then."""
+    now = {tensor.param: tensor for tensor in space.tensors}
+    for tensor in then.tensors:
+        part = parameters_N[tensor.start : tensor.stop]
+        if (place := now.get(tensor.param)) is not None:
+            space.p_N[place.start : place.stop].copy_(part)
+        else:
+            tensor.param.copy_(part.view(tensor.param.shape))
+    space.write_back()
+
+
+def _frozen(optimizer: Saved) -> list[int]:
+    """The numbers in flat order of the parameters that are not laid out."""
+    laid_out = {tensor.param for tensor in optimizer.space.tensors}
+    return [i for i, tensor in enumerate(_everything(optimizer).tensors) if tensor.param not in laid_out]
+
+
+def _refuse_other_frozen(theirs: set[int], mine: list[int]) -> None:
+    """What is trained is what the share is of. Raises: ValueError."""
+    if theirs != set(mine):
+        raise ValueError(
+            f"state_dict is of one rank and has frozen = {sorted(theirs)}, and this optimizer was made with, or last "
+            f"stepped with, {mine} frozen (numbers in the order of its `shapes`): freeze the same parameters before "
+            "the optimizer is made, or load what state_dict() of all ranks or optim.saves.together gave"
+        )
+
+
+def _parked(optimizer: Saved) -> list[tuple[int, TensorState]]:
+    """The frozen parameters that have a state, by their numbers in flat order."""
+    order = _everything(optimizer).tensors
+    return [(i, optimizer.parked[tensor.param]) for i, tensor in enumerate(order) if tensor.param in optimizer.parked]
+
+
+def _everything(optimizer: Saved) -> Places:
+    """All parameters in flat order, frozen ones too."""
+    return places(optimizer.param_groups, lambda param: True)
+
+
+def _like(vectors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """What they would be with so many elements, without memory."""
+    return {name: torch.empty(sizes[name], dtype=vector.dtype, device="meta") for name, vector in vectors.items()}
+
+
+def _of_parked(loaded: dict[str, Any], sizes: list[int]) -> list[TensorState]:
+    """The states of the parameters that were frozen, as views."""
+    found = [TensorState(steps, seen) for _, steps, seen in loaded["parked"]]
+    for what in ("vectors", "residuals") if found else ():
+        for name, x in loaded[f"parked_{what}"].items():
+            parts = torch.split(x, sizes if len(x) == sum(sizes) else [1] * len(sizes))
+            for state, part in zip(found, parts, strict=True):
+                getattr(state, what)[name] = part
     return found
 
 
 def _identity(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict says of itself."""
-    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": optimizer.space.shapes()}
+    shapes = [list(tensor.param.shape) for tensor in _everything(optimizer).tensors]
+    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes}
 
 
 def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[str]) -> dict[str, Any]:
@@ -203,6 +323,8 @@ def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[st
             "state_dict is of an optimizer of torch.optim, whose state cannot be taken over: load the model's weights "
             "alone, and begin the optimizer anew; or go on with the optimizer that saved it"
         )
+    if state_dict.get("format") == 3:  # nothing could be frozen
+        state_dict = {**state_dict, "format": FORMAT, "frozen": [], "ages": None, "parked": []}
     for key, value in expected.items():
         if state_dict.get(key) != value:
             raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")
@@ -282,20 +404,56 @@ def _refuse_other_values(what: str, theirs: object, mine: Mapping[str, Any]) -> 
             raise ValueError(f"state_dict has {what}[{key!r}] = {other!r}, this optimizer needs one like {value!r}")
 
 
-def _refuse_other_master(state_dict: dict[str, Any], space: FlatSpace) -> None:
-    """A master on both sides or on neither, of the same size. Raises: ValueError."""
-    if not space.has_master:
-        if "master" in state_dict:
+def _refuse_other_numbers(state_dict: dict[str, Any], num_tensors: int) -> set[int]:
+    """Which parameters were frozen, by their numbers. `parked` is a part of them. Raises: ValueError."""
+    frozen, parked = state_dict["frozen"], state_dict["parked"]
+    known = set(range(num_tensors))
+    if not isinstance(frozen, list) or not set(map(_hashable, frozen)) < known:
+        raise ValueError(f"state_dict has frozen = {frozen!r}: must be numbers of some of {num_tensors} parameters")
+    rows = parked if isinstance(parked, list) else [parked]
+    for row in rows:
+        whole = isinstance(row, list | tuple) and len(row) == 3 and all(type(x) is int and x >= 0 for x in row[:2])
+        if not whole or row[0] not in frozen or not _is_count(row[2]):
+            raise ValueError(f"state_dict has parked = {row!r}: must be [number of a frozen parameter, steps, seen]")
+    return set(frozen)
+
+
+def _refuse_other_ages(state_dict: dict[str, Any], num_tensors: int) -> list[Age] | None:
+    """The ages of the parameters that were trained; None where they are not told. Raises: ValueError."""
+    ages = state_dict["ages"]
+    if ages is None:
+        return None
+    whole = isinstance(ages, list) and len(ages) == num_tensors
+    if not whole or not all(isinstance(a, list | tuple) and type(a[0]) is int and _is_count(a[1]) for a in ages):
+        raise ValueError(f"state_dict has ages = {ages!r}: must be [missed, unseen] of {num_tensors} parameters")
+    return [Age(missed, unseen) for missed, unseen in ages]
+
+
+def _is_count(value: object) -> bool:
+    return value is None or type(value) is int
+
+
+def _hashable(value: object) -> object:
+    return value if type(value) is int else None
+
+
+def _masters(
+    state_dict: dict[str, Any], key: str, tensors: Sequence[FlatTensor], space: FlatSpace
+) -> dict[Tensor, Tensor]:
+    """The masters of those of the tensors that are in low precision, as views. Raises: ValueError."""
+    low = [tensor for tensor in tensors if tensor.param.dtype in LOW_PRECISION]
+    master, sizes = state_dict.get(key), [tensor.stop - tensor.start for tensor in low]
+    if not low:
+        if master is not None:
             raise ValueError(
-                "state_dict has the float32 master of bfloat16 or float16 parameters, and this optimizer has no such "
+                f"state_dict has the float32 {key} of bfloat16 or float16 parameters, and this optimizer has no such "
                 "parameters: convert the model as the saved one was, then make the optimizer"
             )
-        return
-    mine = space.master()
-    master = state_dict.get("master")
+        return {}
     if master is None:
         raise ValueError(
-            f"state_dict has no master, and this optimizer has {mine.numel()} bfloat16 or float16 elements that need "
+            f"state_dict has no {key}, and this optimizer has {sum(sizes)} bfloat16 or float16 elements that need "
             "it: it was saved with float32 parameters; train in float32, with torch.autocast, or begin a new run"
         )
-    _refuse_other_vectors("master", {"low": master}, {"low": mine})
+    _refuse_other_vectors(key, {"low": master}, _like({"low": space.p_N}, {"low": sum(sizes)}))
+    return {tensor.param: part for tensor, part in zip(low, torch.split(master, sizes), strict=True)}

@@ -50,7 +50,8 @@ def scaled_reducer(
         allowed = '"l2" or "l1"' if scales is Scales.BLOCK else f'"l2" where settings.scales = {scales.value!r}'
         raise ValueError(f"scale = {scale!r}: must be {allowed}")
     place = {id(tensor.param): (tensor.start, tensor.stop) for tensor in space.tensors}
-    by_group: list[list[Span]] = [[place[id(param)] for param in group["params"]] for group in param_groups]
+    members = [[id(param) for param in group["params"] if id(param) in place] for group in param_groups]
+    by_group: list[list[Span]] = [[place[member] for member in group] for group in members if group]
     every = [run for runs in by_group for run in runs]
     match scales:
         case Scales.BLOCK:

@@ -26,7 +26,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Steps count from 1; `bias_step` is t of 1 - beta^t, None where nothing is corrected."""
+    """One step. Steps count from 1; `bias_step` is t of 1 - beta^t, None where nothing is corrected.
+
+    It is that of parameters which were trained from the first step on; see bias_of().
+    """
 
     phase: Phase
     gradient: Wire
@@ -35,6 +38,10 @@ class StepPlan:
     bias_step: int | None
     freeze_variance: bool = False
     """Keep the corrected, floored variance from here on, after this step's update."""
+
+    def bias_of(self, seen: int | None) -> int | None:
+        """t of moments that have seen so many steps: bias_step for those that were there from the first one on."""
+        return None if self.bias_step is None else seen
 
 
 def dense_plan(step: int) -> StepPlan:

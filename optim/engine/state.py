@@ -6,7 +6,7 @@ torch.optim shows it: for each parameter its part of the flat vectors, in its sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -86,17 +86,19 @@ class Shown(dict[str, Any]):
 
 
 def show_state(
-    state: dict[Tensor, Any], space: FlatSpace, vectors: object, names: Mapping[str, str], step: Tensor
+    state: dict[Tensor, Any], space: FlatSpace, vectors: object, names: Mapping[str, str], steps: Sequence[Tensor]
 ) -> None:
-    """state[p] <- {"step": the common step count, and for each name of a field of `vectors` its part}. Views: no copy.
+    """state[p] <- {"step": its step count, and for each name of a field of `vectors` its part}. Views: no copy.
 
-    names: what torch.optim calls a field. state: emptied first. A view is true until the next step, at least.
+    names: what torch.optim calls a field. steps: of each tensor. state: emptied first. A view is true until the next
+    step, at least.
     """
     state.clear()
     shown = {name: space.views(getattr(vectors, field)) for field, name in names.items()}
     update = partial(_read, vectors, tuple(names))
     for index, tensor in enumerate(space.tensors):
-        state[tensor.param] = Shown({"step": step, **{name: views[index] for name, views in shown.items()}}, update)
+        parts = {name: views[index] for name, views in shown.items()}
+        state[tensor.param] = Shown({"step": steps[index], **parts}, update)
 
 
 def _read(vectors: object, fields: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
 from thinwire.optim.onebit_settings import OURS, OneBitSettings
@@ -82,21 +83,24 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm: modify parameters and vectors, or raise a CommError and change nothing."""
 
-    def on_freeze(self, floored_N: Tensor, steps: int) -> None:
-        """The variance has just been frozen, after `steps` steps. floored_N: bool[N], the elements that were raised."""
+    def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
+        """The variance has just been frozen. floored_N: bool[N], the elements that were raised.
+
+        seen: the updates that each tensor's has had; None: it was kept as it is used already.
+        """
 
     def as_momentum_(self, residual_N: Tensor) -> None:
         """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
 
     @property
-    def corrects_bias(self) -> bool:
-        """Whether this warm-up corrects m and v: where it begins again they are no longer biased towards zero."""
-        return self.settings.bias_correction and not self.warmup_from
+    def common_age(self) -> Age:
+        """After the freeze, and where the warm-up began again, m and v are no longer biased towards zero."""
+        return Age(unseen=None if self.frozen_at is not None or self.warmup_from else 0)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
         plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at)
-        return plan if self.corrects_bias else replace(plan, bias_step=None)
+        return plan if self.settings.bias_correction else replace(plan, bias_step=None)
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
@@ -106,15 +110,17 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
         v_N, layout = self.vectors.v_N, self.space.layout
-        if self.corrects_bias:
+        if self.settings.bias_correction:
             for h in groups:
-                adam_math.unbias_variance_(v_N[h.span], h.beta2, now)
+                if h.seen is not None:
+                    adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
         floored_N = torch.zeros_like(v_N, dtype=torch.bool)
         if self.settings.floor:
             floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
         self.evidence["floored_elements"] = int(floored_N.sum())
         self.frozen_at = now
-        self.on_freeze(floored_N, now)
+        self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
+        self.set_ages([replace(age, unseen=None) for age in self.ages])
 
     def send_beside(self) -> None:
         """As FlatOptimizer.send_beside; once, in step 3, also what each rank knows of the length of the run."""
@@ -135,12 +141,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         Collective. Raises: PeerLost, and then nothing has changed.
         """
         self.overlap.refuse_between("set_global_batch")
-        s = self.vectors
-        m_N, residual_N = s.m_N, s.momentum_error.residual()
-        s.momentum_error.restore(torch.zeros_like(residual_N))
-        self.handed_over = None  # what was handed over is in m from here on
-        self.as_momentum_(residual_N)
-        m_N.add_(residual_N)
+        self._give_out(self.vectors.momentum_error.residual())
         self.frozen_at = None
         if self.stability is not None:
             self.stability = self.stability.restarted(self.num_steps)
@@ -161,9 +162,28 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         if not isinstance(evidence, dict) or "beta2" not in evidence or not set(evidence) <= known:
             raise ValueError(f"state_dict has saved['stability'] = {evidence!r}, the rule needs {sorted(known)}")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FlatOptimizer.load_state_dict; the automatic rule goes on from its saved evidence."""
-        super().load_state_dict(state_dict)
+    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """As FlatOptimizer.grown; the automatic rule looks at the norm of what is trained now, from here on."""
+        rule = self.stability
+        if rule is not None:
+            rates = [*rule.last_lrs, *self.rates()[len(rule.last_lrs) :]]
+            saved = {**saved, "stability": asdict(replace(rule, beta2=self.beta2, norms=[], passes=0, last_lrs=rates))}
+        return super().grown(saved)
+
+    @property
+    def enough(self) -> int:
+        """As many steps as the warm-up had, or as v remembers."""
+        return min((self.frozen_at or 0) - self.warmup_from, memory_steps(self.beta2))
+
+    def relaid(self, residuals: dict[str, Tensor]) -> None:
+        """In a warm-up nothing is compressed: what comes back with R has it put into the momentum, as begin_again."""
+        super().relaid(residuals)
+        if self.frozen_at is None:
+            self._give_out(residuals["momentum_error"].clone())
+
+    def resumed(self) -> None:
+        """As FlatOptimizer.resumed; the automatic rule goes on from its saved evidence."""
+        super().resumed()
         if self.stability is not None and "stability" in self.saved:
             self.stability = VarianceStability(**self.saved["stability"])
 
@@ -184,22 +204,31 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             log = "compression_begins earliest_step=%s latest_step=%s warmup=%s total_steps=%s"
             logger.info(log, earliest, latest, self.warmup, self.total_steps)
 
+    def _give_out(self, residual_N: Tensor) -> None:
+        """m <- m + R, R <- 0. residual: R of the momentum, modified."""
+        s = self.vectors
+        m_N = s.m_N
+        s.momentum_error.restore(torch.zeros_like(residual_N))
+        self.handed_over = None  # what was handed over is in m from here on
+        self.as_momentum_(residual_N)
+        m_N.add_(residual_N)
+
     def _warmup_end(self) -> int | None:
-        """The last step of the warm-up; None where the automatic rule finds it."""
+        """The last step of the warm-up; None where the automatic rule finds it. Late tensors have one of their own."""
         if self.warmup == "auto":
             return None
-        if not self.warmup_from:
-            return self.warmup
-        return self.warmup_from + min(self.warmup, memory_steps(self.beta2))
+        fewest = min(self.warmup, memory_steps(self.beta2))
+        end = self.warmup_from + fewest if self.warmup_from else self.warmup
+        return max([end, *(run.unseen + fewest for run in self.runs if run.unseen)])
 
     def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
         """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""
         if self.stability is None or not plan.update_variance:
             return False
         v_N = self.vectors.v_N
-        norm = sum(v_N[h.span].sum() / (1.0 if self.warmup_from else 1 - h.beta2**now) for h in groups)
-        verdict = self.stability.observe(now, float(norm), [h.lr for h in groups])
-        if verdict is None:
+        norm = sum(v_N[h.span].sum() / (1.0 if h.seen is None else 1 - h.beta2**h.seen) for h in groups)
+        verdict = self.stability.observe(now, float(norm), self.rates())
+        if verdict is None or any(run.unseen and now - run.unseen < self.stability.window for run in self.runs):
             return False
         self.evidence["warmup_ended_by"] = str(verdict)
         ratio = self.stability.evidence[-1][1] if self.stability.evidence else None

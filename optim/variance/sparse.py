@@ -8,7 +8,7 @@ d divides steps. Which of it is done is a ZeroOneSettings; when the freeze comes
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, Unpack
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.layout import Span
 from thinwire.optim import adam_math
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.floor import floor_variance_
@@ -49,11 +50,12 @@ class StaleVariance:
         """Does an update that gave v count? Ours does not while v is zero everywhere, and gives no scale."""
         return self.settings.fresh is not Fresh.AT_FIRST or updates > 0 or bool(v_N.any())
 
-    def use_(self, v_N: Tensor, groups: Sequence[AdamHyper], updates: int) -> int:
+    def use_(self, v_N: Tensor, runs: Sequence[AdamHyper]) -> int:
         """v <- v_used. Returns how many elements the floor raised, for which it waits for the device."""
         if self.settings.bias_correction:
-            for h in groups:
-                adam_math.unbias_variance_(v_N[h.span], h.beta2, updates)
+            for h in runs:
+                if h.seen:  # 0: it is zero
+                    adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
         return int(floor_variance_(v_N, self.tensors, self.blocks).sum()) if self.settings.floor else 0
 
     def root_(self, v_N: Tensor, groups: Sequence[AdamHyper]) -> None:
@@ -66,23 +68,29 @@ class StaleVariance:
             v_N.sqrt_()
 
     def divisor_(
-        self, out_N: Tensor, v_N: Tensor, groups: Sequence[AdamHyper], updates: int, coming_N: Tensor | None = None
+        self,
+        out_N: Tensor,
+        v_N: Tensor,
+        runs_at: Callable[[int], Sequence[AdamHyper]],
+        updates: int,
+        coming_N: Tensor | None = None,
     ) -> int:
         """out <- d before the freeze, of v or of v after an update by the mean gradient `coming`.
 
-        Returns how many elements the floor raised. While there is no v that gives a scale d is infinite, so that
-        nothing moves; with Fresh.NEVER it is of v = 0.
+        runs_at: hyperparameters of every run of tensors, for so many updates. Returns how many elements it raised.
+        While there is no v that gives a scale d is infinite, so that nothing moves; with Fresh.NEVER it is of v = 0.
         """
         out_N.copy_(v_N)
         if coming_N is not None:
-            for h in groups:
+            for h in runs_at(updates):
                 adam_math.variance_(out_N[h.span], coming_N[h.span], h.beta2)
             updates += self.counts(out_N, updates)
         if updates == 0 and self.settings.fresh is Fresh.AT_FIRST:
             out_N.fill_(torch.inf)
             return 0
-        raised = self.use_(out_N, groups, updates) if updates else 0
-        self.root_(out_N, groups)
+        runs = runs_at(updates)
+        raised = self.use_(out_N, runs) if updates else 0
+        self.root_(out_N, runs)
         return raised
 
 
@@ -138,12 +146,32 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         }
         self.derive_divisor(self._groups())
 
+    def hypers(self, step: int) -> list[AdamHyper]:
+        """Of every group: m is corrected nowhere, and what v has seen is looked at where d is derived."""
+        return self._groups()
+
+    def run_hypers(self, updates: int) -> list[AdamHyper]:
+        """Of every run of tensors of equal age, after so many updates of v."""
+        return super().hypers(updates)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that v has had."""
+        return int(self.saved.get("variance_updates", 0))
+
+    @property
+    def common_age(self) -> Age:
+        """After the freeze v is no longer biased towards zero."""
+        return Age(unseen=None if self.frozen_at is not None else 0)
+
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing can be sent before step(). The same on every rank."""
         return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
 
     def ends_warmup(self, step: int) -> bool:
         """Is `step`, under the rates of now, the last one that may update the variance, or a later one?"""
+        if self.joined_at and step < self.freeze.second_end(self.joined_at):
+            return False
         if self.warmup_from:
             return step >= self.freeze.second_end(self.warmup_from)
         return self.freeze.reason(step, self._rose_at(step)) is not None
@@ -166,21 +194,76 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             for h in groups:
                 self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
         self.frozen_at = None
+        seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
         self.saved["variance_updates"] = FEWEST_STEPS
+        unseen = [0 if t is None else FEWEST_STEPS - t for t in seen]
+        self.set_ages([replace(age, unseen=late) for age, late in zip(self.ages, unseen, strict=True)])
         self.derive_divisor(groups)
 
     @property
     def dense_until(self) -> int:
         """The last step of the dense start, counted from 1; the freeze may come before it. 0: there is none."""
-        if self.dense_steps is not None:
-            return self.dense_steps
         own = self.settings.dense_start and not self.settings.gradient_stage  # which is a dense start of its own kind
-        return self.freeze.dense_steps if own else 0
+        steps = self.dense_steps if self.dense_steps is not None else self.freeze.dense_steps if own else 0
+        return steps + self.joined_at if steps else 0  # tensors that join have one too
+
+    @property
+    def enough(self) -> int:
+        """A gradient stage has no way back, so that little must do."""
+        return 1 if self.settings.gradient_stage else FEWEST_STEPS
+
+    def keep(self, seen: Mapping[int, int]) -> Tensor:
+        """As WarmupOptimizer.keep; what steps are divided by is derived again."""
+        raised_N = super().keep(seen)
+        if seen:
+            self.derive_divisor(self._groups())
+        return raised_N
+
+    @property
+    def joined_at(self) -> int:
+        """The step after which tensors that had no variance joined, while it still moved; 0: none have."""
+        return int(self.saved.get("joined_at", 0))
+
+    @property
+    def fewest_updates(self) -> int:
+        """Updates of v that every tensor has had."""
+        seen = [run.seen(self.num_updates) for run in self.runs]
+        return min((t for t in seen if t is not None), default=self.num_updates)
 
     @property
     def updates_early(self) -> bool:
         """Is the next update of v used in its own step?"""
-        return self.variance.is_early(self.saved["variance_updates"])
+        return self.variance.is_early(self.fewest_updates)
+
+    def misfits(self) -> bool:
+        """A tensor whose v is not kept after the freeze, kept before, or without any update while others have some."""
+        if self.frozen_at is not None:
+            return super().misfits()
+        return any(age.unseen is None for age in self.ages) or self.fewest_updates == 0 < self.num_updates
+
+    def take_in(self) -> None:
+        """After the freeze the warm-up begins again. Before, T_v is counted anew, so that new tensors get a variance.
+
+        One that was frozen with v kept goes on with the weight that begin_again gives. Collective after the freeze.
+        Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+        if self.frozen_at is not None:
+            super().take_in()
+            return
+        for h in self.run_hypers(self.num_updates):
+            if h.seen is None and self.settings.bias_correction:
+                self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
+        kept = self.num_updates - FEWEST_STEPS
+        self.set_ages([replace(age, unseen=kept) if age.unseen is None else age for age in self.ages])
+        if self.fewest_updates == 0:
+            self.saved["joined_at"] = self.num_steps
+            logger.info("variance_counted_anew step=%d", self.num_steps)
+        self.derive_divisor(self._groups())
+
+    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """As FlatOptimizer.grown; the rate of a new group has not risen."""
+        before = saved["last_lrs"]
+        return super().grown({**saved, "last_lrs": [*before, *self.rates()[len(before) :]]})
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g."""
@@ -198,7 +281,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """d <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
         s, updates = self.vectors, self.saved["variance_updates"]
         if self.frozen_at is None:
-            raised = self.variance.divisor_(s.divisor_N, s.v_N, groups, updates, coming_N)
+            raised = self.variance.divisor_(s.divisor_N, s.v_N, self.run_hypers, updates, coming_N)
             self.evidence["floored_elements"] = raised
         else:
             self.variance.root_(s.divisor_N.copy_(s.v_N), groups)
@@ -212,8 +295,9 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self.rates()
         if not (plan.freeze_variance and updates):
             return False
-        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, groups, updates)
+        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, self.run_hypers(updates))
         self.frozen_at = now
+        self.set_ages([replace(age, unseen=None) for age in self.ages])
         if self.warmup_from:
             logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
         elif reason := self.freeze.told(now, self.saved["lr_rose_at"], updates):
@@ -227,14 +311,10 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FlatOptimizer.load_state_dict; the divisor is derived again."""
-        super().load_state_dict(state_dict)
+    def resumed(self) -> None:
+        """As FlatOptimizer.resumed; the divisor is derived again."""
+        super().resumed()
         self.derive_divisor(self._groups())
-
-    def rates(self) -> list[float]:
-        """The learning rates of the groups, as they are now."""
-        return [float(group["lr"]) for group in self.param_groups]
 
     def _groups(self) -> list[AdamHyper]:
         return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, Unpack
+from typing import Any, Generic, Literal, Protocol, TypeVar, Unpack, cast
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
+from thinwire.optim import adam_math
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.scales import scaled_reducer
+from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OneBitSettings
+from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 from thinwire.optim.zero_one_settings import ZeroOneSettings
 
 logger = logging.getLogger(__name__)
@@ -31,6 +37,12 @@ Parity = Literal["deepspeed"]
 """Whose numbers are to be met, to rounding."""
 
 Settings = TypeVar("Settings", OneBitSettings, ZeroOneSettings)
+
+
+class HasVariance(Protocol):
+    """A state with the variance that is going to be frozen."""
+
+    v_N: Tensor
 
 
 class CompressedOptions(Options, Generic[Settings], total=False):
@@ -111,6 +123,74 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     def warmup_from(self) -> int:
         """The step after which the present warm-up, or the one that the variance was frozen by, began."""
         return int(self.saved.get("warmup_from", 0))
+
+    def rates(self) -> list[float]:
+        """The learning rates of the groups, as they are now."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    @property
+    def enough(self) -> int:
+        """After so many updates a variance may be kept where the others have been frozen."""
+        return FEWEST_STEPS
+
+    def misfits(self) -> bool:
+        """After the freeze: a tensor whose variance was not frozen with it."""
+        return self.frozen_at is not None and any(age.unseen is not None for age in self.ages)
+
+    def take_in(self) -> None:
+        """After the freeze: a variance that has seen enough is kept now; where one has not, the warm-up begins again.
+
+        Collective. Raises: PeerLost, NonFiniteInput, and then nothing has changed; ValueError where there is no way
+        back.
+        """
+        seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
+        self.keep({i: t for i, t in enumerate(seen) if t is not None and t >= self.enough})
+        late = sum(age.unseen is not None for age in self.ages)
+        if not late:
+            return
+        if not self.can_begin_again:
+            raise ValueError(self._no_way_back("a parameter"))
+        self.begin_again()
+        now = self.num_steps
+        self.saved["warmup_from"] = now
+        self.evidence.setdefault("rearmed_for_late_tensors", []).append([now, late])
+        self.evidence.pop("warmup_ended_by", None)
+        logger.info("warmup_rearmed step=%d late_tensors=%d of=%d", now, late, len(self.ages))
+
+    def keep(self, seen: Mapping[int, int]) -> Tensor:
+        """Keep the variance of these tensors as it is used, from here on. Returns which elements were raised, bool[N].
+
+        seen: the updates that each has had, by its number.
+        """
+        v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
+        places = [slice(self.space.tensors[i].start, self.space.tensors[i].stop) for i in seen]
+        if self.settings.bias_correction:
+            for at, t in zip(places, seen.values(), strict=True):
+                (group,) = [group for _, group in self.groups_in(at)]
+                adam_math.unbias_variance_(v_N[at], group["betas"][1], t)
+        raised_N = torch.zeros_like(v_N, dtype=torch.bool)
+        if self.settings.floor and seen:
+            floored_N = v_N.clone()
+            floor_variance_(floored_N, layout.live, layout.blocks(self.block))
+            for at in places:
+                raised_N[at] = v_N[at] < floored_N[at]
+                v_N[at] = floored_N[at]
+        self.set_ages([replace(age, unseen=None) if i in seen else age for i, age in enumerate(self.ages)])
+        return raised_N
+
+    def refuse_arrivals(self, arrived: Mapping[str, TensorState | None]) -> None:
+        """Raises: ValueError after the freeze, where there is no way back, for parameters without a variance."""
+        if self.frozen_at is not None and not self.can_begin_again:
+            for label, state in arrived.items():
+                if state is None or (state.seen is not None and state.seen < self.enough):
+                    raise ValueError(self._no_way_back(label))
+
+    def _no_way_back(self, label: str) -> str:
+        return (
+            f"{label}: joins after step {self.frozen_at}, at which the variance was frozen, and has none. These "
+            "settings have a gradient stage (DeepSpeed's), to which there is no way back: unfreeze or add it before "
+            "that step, choose a later var_freeze_step, or leave out parity"
+        )
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors, with scales as the settings say. Collective."""

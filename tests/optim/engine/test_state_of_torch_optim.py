@@ -108,23 +108,12 @@ def test_the_rule_that_ends_warmup_follows_a_group_added_late():
     assert optimizer.stability.beta2 == 0.999
 
 
-def test_a_group_added_after_the_first_step_is_refused():
-    net = network()
-    optimizer = Adam(net[0].parameters())
-    net[0](torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="after step 1"):
-        optimizer.add_param_group({"params": net[2].parameters()})
-    assert len(optimizer.param_groups) == 1
-
-
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was():
     net = network()
     optimizer = Adam(net[0].parameters())
     space, before = optimizer.space, optimizer.space.p_N.clone()
-    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     for params, change, message in (
-        ([frozen], {}, "parameter 0 of group 1.*requires_grad"),
+        ([torch.nn.Parameter(torch.empty(0))], {}, "parameter 0 of group 1.*no elements"),
         (net[2].parameters(), {"lr": -1.0}, "lr = -1.0"),
         (net[0].parameters(), {}, "more than one parameter group"),
     ):

@@ -1,0 +1,65 @@
+"""Where does each parameter lie in a flat vector? From the parameter groups alone, for any choice of parameters.
+
+    |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
+
+Every tensor starts at a multiple of 8. Vectors (biases, norms: fewer than two dimensions) of a group are neighbours, so
+that they share scales; a matrix is a segment of its own. Vectors come first because gradients are sent from the end of
+the vector to its start: they are of all layers, so that backward has the last of them only at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm.layout import BYTE, VectorLayout, round_up
+from thinwire.optim.engine.parameters import is_trained, labels
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it."""
+
+    param: Tensor
+    start: int
+    stop: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The tensors in flat order, each group's slice (empty where none of it is trained), and the layout of it all."""
+
+    tensors: list[FlatTensor]
+    spans: list[slice]
+    layout: VectorLayout
+
+
+def places(param_groups: list[dict[str, Any]], chosen: Callable[[Tensor], bool] = is_trained) -> Places:
+    """The places of the parameters that are chosen: by default those that require a gradient now."""
+    tensors: list[FlatTensor] = []
+    spans: list[slice] = [slice(0)] * len(param_groups)
+    segments: list[tuple[int, int]] = []
+    at = 0
+    groups = [
+        (index, [(param, label) for param, label in zip(group["params"], told, strict=True) if chosen(param)])
+        for index, (group, told) in enumerate(zip(param_groups, labels(param_groups), strict=True))
+    ]
+    for index, members in sorted(groups, key=lambda item: any(_is_matrix(param) for param, _ in item[1])):
+        group_start = at
+        for param, label in sorted(members, key=lambda pair: _is_matrix(pair[0])):  # stable: vectors, then matrices
+            stop = round_up(at + param.numel(), BYTE)
+            joins = not _is_matrix(param) and at > group_start
+            segments.append((segments.pop()[0] if joins else at, stop))
+            tensors.append(FlatTensor(param, at, at + param.numel(), label))
+            at = stop
+        spans[index] = slice(group_start, at)
+    live = tuple((tensor.start, tensor.stop) for tensor in tensors)
+    return Places(tensors, spans, VectorLayout(at, live, tuple(segments)))
+
+
+def _is_matrix(param: Tensor) -> bool:
+    return param.dim() >= 2
