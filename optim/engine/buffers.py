@@ -37,13 +37,15 @@ class Buffers:
         self._model = model
         self.given_bytes = 0
         self._lines: list[str] = []
+        self._described: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._checksum = 0
         self._common: list[Tensor | None] = []
         """Of each buffer, uint8[its bytes]: what rank 0 gave last; None before."""
         self._room = sum(_bytes_of(buffer).numel() for _, buffer in self._named()) + self._header_bytes(self._named())
 
     def lines(self) -> list[str]:
         """A line for each: name, dtype, shape. Raises: ValueError, naming one that cannot be sent."""
-        return [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in self._named()]
+        return _lines(self._named())
 
     def all(self) -> list[Tensor]:
         """The buffers themselves."""
@@ -60,15 +62,16 @@ class Buffers:
         named = self._named()
         if not named and not self._room:
             return
-        lines = self.lines()
-        fresh = lines != self._lines
+        described = [(name, buffer.dtype, buffer.shape) for name, buffer in named]
+        fresh = described != self._described
+        lines = _lines(named) if fresh else self._lines
         if fresh:
             self._common = [None] * len(named)
         if not self._room:
-            refuse_other_models(group, calls_of(group).now or "equalise_buffers()", lines, device)
+            self._compare_first(group, lines, device)
         header = self._header_bytes(named)
         room = self._room or header
-        checksum = zlib.crc32("\n".join(lines).encode())
+        checksum = zlib.crc32("\n".join(lines).encode()) if fresh else self._checksum
         held = [_bytes_of(buffer) for _, buffer in named]
         message_B = self._written(checksum, held, device) if group.rank == 0 else None
         message_B = _passed(group, message_B, room, device)
@@ -82,14 +85,27 @@ class Buffers:
                 f"the buffers of this rank's model are not those of rank 0: {_difference(self._lines, lines)}. "
                 "Register and resize buffers on every rank alike, before the same step; nothing was changed"
             )
-        self._lines = lines
+        self._lines, self._described, self._checksum = lines, described, checksum
         if group.rank == 0:
             return
         self._take(named, held, message_B)
 
+    def _compare_first(self, group: Group, lines: list[str], device: torch.device) -> None:
+        """See that all ranks have these, the first of the model. Collective. Raises: CallMismatch, WireMismatch, PeerLost.
+
+        A rank that has them alone waits here for ranks that send nothing for buffers: they are told what it is in.
+        """
+        calls = calls_of(group)
+        call = f"{calls.now or 'equalise_buffers()'} with the first buffers of its model"
+        with calls.within(call, "register buffers on every rank alike, before the same step"):
+            refuse_other_models(group, call, lines, device)
+
     def _named(self) -> list[tuple[str, Tensor]]:
         found = []
+        excepted = getattr(self._model, "_ddp_params_and_buffers_to_ignore", ())  # DDP's word for what is a rank's own
         for name, buffer in () if self._model is None else self._model.named_buffers():
+            if name in excepted:
+                continue
             name = name.replace(_COMPILED, "")
             if buffer.layout != torch.strided or buffer.is_meta or buffer.is_quantized:
                 raise ValueError(
@@ -106,32 +122,30 @@ class Buffers:
     def _written(self, checksum: int, held: list[Tensor], device: torch.device) -> Tensor:
         """The message of rank 0, uint8[B]. Modifies what is held to be common."""
         differs = _differing(held, self._common)
-        sent = [own for own, differ in zip(held, differs, strict=True) if differ]
-        for at, (own, differ) in enumerate(zip(held, differs, strict=True)):
-            if differ:
-                self._keep(at, own)
+        changed = [at for at, differ in enumerate(differs) if differ]
+        sent = [held[at] for at in changed]
+        self._keep(changed, sent)
         total = _COUNTS.size + len(held) + sum(own.numel() for own in sent)
         header = _COUNTS.pack(checksum, total) + bytes(differs)
         return torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device), *_on(device, sent)])
 
     def _take(self, named: list[tuple[str, Tensor]], held: list[Tensor], message_B: Tensor) -> None:
-        flags = message_B[_COUNTS.size : _COUNTS.size + len(named)].tolist()
-        at = _COUNTS.size + len(named)
-        for index, (own, came) in enumerate(zip(held, flags, strict=True)):
-            if came:
-                self._keep(index, message_B[at : at + own.numel()])
-                at += own.numel()
-        for index, differs in enumerate(_differing(held, self._common)):
-            common = self._common[index]
-            if differs and common is not None:
-                _write(*named[index], common)
+        start = _COUNTS.size + len(named)
+        flags = message_B[_COUNTS.size : start].tolist()
+        came = [at for at, flag in enumerate(flags) if flag]
+        self._keep(came, list(torch.split(message_B[start:], [held[at].numel() for at in came])))
+        left = [at for at, flag in enumerate(flags) if not flag]
+        differs = _differing([held[at] for at in left], [self._common[at] for at in left])
+        moved = [at for at, differ in zip(left, differs, strict=True) if differ]
+        _write([(*named[at], common) for at in (*came, *moved) if (common := self._common[at]) is not None])
 
-    def _keep(self, at: int, given_B: Tensor) -> None:
-        common = self._common[at]
-        if common is None:
-            self._common[at] = given_B.clone()
-        else:
-            common.copy_(given_B)
+    def _keep(self, places: Sequence[int], given: list[Tensor]) -> None:
+        """What is common at these places <- these bytes."""
+        for at, given_B in zip(places, given, strict=True):
+            if self._common[at] is None:
+                self._common[at] = torch.empty_like(given_B)
+        if given:
+            torch._foreach_copy_([common for at in places if (common := self._common[at]) is not None], given)
 
 
 def _passed(group: Group, message_B: Tensor | None, room: int, device: torch.device) -> Tensor:
@@ -150,19 +164,36 @@ def _passed(group: Group, message_B: Tensor | None, room: int, device: torch.dev
     return torch.cat([first_B, rest_B])
 
 
+def _lines(named: list[tuple[str, Tensor]]) -> list[str]:
+    return [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in named]
+
+
 def _bytes_of(buffer: Tensor) -> Tensor:
     """Its values, uint8[B]: a view where they lie together."""
-    dense = buffer.detach().resolve_conj().resolve_neg().contiguous()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).view(-1).view(torch.uint8)
+    dense = buffer.detach()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    return dense.resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _write(name: str, buffer: Tensor, given_B: Tensor) -> None:
-    """buffer <- these bytes, in place. Raises: ValueError where it cannot be written."""
-    real = buffer.real.dtype if buffer.is_complex() else buffer.dtype
-    values = given_B.to(buffer.device).view(real)
-    shaped = torch.view_as_complex(values.view(*buffer.shape, 2)) if buffer.is_complex() else values.view(buffer.shape)
+def _write(given: list[tuple[str, Tensor, Tensor]]) -> None:
+    """Buffers <- bytes, in place: name, buffer, bytes. Raises: ValueError where one cannot be written."""
+    into, values = [], []
+    for _, buffer, given_B in given:
+        real = torch.view_as_real(buffer.detach()) if buffer.is_complex() else buffer.detach()
+        into.append(real)
+        values.append(given_B.view(real.dtype).view(real.shape))
     try:
-        buffer.detach().copy_(shaped)
+        if into:
+            torch._foreach_copy_(into, values)
+    except RuntimeError:
+        for (name, _, _), buffer, value in zip(given, into, values, strict=True):
+            _write_one(name, buffer, value)
+
+
+def _write_one(name: str, buffer: Tensor, value: Tensor) -> None:
+    try:
+        buffer.copy_(value)
     except RuntimeError as error:
         raise ValueError(
             f"buffer {name}: differs from rank 0's and cannot be written ({error}); make it with .clone(), outside of "

@@ -111,6 +111,17 @@ def test_only_what_changes_is_sent_in_one_broadcast_a_step():
     assert told == HEADER + flags + statistics + constants + sum(given)
 
 
+def test_a_buffer_that_ddp_would_leave_alone_stays_a_ranks_own():
+    def work(group):
+        net = seeded(0, Net)
+        net.register_buffer("mine", torch.full((2 + group.rank,), float(group.rank)))
+        net._ddp_params_and_buffers_to_ignore = ["mine"]
+        train(net, made("adam", net, group), group.rank, [1, 2])
+        return net.mine.tolist()
+
+    assert run_threads(2, work) == [[0.0] * 2, [1.0] * 3]
+
+
 def test_a_model_without_buffers_costs_no_byte_and_one_rank_none():
     def work(group):
         net = seeded(0, lambda: torch.nn.Linear(6, 3))
