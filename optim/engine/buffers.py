@@ -91,9 +91,10 @@ class Buffers:
         self._take(named, held, message_B)
 
     def _compare_first(self, group: Group, lines: list[str], device: torch.device) -> None:
-        """See that all ranks have these, the first of the model. Collective. Raises: CallMismatch, WireMismatch, PeerLost.
+        """See that all ranks have these, the first of the model. Collective.
 
         A rank that has them alone waits here for ranks that send nothing for buffers: they are told what it is in.
+        Raises: CallMismatch, WireMismatch, PeerLost.
         """
         calls = calls_of(group)
         call = f"{calls.now or 'equalise_buffers()'} with the first buffers of its model"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.comm.errors import CommError
+from thinwire.comm.errors import CommError, PeerLost
 from thinwire.comm.layout import Span
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace
@@ -146,8 +146,9 @@ class Overlap:
     def complete(self, begin: Callable[[], Exchange], beside: Callable[[], None]) -> None:
         """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
 
-        beside: what else all ranks send, when the last bucket is launched.
-        Raises: PeerLost, NonFiniteInput, and what beside raises; then it is undone.
+        beside: what else all ranks send, when the last bucket is launched. A peer that is lost in it does not undo the
+        step, for others may have all of the exchange by then: finish() decides, and the next call tells of the peer.
+        Raises: PeerLost, NonFiniteInput, and what else beside raises; then it is undone.
         """
         here, self._round = self._round, None
         exchange, num_launched = None, 0
@@ -158,6 +159,8 @@ class Overlap:
             exchange.launch(k)
         try:
             beside()
+        except PeerLost as error:
+            logger.warning("peer_lost_beside_exchange reason=%s", error)
         except (CommError, ValueError):
             exchange.abandon()
             raise
