@@ -103,6 +103,8 @@ model = net()
 late = DDP(model, process_group=of_ddp, delay_all_reduce_named_params=[("2.bias", model[2].bias)],
            param_to_hook_all_reduce=model[0].weight)
 refused(lambda: keep_gradients_local(late), "delay_all_reduce_named_params")
+model = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True))
+refused(lambda: keep_gradients_local(DDP(model, process_group=of_ddp)), "0 makes sparse gradients", "sparse=False")
 ours = keep_gradients_local(DDP(net(), process_group=of_ddp))
 refused(lambda: ours.join().__enter__(), "step()", "as many batches", kind=RuntimeError)
 

@@ -103,7 +103,6 @@ assert torch.equal(flat(one), flat(two))
 say("replica", flat(two).tolist())
 for line in heard:  # nothing of what a loop that was moved over may have left
     assert not line.startswith(("ddp_left_in", "other_optimizer", "buffers_differ", "gradients_")), line
-dist.destroy_process_group()
 """
 
 COMPRESSED = """
@@ -136,15 +135,25 @@ say("whole", flat(whole).tolist())
 
 # 0/1 Adam: ranks differ between syncs. Evaluation, checkpoints and what fit() leaves are of one model.
 def zero_one(params):
-    return ours.ZeroOneAdam(params, lr=0.02, var_freeze_step=4, local_step_scaler=2, local_step_clipper=4)
+    return ours.ZeroOneAdam(params, lr=0.02, var_freeze_step=3, local_step_scaler=2, local_step_clipper=4)
 
 away = []
+def goes_on(at):
+    where = os.path.join(folder, "round")
+    kept = ModelCheckpoint(dirpath=where, every_n_train_steps=at, save_top_k=-1, filename="{step}")
+    one, _ = fit(ThinwireStrategy(), zero_one, callbacks=[Look(), kept], enable_checkpointing=True)
+    two, _ = fit(ThinwireStrategy(), zero_one, ckpt_path=os.path.join(where, f"step={at}.ckpt"))
+    assert away[at - 1], "the checkpoint was not between syncs: nothing was shown"
+    return torch.equal(flat(one), flat(two))
+
 class Look(L.Callback):
     def on_train_batch_end(self, trainer, module, *rest):
         away.append(not trainer.optimizers[0].at_sync)
 
 model, told = fit(ThinwireStrategy(), zero_one, validate=True, val_check_interval=3, callbacks=[Look()], max_epochs=3)
 assert any(away), "no step was between syncs: nothing was shown"
+away.clear()
+assert goes_on(6)
 say("evaluated", model.evaluated)
 say("left", flat(model).tolist())
 
@@ -160,7 +169,6 @@ model, told = fit(ThinwireStrategy(), onebit, module=Overflows, plugins=[MixedPr
 assert told.optimizers[0].steps_skipped == 1 and told.optimizers[0].num_steps == 11
 assert torch.isfinite(flat(model)).all()
 say("scaled", flat(model).tolist())
-dist.destroy_process_group()
 """
 
 MANUAL = """
@@ -225,31 +233,16 @@ refused(lambda: fit(ThinwireStrategy(), alone), "1 ranks", "configure_optimizers
 for setting in ("find_unused_parameters", "ddp_comm_hook", "model_averaging_period"):
     refused(lambda: ThinwireStrategy(**{setting: 1}), setting, "leave it out", kind=TypeError)
 say("done", flat(model).tolist())
-dist.destroy_process_group()
 """
 
 
-def run(tmp_path, source):
-    ranks = start(MODULE + source, 2, tmp_path)
-    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+def test_training_is_that_of_lightnings_ddp_and_of_one_model_on_all_ranks(tmp_path):
+    """One run of two processes, for to import Lightning takes longer than all that is asked of it.
 
-
-def both(tmp_path, name):
-    first, second = (said(tmp_path, rank, name) for rank in range(2))
-    assert first == second, name
-
-
-def test_dense_adam_trains_as_adamw_under_lightnings_ddp(tmp_path):
-    run(tmp_path, AS_DDP)
-    both(tmp_path, "replica")
-
-
-def test_what_compresses_saves_evaluates_and_resumes_as_one_model(tmp_path):
-    run(tmp_path, COMPRESSED)
-    for name in ("whole", "evaluated", "left", "scaled"):
-        both(tmp_path, name)
-
-
-def test_manual_optimization_works_and_what_cannot_train_is_refused(tmp_path):
-    run(tmp_path, MANUAL)
-    both(tmp_path, "done")
+    Dense Adam trains as AdamW under DDPStrategy; what compresses saves, evaluates and resumes as one model; manual
+    optimization works; what cannot train is refused.
+    """
+    ranks = start(MODULE + AS_DDP + COMPRESSED + MANUAL + "dist.destroy_process_group()", 2, tmp_path)
+    assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
+    for name in ("replica", "whole", "evaluated", "left", "scaled", "done"):
+        assert said(tmp_path, 0, name) == said(tmp_path, 1, name), name

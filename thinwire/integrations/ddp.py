@@ -72,6 +72,12 @@ def refuse_unfit(ddp_model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp = "python_reducer" has no buckets for a communication hook: set it to '
             'True or "ddp_optimizer" before the model is wrapped'
         )
+    for name, module in ddp_model.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name or 'the model'} makes sparse gradients, which DistributedDataParallel keeps out of its dense "
+                "buckets: use sparse=False"
+            )
     if any(hasattr(param, "_in_backward_optimizers") for param in ddp_model.parameters()):
         raise ValueError(
             "the parameters have optimizers that step in backward (_apply_optimizer_in_backward), before any rank has "

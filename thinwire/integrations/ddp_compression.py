@@ -227,11 +227,6 @@ def _is_matrix(param: Tensor) -> bool:
 
 
 def _refuse_uncompressible(ddp_model: DistributedDataParallel) -> None:
-    for name, module in ddp_model.module.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise ValueError(
-                f"{name or 'the model'} makes sparse gradients, which have no flat vector: use sparse=False"
-            )
     params = [(name, param) for name, param in ddp_model.module.named_parameters() if param.requires_grad]
     for name, param in params:
         if param.dtype not in (torch.float32, torch.float64, torch.bfloat16):
