@@ -151,21 +151,22 @@ class StoreDetector:
     def end(self, why: str) -> None:
         """The process group goes, with the program or before it: say so to whoever will fail by it. At most STORE_S.
 
-        Nothing where this rank has failed or left: it has said so. Whoever waits for what will not come any more fails
-        at its next look; and rank 0, with which the store may end, waits until they have asked.
+        Nothing where this rank has failed or left: it has said so. The connections of a rank that goes are closed, so
+        that its peers fail by themselves. But rank 0, with which the store may end, first ends the wait of those that
+        wait for what will not come any more, and stays until all have asked.
         """
         if self._lost is not None or self._left is not None or self._birth != Birth.own():  # a child that was forked
             return
 
         def tell() -> None:
             if self._rank and not _is_served(self._store):
-                return  # torch would write an error into the log for each question
-            waiting = [r for r, one in self._board.others().items() if one.waits_beyond(self.calls.begun)]
+                return
+            # Written, and nothing asked: of a question to a store that has just gone torch writes a page into the log.
             self._board.tell()  # what it has begun it has sent: nobody is to wait less for that
             self._store.set(_note(self._rank), json.dumps({"left": why}))
-            if waiting:
+            if not self._rank and any(one.waits_beyond(self.calls.begun) for one in self._board.others().values()):
                 self._store.set(_ANY, str(self._rank))
-                self._outlast(set(waiting), time.monotonic() + STORE_S)
+                self._outlast(set(self._others()), time.monotonic() + STORE_S)
 
         _bounded(tell, STORE_S)
 
@@ -198,12 +199,13 @@ class StoreDetector:
     def _ask(self, answer_s: float, at: Place) -> Lost:
         births = self._births()
         reasons = endings(births)
+        calls = self.calls
+        recent = [*calls.recent, at]  # with what could not even be begun
+        own = {"ended": reasons, "begun": recent, "call": calls.told(), "remedy": calls.remedy}
         if self._left is None:
-            calls = self.calls
-            recent = [*calls.recent, at]  # with what could not even be begun
-            note = {"ended": reasons, "begun": recent, "call": calls.told(), "remedy": calls.remedy}
-            self._store.set(_note(self._rank), json.dumps(note))
+            self._store.set(_note(self._rank), json.dumps(own))
             self._store.set(_ANY, str(self._rank))
+        notes: dict[int, dict[str, Any]] = {self._rank: own}
         until = time.monotonic() + answer_s
         answered: set[int] = set()
         left: dict[int, str] = {}
@@ -211,11 +213,11 @@ class StoreDetector:
             for r in self._others():
                 if r not in answered and self._has(_note(r)):
                     answered.add(r)
-                    note = json.loads(self._store.get(_note(r)))
+                    notes[r] = note = json.loads(self._store.get(_note(r)))
                     if "left" in note:
                         left[r] = f"it left: {note['left']}"
                     reasons = {int(other): why for other, why in note.get("ended", {}).items()} | reasons
-                    self._compare(at, r, note)
+                    self._compare(notes)
             silent = [r for r in self._others() if r not in answered and r not in reasons]
             told = self._store.get(_MISMATCH).decode() if self._has(_MISMATCH) else ""
             if told or not silent or time.monotonic() >= until:
@@ -234,14 +236,16 @@ class StoreDetector:
             reasons[r] = f"it did not answer within {answer_s:g} s{known}"
         return Lost(dict(sorted(reasons.items())))
 
-    def _compare(self, at: Place, other: int, note: dict[str, Any]) -> None:
-        """Two that failed at one place in different collectives, which a transport may refuse at once: tell all."""
-        others = (Place(*place) for place in note.get("begun", ()))
-        there = next((place for place in others if place.differs(at)), None)
-        if there is None:
-            return
-        where = {self._rank: f"{self.calls.told()} ({at})", other: f"{note['call']} ({there})"}
-        self._prove(str(mismatch(where, [self.calls.remedy, note["remedy"]])))
+    def _compare(self, notes: dict[int, dict[str, Any]]) -> None:
+        """Ranks that failed and had begun different collectives at one place, as a transport may refuse: tell all."""
+        seen: dict[tuple[int, int], tuple[Place, int]] = {}
+        for rank, note in notes.items():
+            for place in (Place(*one) for one in note.get("begun", ()) if one[1] > 0):
+                other, who = seen.setdefault(place[:2], (place, rank))
+                if who != rank and place.differs(other):
+                    where = {who: f"{notes[who]['call']} ({other})", rank: f"{note['call']} ({place})"}
+                    self._prove(str(mismatch(where, [notes[who]["remedy"], note["remedy"]])))
+                    return
 
     def _prove(self, told: str) -> None:
         self._store.compare_set(_MISMATCH, "", told)  # the first one stands, so that all ranks say the same

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from thinwire.comm import CallMismatch
+from thinwire.comm.calls import Place
 from thinwire.comm.groups import failure_detector
 from thinwire.comm.groups.births import Birth
 from thinwire.comm.groups.failure_detector import StoreDetector
@@ -150,3 +152,51 @@ def test_a_watch_sees_that_another_rank_has_failed_or_that_the_store_is_gone():
     stopped.stop()
     stopped._thread.join(30)
     assert not stopped._thread.is_alive()
+
+
+def test_a_rank_whose_program_ends_leaves_the_reason_and_rank_0_stays_until_all_have_asked():
+    store = dist.HashStore()
+    detectors = [StoreDetector(store, rank, SIZE) for rank in range(SIZE)]
+    detectors[2].end("its program ended")
+    assert not store.check(["thinwire/failed"])  # nobody fails for it who does not wait for it
+    answer(store, 1)
+    assert detectors[0].find_lost(60.0).reasons == {2: "it left: its program ended"}
+    detectors[0].end("x")  # it has failed, and said so: it is no cause
+    assert detectors[1].find_lost(60.0).reasons == {2: "it left: its program ended"}
+
+    store = dist.HashStore()
+    detectors = [StoreDetector(store, rank, 2) for rank in range(2)]
+    at = Place(0, 1, "all_reduce", 4)
+    detectors[1].calls.begin(at)
+    detectors[1].calls.waits.add(at)
+    watch = detectors[1].watch(at)
+    ending = threading.Thread(target=lambda: detectors[0].end("its program ended"))
+    until = time.monotonic() + 30
+    while not any(one.waits for one in detectors[0]._board.others().values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    ending.start()
+    assert seen_within(watch, 30)
+    assert detectors[1].find_lost(60.0, at).reasons == {0: "it left: its program ended"}
+    ending.join(30)
+    assert not ending.is_alive()
+
+
+def test_ranks_that_failed_at_one_place_in_different_collectives_are_in_different_calls():
+    store = dist.HashStore()
+    detectors = [StoreDetector(store, rank, SIZE) for rank in range(SIZE)]
+    found = {}
+
+    def fail(rank, at, call):
+        with detectors[rank].calls.within(call):
+            found[rank] = detectors[rank].find_lost(60.0, at).error(rank, SIZE, "x", "y", detectors[rank].calls)
+
+    places = [Place(0, 5, "all_gather", 16), Place(0, 5, "all_reduce", 64), Place(0, 4, "all_reduce", 64)]
+    threads = [threading.Thread(target=fail, args=(r, at, f"call {r}")) for r, at in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {type(error) for error in found.values()} == {CallMismatch}
+    assert len({str(error) for error in found.values()}) == 1
+    assert "rank 0 is in call 0 (all_gather of 16 bytes); rank 1 is in call 1 (all_reduce of 64" in str(found[2])
+    assert detectors[1].calls.mismatch == str(found[0])
