@@ -385,3 +385,41 @@ def test_a_share_is_refused_between_backward_and_step_where_gradients_are_on_the
         return optimizer.rank_state_dict()["num_steps"]
 
     assert run_threads(2, work) == [8, 8]
+
+
+class Replicated(OneBitAdam):
+    """Each rank keeps the server error of the one before too."""
+
+    server_replica = True
+
+
+@pytest.mark.parametrize("of_rank_0", [False, True])
+def test_replicas_of_server_errors_are_those_of_the_rank_before_after_a_load(of_rank_0):
+    def make_one(group):
+        net = network(0)
+        return net, Replicated(two_groups(net), group=group, warmup=FREEZE)
+
+    def save(group):
+        net, optimizer = make_one(group)
+        train(net, optimizer, 8, group.rank)
+        return copy.deepcopy((optimizer.rank_state_dict(), net.state_dict()))
+
+    saved = run_threads(3, save)
+
+    def load(group):
+        net, optimizer = make_one(group)
+        share, weights = saved[0 if of_rank_0 else group.rank]
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(share))
+        optimizer.prepare_to_save()
+        loaded = optimizer.vectors.momentum_error.held()
+        train(net, optimizer, 2, group.rank)
+        after = optimizer.vectors.momentum_error.held()
+        return [(held.server_c, held.replica_r) for held in (loaded, after)]
+
+    ranks = run_threads(3, load)
+    for when in range(2):
+        for rank in range(3):
+            before, replica = ranks[rank - 1][when][0], ranks[rank][when][1]
+            assert before.any()
+            assert torch.equal(replica, before)
