@@ -46,6 +46,7 @@ from thinwire.optim.engine.tensor_states import TensorState
 
 logger = logging.getLogger(__name__)
 
+LOAD_EVERYWHERE = "call load_state_dict() on every rank, of the model and then of the optimizer, before the first step"
 SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 State = TypeVar("State")
@@ -202,7 +203,8 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """
         if self._loaded is not None:
             self.space.take_changes()
-            shares.agree(self, self._loaded)
+            with self.calling(f"load_state_dict() of step {self.num_steps}", LOAD_EVERYWHERE):
+                shares.agree(self, self._loaded)
             self._loaded = None
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:

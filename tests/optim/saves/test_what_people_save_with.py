@@ -3,6 +3,7 @@
 import io
 import os
 
+import pytest
 import torch
 
 from tests.comm.gloo_ranks import said, start
@@ -209,3 +210,30 @@ def test_accelerate_and_dcp_save_and_load_on_two_ranks(tmp_path):
     for what in ("get", "get_optimizer", "into_torch"):
         assert "Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}" in said(tmp_path, 0, what)
     assert "of an optimizer of torch.optim" in said(tmp_path, 0, "set_adamw")
+
+
+ONE_RANK_LOADS = """
+import copy
+from tests.optim.saves.test_rank_state_dict import made, train
+join()
+net, optimizer = made("adam", None)
+train(net, optimizer, 3, rank)
+saved = copy.deepcopy(optimizer.state_dict())
+other, resumed = made("adam", None)
+if rank == 0:
+    resumed.load_state_dict(saved)
+try:
+    train(other, resumed, 1, rank)
+except CallMismatch as error:
+    say("error", error)
+"""
+
+
+@pytest.mark.slow  # a process whose collective is never answered ends only at its time-out
+def test_a_checkpoint_that_one_rank_loads_ends_on_both_with_what_to_do(tmp_path):
+    program = "from thinwire.comm.errors import CallMismatch\n" + ONE_RANK_LOADS
+    ranks = start(program, 2, tmp_path, timeout_s=20)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        assert "rank 0 is in Adam.load_state_dict() of step 3" in said(tmp_path, rank, "error")
+        assert "Call load_state_dict() on every rank" in said(tmp_path, rank, "error")
