@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.calls import calls_of
+from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group, Relaying
+from thinwire.optim.engine import saving
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.engine.state import error_memories
@@ -153,8 +155,10 @@ def _regroup(
         optimizer.connect(group, bucket_elements or all_n[0].bucket_elements)
         optimizer.reduce.broadcast_(optimizer.space.p_N)
         optimizer.space.write_back()
+        optimizer.send_frozen(optimizer.param_groups)
         optimizer.equalise_buffers()
         return Regrouped(0, None)
+    _refuse_other_frozen(all_n)
     common = max(all_n[rank].common for rank in holders)
     level = [rank for rank in holders if all_n[rank].common == common]
     source = max(level, key=lambda rank: (all_n[rank].num_steps, -rank))
@@ -164,13 +168,16 @@ def _regroup(
 
     takes_part = group.rank in level
     vectors = optimizer.settled(group, taking_part=takes_part, num_ranks=len(level))
+    parked = saving.parked_vectors(optimizer)
+    if group.rank in received:
+        parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
     residuals, told = _residuals(optimizer, group, all_n, group.rank in behind)
     if received:
         if group.rank in received:
             vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
-        for vector in vectors.values():
+        for vector in (*vectors.values(), *_tensors(parked)):
             _give(group, vector, (source, *received))
-        given = optimizer.buffers.all() if buffers is None else buffers
+        given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
         for buffer in filter(Tensor.numel, given):
             passed = buffer.detach().contiguous()  # a copy only where it was not
             _give(group, passed.view(-1).view(torch.uint8), (source, *received))
@@ -179,10 +186,28 @@ def _regroup(
     optimizer.connect(group, all_n[source].bucket_elements)
 
     # From here on nothing can fail for want of a peer.
-    _load(optimizer, all_n[source].plain, vectors, residuals)
+    _load(optimizer, all_n[source].plain, vectors, residuals, parked)
     gone = _gone([all_n[rank] for rank in holders])
     lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
     return Regrouped(now, source, received, behind, lost_steps, *told)
+
+
+def _tensors(parked: dict[str, Any]) -> list[Tensor]:
+    """The tensors of saving.parked_vectors(), in one order on every rank."""
+    found = [parked[key] for key in sorted(parked)]
+    return [x for one in found for x in ([one[name] for name in sorted(one)] if isinstance(one, dict) else [one])]
+
+
+def _refuse_other_frozen(all_n: list[_Standing]) -> None:
+    """All ranks have laid out the same parameters. Raises: WireMismatch."""
+    for rank, one in enumerate(all_n):
+        mine, theirs = all_n[0].plain["frozen"], one.plain["frozen"]
+        if mine != theirs:
+            raise WireMismatch(
+                f"rank 0 was made with, or last stepped with, parameters {mine} frozen (their numbers in flat order), "
+                f"rank {rank} with {theirs}: freeze the same ones in the model of a new rank before its optimizer is "
+                "made; nothing was changed"
+            )
 
 
 def _give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
@@ -253,7 +278,11 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
 
 
 def _load(
-    optimizer: FlatOptimizer[Any], plain: dict[str, Any], vectors: dict[str, Tensor], residuals: dict[str, Tensor]
+    optimizer: FlatOptimizer[Any],
+    plain: dict[str, Any],
+    vectors: dict[str, Tensor],
+    residuals: dict[str, Tensor],
+    parked: dict[str, Any],
 ) -> None:
     space = optimizer.space
     parameters_N = vectors.pop("parameters_N")
@@ -264,7 +293,7 @@ def _load(
         {key: tuple(value) if isinstance(mine.get(key), tuple) else value for key, value in theirs.items()}
         for mine, theirs in zip(optimizer.param_groups, plain["param_groups"], strict=True)
     ]
-    state = {**plain, "param_groups": groups, "vectors": vectors, "residuals": residuals, **master}
+    state = {**plain, "param_groups": groups, "vectors": vectors, "residuals": residuals, **master, **parked}
     optimizer.load_state_dict(state)
     optimizer.trust_load()  # what was loaded has come from one rank
 

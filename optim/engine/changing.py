@@ -137,7 +137,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
         self._has_misfits = self.misfits()
         self._show()
 
-    def _send_frozen(self, groups: Sequence[dict[str, Any]]) -> None:
+    def send_frozen(self, groups: Sequence[dict[str, Any]]) -> None:
         """The frozen parameters of these groups <- rank 0's. Collective."""
         for param in (param for group in groups for param in group["params"] if not is_trained(param)):
             send_frozen_(self._group, param, self.space.p_N.device)
@@ -164,7 +164,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
         """Are the parameters that are trained now those that the flat vectors are of?"""
         return trained_ids(self.param_groups) == self._laid_out
 
-    def _others(self) -> list[Tensor]:
+    def others(self) -> list[Tensor]:
         """The parameters that are not in the flat vectors: frozen, or to join at the next step."""
         inside = {id(tensor.param) for tensor in self.space.tensors}
         return [param for group in self.param_groups for param in group["params"] if id(param) not in inside]

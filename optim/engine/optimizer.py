@@ -39,7 +39,7 @@ from thinwire.optim.engine.parameters import (
     compute_dtype,
     without_gradient,
 )
-from thinwire.optim.engine.relayout import trained_ids
+from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.engine.tensor_states import TensorState
@@ -322,7 +322,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 self.overlap.abandon()
         else:
             self.overlap.abandon()
-        for param in self._others():
+        for param in self.others():
             param.grad = None
         if self.overlaps and set_to_none:
             self.space.drop_gradients()
@@ -362,7 +362,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 if self.num_steps:
                     self.check_group(self.param_groups[-1])
                     self._lay_out_anew("add_param_group()")
-                    self._send_frozen(self.param_groups[-1:])
+                    self.send_frozen(self.param_groups[-1:])
                 else:
                     self._lay_out("add_param_group()")
         except (ValueError, CommError):
@@ -493,7 +493,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self._show()
         self.reduce.broadcast_(self.space.p_N)
         self.space.write_back()
-        self._send_frozen(self.param_groups)
+        self.send_frozen(self.param_groups)
         self.equalise_buffers()
 
     def connect_space(self) -> None:
@@ -506,7 +506,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
-        self._laid_out = trained_ids(self.param_groups)
+        self._laid_out = laid_out_ids(self.param_groups, self.space)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
     def _saved_by(

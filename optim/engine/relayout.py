@@ -75,6 +75,12 @@ def trained_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
     return [[id(param) for param in group["params"] if is_trained(param)] for group in param_groups]
 
 
+def laid_out_ids(param_groups: list[dict[str, Any]], space: FlatSpace) -> list[list[int]]:
+    """The parameters that are laid out, group by group: those of trained_ids() when the space was made."""
+    inside = {id(tensor.param) for tensor in space.tensors}
+    return [[id(param) for param in group["params"] if id(param) in inside] for group in param_groups]
+
+
 @torch.no_grad()
 def lay_out_anew(optimizer: Relaid) -> None:
     """Vectors and exchange for the parameters that are trained now, with the state that each has. Collective.

@@ -252,6 +252,22 @@ def parked_vectors(optimizer: Saved) -> dict[str, Any]:
     }
 
 
+def room_for_parked(optimizer: Saved, parked: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """As parked_vectors() of a rank whose plain() has these `parked`, with nothing in it yet."""
+    if not parked:
+        return {}
+    order, like, vectors = _everything(optimizer).tensors, optimizer.space.p_N, replicated(optimizer.vectors)
+    tensors = [order[number] for number, _, _ in parked]
+    whole = sum(tensor.stop - tensor.start for tensor in tensors)
+    low = sum(tensor.stop - tensor.start for tensor in tensors if tensor.param.dtype in LOW_PRECISION)
+    sizes = {name: whole if len(vector) == like.numel() else len(parked) for name, vector in vectors.items()}
+    return {
+        "parked_vectors": {name: like.new_zeros(size) for name, size in sizes.items()},
+        "parked_residuals": {name: like.new_zeros(whole) for name in error_memories(optimizer.vectors)},
+        **({"parked_master": like.new_zeros(low)} if low else {}),
+    }
+
+
 @torch.no_grad()
 def _take_parameters(space: FlatSpace, then: Places, parameters_N: Tensor) -> None:
     """Parameters <- these, which are laid out as they were then."""

@@ -10,6 +10,7 @@ from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
 from tests.optim.regroup.ranks import new_ranks, together, until
 from thinwire.comm import PeerLost, SoloGroup
+from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitAdam
 from thinwire.optim.engine.state import error_memories
@@ -398,3 +399,44 @@ def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, s
     whole_N = mean_N + sum(own[name][1] for own in kept)
     largest = max(float(w.abs().max()) + float(s.abs().max()) for own in kept for w, s in own.values())
     assert (found_N - whole_N).abs().max() <= 64 * EPS * largest
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_frozen_parameters_and_their_state_go_along(name, before, after):
+    ranks = new_ranks(before, maker(name))
+    thaw = lambda rank, trained: rank.net[0].requires_grad_(trained)  # noqa: E731
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, STEP - 4)
+        thaw(rank, trained=False)
+        rank.train(group, STEP)
+        hand_over(rank.optimizer)
+        return {param: state.vectors["m_N"].clone() for param, state in rank.optimizer.parked.items()}
+
+    (moments, *_) = together(ranks, work)
+    assert len(moments) == 2
+    new = new_ranks(max(0, after - before), lambda net: maker(name)(net[0].requires_grad_(False) and net))
+    stay = [*ranks[:after], *new]
+    regrouped(stay)
+    weights = [p.detach().clone() for p in ranks[0].net.parameters()]
+    for rank in stay:
+        assert all(torch.equal(a, b) for a, b in zip(weights, rank.net.parameters(), strict=True))
+        found = [state.vectors["m_N"] for state in rank.optimizer.parked.values()]
+        assert all(torch.equal(a, b) for a, b in zip(moments.values(), found, strict=True))
+        thaw(rank, trained=True)
+    goes_on(stay)
+    assert all(len(rank.optimizer.space.tensors) == 4 for rank in stay)
+
+
+def test_a_new_rank_that_has_frozen_other_parameters_is_refused_by_all():
+    ranks = begun("onebit_adam", 2, STEP)
+    new = new_ranks(1, lambda net: maker("onebit_adam")(net[0].requires_grad_(False) and net))
+
+    def work(rank, group):
+        with pytest.raises(WireMismatch, match=r"rank 2 with \[0, 2\]"):
+            rank.regroup(group)
+        return True
+
+    assert together([*ranks, *new], work) == [True] * 3
