@@ -313,6 +313,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self.settings.decay)
             self._rounds = rounds
             self.saved["rounds_skipped"] += 1
+        self.outlook.count(plan)
         self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
         if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
             self.vectors.update_error = self.reduce.new_memory()  # of gradients; from here on it is of sums

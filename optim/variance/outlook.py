@@ -37,7 +37,7 @@ class Outlook:
     def count(self, plan: StepPlan) -> None:
         """A step more, of this plan."""
         self.steps += 1
-        self.compressed |= plan.momentum is Wire.COMPRESSED
+        self.compressed |= Wire.COMPRESSED in (plan.momentum, plan.gradient)
 
     def told_at_the_end_of(self, optimizer: object) -> None:
         """Say it when the optimizer goes or the process ends."""
@@ -52,7 +52,7 @@ def _end(outlook: Outlook) -> None:
         return
     logger.warning(
         "never_compressed steps=%d begins=%d: this run ended before compression could begin, so all of its steps sent "
-        "gradients in full: give the optimizer total_steps, the length of the run, or a shorter warmup",
+        "gradients in full: give the optimizer total_steps, the length of the run, or a shorter warmup (0/1 Adam: fewer dense_steps)",
         outlook.steps,
         outlook.begins,
     )

@@ -22,6 +22,7 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
@@ -131,6 +132,16 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             )
         self.dense_steps = dense_steps
         super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED, **options)
+        self.outlook = Outlook(begins=self._begins(), certain=self.total_steps is not None)
+        if self.group.rank == 0 and self.group.size > 1:
+            logger.info(
+                "compression_begins earliest_step=%d latest_step=%d dense_steps=%d total_steps=%s",
+                self.outlook.begins,
+                self.dense_until + 1,
+                self.dense_until,
+                self.total_steps,
+            )
+            self.outlook.told_at_the_end_of(self)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -229,6 +240,13 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """Updates of v that every tensor has had."""
         seen = [run.seen(self.num_updates) for run in self.runs]
         return min((t for t in seen if t is not None), default=self.num_updates)
+
+    def _begins(self) -> int:
+        """The first step that may be compressed: after the dense start, or after a freeze that comes before its end."""
+        given, rise = self.freeze.var_freeze_step, self.freeze.lr_warmup_steps
+        if given is None and rise is not None:
+            given = max(rise, FEWEST_STEPS)
+        return 1 + (self.dense_until if given is None else min(given, self.dense_until))
 
     @property
     def updates_early(self) -> bool:

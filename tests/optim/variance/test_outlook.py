@@ -48,6 +48,20 @@ def lines(caplog, event):
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith(event)]
 
 
+def test_0_1_adam_says_when_its_dense_start_ends(caplog):
+    caplog.set_level(logging.INFO)
+    for given in ({}, {"total_steps": 300}, {"dense_steps": 0}, {"var_freeze_step": 7}, {"lr_warmup_steps": 50}):
+        run_threads(2, lambda group, given=given: ZeroOneAdam(network().parameters(), group=group, **given))
+    run_threads(1, lambda group: ZeroOneAdam(network().parameters(), group=group))
+    assert lines(caplog, "compression_begins") == [
+        "compression_begins earliest_step=1001 latest_step=1001 dense_steps=1000 total_steps=None",
+        "compression_begins earliest_step=31 latest_step=31 dense_steps=30 total_steps=300",
+        "compression_begins earliest_step=1 latest_step=1 dense_steps=0 total_steps=None",
+        "compression_begins earliest_step=8 latest_step=1001 dense_steps=1000 total_steps=None",
+        "compression_begins earliest_step=51 latest_step=1001 dense_steps=1000 total_steps=None",
+    ]
+
+
 @pytest.mark.parametrize("made", [OneBitAdam, OneBitLamb])
 def test_at_construction_rank_0_says_when_compression_can_begin(made, caplog):
     caplog.set_level(logging.INFO)
@@ -83,7 +97,11 @@ def test_a_run_that_ends_before_compression_says_so_once(caplog, monkeypatch):
     assert not run(caplog, OneBitAdam, 25, total_steps=1000)  # cut short, and would have compressed
     assert not run(caplog, OneBitAdam, 25, size=1)
     assert not run(caplog, Adam, 25)
-    assert not run(caplog, ZeroOneAdam, 25)
+    (line,) = run(caplog, ZeroOneAdam, 25)
+    assert line.startswith("never_compressed steps=25 begins=1001: ")
+    assert "dense_steps" in line
+    assert not run(caplog, ZeroOneAdam, 25, dense_steps=24)
+    assert not run(caplog, ZeroOneAdam, 25, parity="deepspeed")
     monkeypatch.setattr(sys, "last_value", RuntimeError("the loop raised"), raising=False)
     assert not run(caplog, OneBitAdam, 25)
 
