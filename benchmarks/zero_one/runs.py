@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.convergence.turns import run_in_turns
 from benchmarks.zero_one.problems import Problem
 from thinwire.comm.protocol import Group
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.optim import Adam, ZeroOneAdam
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.zero_one_settings import LITERAL
 
@@ -44,8 +44,8 @@ _SHORT = {"betas": (0.9, 0.99)}
 
 METHODS = {
     "adam": Method("Adam", Adam, {}),
-    "onebit": Method("1-bit Adam", OneBitAdam, {}),
     "default": Method("0/1 Adam", ZeroOneAdam, {}),
+    "frozen-100": Method("0/1 Adam, var_freeze_step=100", ZeroOneAdam, {"var_freeze_step": 100}),
     "growing": Method("0/1 Adam, dense_steps=0", ZeroOneAdam, _GROWING),
     "growing-alone": Method("the same on one rank", ZeroOneAdam, _GROWING, 1),
     "each": Method("the same, v moves at each step", ZeroOneAdam, _EACH),
@@ -57,7 +57,7 @@ METHODS = {
     "default-99": Method("0/1 Adam, beta2 = 0.99", ZeroOneAdam, _SHORT),
     "growing-99": Method("the same, dense_steps=0", ZeroOneAdam, _SHORT | _GROWING),
 }
-KNOWN = ("adam", "onebit", "default", "growing")
+KNOWN = ("adam", "default", "frozen-100", "growing")
 """Those that are run told of the run too."""
 
 
