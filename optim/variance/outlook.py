@@ -52,7 +52,8 @@ def _end(outlook: Outlook) -> None:
         return
     logger.warning(
         "never_compressed steps=%d begins=%d: this run ended before compression could begin, so all of its steps sent "
-        "gradients in full: give the optimizer total_steps, the length of the run, or a shorter warmup (0/1 Adam: fewer dense_steps)",
+        "gradients in full: give the optimizer total_steps, the length of the run, or a shorter warmup (0/1 Adam: "
+        "fewer dense_steps)",
         outlook.steps,
         outlook.begins,
     )
