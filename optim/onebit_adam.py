@@ -114,6 +114,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             return super().begin_exchange(plan)
         betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
         if s.momentum.is_last_result and all(len(betas) == 1 for betas in betas_K):
+            s.momentum.refuse_written()
             return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K])
         m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)
 

@@ -264,6 +264,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             "divisors": [0.0] * len(self.param_groups),
         }
         self._rounds = [Round()] * len(self.param_groups)
+        self._marks: tuple[int, list[tuple[int, int]] | None] = (0, None)
 
     def make_state(self) -> ZeroOneAdamState:
         """Empty vectors and error memory."""
@@ -278,6 +279,25 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             divisor_N=torch.zeros_like(p_N),
             z_N=torch.zeros_like(p_N),
         )
+
+    def _step_once(self) -> None:
+        super()._step_once()
+        self._marks = (self.num_steps, None if self.at_sync else self.space.marks())
+
+    def _refuse_written(self) -> None:
+        """Raises: RuntimeError where parameters were written between syncs, as far as that can be seen."""
+        step, marks = self._marks
+        if marks is not None and step == self.num_steps and not self.at_sync:
+            self.space.refuse_written(
+                marks,
+                f"step {step}, between two syncs, where ranks hold different parameters; the next sync would undo it. "
+                "Call optimizer.prepare_to_save() on every rank before you write parameters, or write them where "
+                "optimizer.at_sync",
+            )
+
+    def _prepare_gradients(self) -> None:
+        self._refuse_written()
+        super()._prepare_gradients()
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1, under the learning rates of now."""
@@ -370,6 +390,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         super().prepare_to_save()
         if self.at_sync:
             return
+        self._refuse_written()
         with self.calling(f"prepare_to_save() after step {self.num_steps}", PREPARE_EVERYWHERE):
             self._sync_in_full()
 
@@ -426,6 +447,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
         """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if that had been a sync."""
         s = self.vectors
+        self._marks = (self.num_steps, None)
         self._end_round()
         if not own:
             return

@@ -105,6 +105,22 @@ class FlatSpace:
                     "make the optimizer"
                 )
 
+    def marks(self) -> list[tuple[int, int]]:
+        """Of each parameter what changes when it is written or gets other memory: where it lies, and its version."""
+        return [_identity(tensor.param) for tensor in self.tensors]
+
+    def refuse_written(self, marks: Sequence[tuple[int, int]], why: str) -> None:
+        """Raises: RuntimeError for a parameter with other values since marks() gave these; why: what is wrong with it.
+
+        One in other memory with the same values is fine. What is written through `param.data` cannot be seen.
+        """
+        self.refuse_changed()
+        for tensor, view, mark in zip(self.tensors, self._parameters, marks, strict=True):
+            now = _identity(tensor.param)
+            moved = now[0] != mark[0]
+            if (moved and not torch.equal(tensor.param.to(view.dtype), view)) or (not moved and now[1] != mark[1]):
+                raise RuntimeError(f"{tensor.label}: was written after {why}")
+
     def doubt_parameters(self) -> None:
         """Let take_changes look at every low-precision parameter, also at those written through `param.data`."""
         self._written.clear()

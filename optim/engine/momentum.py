@@ -26,6 +26,8 @@ class Momentum:
         self._memory = memory
         self._m_N = torch.zeros_like(like_N)
         self._decoded = True
+        self._version = -1
+        """Of the floats when they were decoded."""
 
     @property
     def is_last_result(self) -> bool:
@@ -36,6 +38,15 @@ class Momentum:
     def buffer_N(self) -> Tensor:
         """The memory of the floats, for views; true after floats()."""
         return self._m_N
+
+    def refuse_written(self) -> None:
+        """Raises: RuntimeError where the floats were written, and the next exchange begins from what was received."""
+        if self._decoded and self.is_last_result and self._m_N._version != self._version:
+            raise RuntimeError(
+                "optimizer.state[p]['exp_avg'] was written after the warm-up, where the momentum is what all ranks "
+                "have received, and the state only shows it. Do not write to it; to begin moments anew, make the "
+                "optimizer anew"
+            )
 
     def received(self) -> None:
         """The reducer has a new result: the floats are old."""
@@ -51,7 +62,7 @@ class Momentum:
             if last is None:
                 raise RuntimeError("the momentum was in rows that no longer count: read it before memory.restore()")
             last.decode_(self._m_N)
-            self._decoded = True
+            self._decoded, self._version = True, self._m_N._version
         return self._m_N
 
 

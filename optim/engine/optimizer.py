@@ -33,7 +33,7 @@ from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
-from thinwire.optim.engine.orphans import Holders
+from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import (
     compute_dtype,
@@ -353,10 +353,12 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
+            self._listed = listed(self.param_groups)
             return
         self.overlap.refuse_between("add_param_group")
         before = dict(self.__dict__)
         super().add_param_group(param_group)
+        self._listed = listed(self.param_groups)
         try:
             with self.calling("add_param_group()"):
                 if self.num_steps:
@@ -530,6 +532,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
+        refuse_edited(self.state, self.param_groups, self._listed)
         if self._has_misfits or not self._is_laid_out:
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
@@ -579,6 +582,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def _prepare_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""
+        refuse_edited(self.state, self.param_groups, self._listed)
         self.space.take_changes()
         scaled = is_scaled(self)
         if scaled and self.overlap.exchange is not None:

@@ -1,4 +1,6 @@
-"""Does anything but the optimizer still hold a parameter? If not, no model can use it: it was replaced, or removed.
+"""Are the parameters still those that were given? Does anything but the optimizer still hold one?
+
+If nothing does, no model can use it: it was replaced, or removed.
 
 A layer or a parameter that is exchanged after the optimizer was made leaves the optimizer with the old one. That never
 gets a gradient again, and the new one never takes a step: training goes on, and part of the model stays as it is. A
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,6 +51,27 @@ class Holders:
                     "make the optimizer after such changes, from model.parameters()"
                 )
             self._asked[id(tensors[i].param)] = counts[i]
+
+
+def listed(param_groups: list[dict[str, Any]]) -> list[int]:
+    """The ids of all parameters in the groups, in order."""
+    return [id(param) for group in param_groups for param in group["params"]]
+
+
+def refuse_edited(state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int]) -> None:
+    """known: listed() of when the groups were laid out. Raises: RuntimeError for groups or state edited by hand."""
+    now = listed(param_groups)
+    if now != known:
+        raise RuntimeError(
+            f"param_groups was edited by hand: it lists {len(now)} parameters, {len(set(now) - set(known))} of them "
+            f"new, {len(set(known) - set(now))} gone, and the flat vectors are of those before. Call add_param_group() "
+            "to add parameters and requires_grad_(False) to leave some out, or make the optimizer anew"
+        )
+    if not state:
+        raise RuntimeError(
+            "optimizer.state was emptied: it only shows the flat vectors, which go on as they were. To begin moments "
+            "and warm-up anew, make the optimizer anew"
+        )
 
 
 def _is_orphan(param: Tensor, ours: set[int]) -> bool:

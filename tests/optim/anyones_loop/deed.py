@@ -66,6 +66,14 @@ class Raises:
         return self.overlap in (None, cell.overlap) and cell.when in self.when and cell.optimizer in self.optimizers
 
 
+BETWEEN_SYNCS = Raises(
+    "between two syncs, where ranks hold different parameters",
+    "Call optimizer.prepare_to_save() on every rank before you write parameters",
+    when=(When.COMPRESSED,),
+    optimizers=("zero_one_adam",),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Deed:
     """told: what the table says, in Markdown. differs: how training goes on otherwise than under DDP, where it does.
@@ -73,6 +81,7 @@ class Deed:
     net: the model that it is done to. around: what surrounds the run of all ranks, for settings of the process.
     apart: done in processes, because the ranks cannot be threads of one. slow: in `make test-all` only. none_is_zero:
     held against AdamW with zeros for gradients that are None. idles: AdamW leaves some of the model untrained too.
+    overlaps: whether it is done with overlap, without, or both.
     """
 
     do: Callable[[Loop], None]
@@ -87,6 +96,7 @@ class Deed:
     none_is_zero: bool
     idles: bool
     gpu: bool
+    overlaps: tuple[bool, ...]
 
     @property
     def name(self) -> str:
@@ -97,12 +107,20 @@ class Deed:
         """All of its cases."""
         for when in self.when:
             for optimizer in optimizers:
-                for overlap in (False, True):
+                for overlap in self.overlaps:
                     yield Cell(self, when, optimizer, overlap)
 
 
 DEEDS: dict[str, list[Deed]] = {}
 """All of them, by the heading under which the table has them."""
+
+
+FROZEN = "what is frozen or added later is not followed yet"
+OPEN = {
+    **dict.fromkeys(("frozen", "frozen_before", "unfrozen", "all_frozen", "adapted_before", "adapted"), FROZEN),
+    **dict.fromkeys(("group_added", "adapted_and_added", "lora", "lora_before"), FROZEN),
+}
+"""By the name of a deed: who is to mend it, and how."""
 
 
 def deed(
@@ -118,12 +136,13 @@ def deed(
     none_is_zero: bool = False,
     idles: bool = False,
     gpu: bool = False,
+    overlaps: tuple[bool, ...] = (False, True),
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Put a function on the list."""
 
     def listed(do: Callable[[Loop], None]) -> Callable[[Loop], None]:
         DEEDS.setdefault(heading, []).append(
-            Deed(do, told, when, raises, differs, net, around, apart, slow, none_is_zero, idles, gpu)
+            Deed(do, told, when, raises, differs, net, around, apart, slow, none_is_zero, idles, gpu, overlaps)
         )
         return do
 

@@ -8,26 +8,15 @@ from functools import lru_cache
 
 import pytest
 
-from tests.optim.anyones_loop import deeds
+from tests.optim.anyones_loop import deeds, table
 from tests.optim.anyones_loop.apart import in_processes
 from tests.optim.anyones_loop.cells import Trained, by_torch, by_us, faults
-from tests.optim.anyones_loop.deed import DEEDS, Cell, every_cell
+from tests.optim.anyones_loop.deed import DEEDS, OPEN, Cell, every_cell
 from thinwire.comm import run_threads
 
 assert deeds
 CELLS = list(every_cell())
 NAMES = [deed.name for listed in DEEDS.values() for deed in listed]
-FROZEN = "freezing is not known to the optimizer"
-GROUPS = "edited groups are not noticed"
-OPEN = {
-    "average_trained_on": "between syncs of 0/1 Adam what is written is lost",
-    "scaled_through_data": "what is written through .data is not seen",
-    "state_cleared": "a cleared state is not noticed",
-    **dict.fromkeys(("appended_by_hand", "exchanged_by_hand", "removed_by_hand", "group_appended_by_hand"), GROUPS),
-    **dict.fromkeys(("frozen", "frozen_before", "unfrozen", "all_frozen", "adapted_before", "adapted"), FROZEN),
-    **dict.fromkeys(("group_added", "adapted_and_added", "lora", "lora_before"), FROZEN),
-}
-"""By the name of a deed: who is to mend it, and how."""
 
 
 def always(cell):
@@ -93,3 +82,7 @@ def test_over_processes_it_trains_as_adamw_does_or_says_what_to_do(tmp_path):
 def test_over_processes_each_cell_that_needs_them(tmp_path):
     told = in_processes([cell for cell in APART if not always(cell)], tmp_path, timeout_s=280)
     assert not {name: words for name, words in told.items() if words}
+
+
+def test_the_page_of_answers_is_what_the_deeds_say():
+    assert table.PAGE.read_text() == table.page(), "run: python -m tests.optim.anyones_loop.table"

@@ -13,7 +13,7 @@ import torch.multiprocessing  # registers what its queues do to tensors
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.optim.anyones_loop.deed import Raises, deed
+from tests.optim.anyones_loop.deed import BETWEEN_SYNCS, Raises, deed
 from tests.optim.anyones_loop.deeds.memory import initialised
 from tests.optim.anyones_loop.loop import Loop, plain
 from tests.optim.seeded import seeded
@@ -21,6 +21,15 @@ from tests.optim.seeded import seeded
 WEIGHTS = "Weights: written, swapped, averaged"
 COPIES = "Copies, files and other processes"
 NOT_THESE = Raises("nothing but this optimizer holds it any more", "make the optimizer")
+
+
+AT_SYNC = "of `ZeroOneAdam` the parameters where `optimizer.at_sync`, or after `prepare_to_save()`"
+
+
+def _settle(loop: Loop) -> None:
+    """Bring the ranks of 0/1 Adam together; with all others they are."""
+    if hasattr(loop.optimizer, "prepare_to_save"):
+        loop.optimizer.prepare_to_save()
 
 
 def _values(net: nn.Module) -> list[Tensor]:
@@ -31,7 +40,7 @@ def _other(net: nn.Module) -> list[Tensor]:
     return [value * 0.9 for value in _values(net)]
 
 
-@deed(WEIGHTS, "`p.mul_(0.9)` under `torch.no_grad()`")
+@deed(WEIGHTS, "`p.mul_(0.9)` under `torch.no_grad()`", BETWEEN_SYNCS)
 def written_in_place(loop: Loop) -> None:
     with torch.no_grad():
         for param in loop.net.parameters():
@@ -44,7 +53,7 @@ def written_through_data(loop: Loop) -> None:
         param.data.mul_(0.9)
 
 
-@deed(WEIGHTS, "`p.data = other`")
+@deed(WEIGHTS, "`p.data = other`", BETWEEN_SYNCS)
 def replaced_by_others(loop: Loop) -> None:
     for param, value in zip(loop.net.parameters(), _other(loop.net), strict=True):
         param.data = value
@@ -60,12 +69,12 @@ def clamped_after_each_step(loop: Loop) -> None:
     loop.iterate = iterate
 
 
-@deed(WEIGHTS, "`model.apply(init)`")
+@deed(WEIGHTS, "`model.apply(init)`", BETWEEN_SYNCS)
 def initialised_again(loop: Loop) -> None:
     loop.net.apply(initialised)
 
 
-@deed(WEIGHTS, "`model.load_state_dict(other)`")
+@deed(WEIGHTS, "`model.load_state_dict(other)`", BETWEEN_SYNCS)
 def loaded(loop: Loop) -> None:
     loop.net.load_state_dict({name: value * 0.9 for name, value in loop.net.state_dict().items()})
 
@@ -76,7 +85,7 @@ def loaded_by_assigning(loop: Loop) -> None:
     loop.net.load_state_dict(other, assign=True)
 
 
-@deed(WEIGHTS, "`model.load_state_dict(other)` under `torch.inference_mode()`")
+@deed(WEIGHTS, "`model.load_state_dict(other)` under `torch.inference_mode()`", BETWEEN_SYNCS)
 def loaded_in_inference_mode(loop: Loop) -> None:
     with torch.inference_mode():
         loop.net.load_state_dict({name: value * 0.9 for name, value in loop.net.state_dict().items()})
@@ -103,22 +112,24 @@ def averaged(loop: Loop) -> None:
     loop.at_end.append(compare)
 
 
-@deed(WEIGHTS, "SWA: the average of several steps is trained on")
+@deed(WEIGHTS, "SWA: the average of several steps is trained on", differs=AT_SYNC)
 def average_trained_on(loop: Loop) -> None:
+    _settle(loop)
     average, at = AveragedModel(loop.net), loop.step
 
     def iterate(loop: Loop) -> None:
         plain(loop)
-        if loop.step <= at + 3:
+        if loop.step <= at + 3 and getattr(loop.optimizer, "at_sync", True):
             average.update_parameters(loop.net)
         if loop.step == at + 3:
+            _settle(loop)
             update_bn([], average)
             loop.net.load_state_dict(average.module.state_dict())
 
     loop.iterate = iterate
 
 
-@deed(WEIGHTS, "the average swapped in for an evaluation and out again, by `copy_`")
+@deed(WEIGHTS, "the average swapped in for an evaluation and out again, by `copy_`", BETWEEN_SYNCS)
 def swapped_in_and_out(loop: Loop) -> None:
     own = _values(loop.net)
     with torch.no_grad():
@@ -173,11 +184,13 @@ def saved(loop: Loop) -> None:
         assert torch.equal(param, value)
 
 
-@deed(COPIES, "`torch.save(model.state_dict())`, some steps, and loaded again")
+@deed(COPIES, "`torch.save(model.state_dict())`, some steps, and loaded again", differs=AT_SYNC)
 def saved_and_loaded(loop: Loop) -> None:
     file = io.BytesIO()
+    _settle(loop)
     torch.save(loop.net.state_dict(), file)
     loop.train(1)
+    _settle(loop)
     file.seek(0)
     loop.net.load_state_dict(torch.load(file, weights_only=True))
 

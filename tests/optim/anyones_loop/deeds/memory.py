@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tests.optim.anyones_loop.deed import Raises, When, deed
+from tests.optim.anyones_loop.deed import BETWEEN_SYNCS, Raises, When, deed
 from tests.optim.anyones_loop.loop import Loop
 
 MEMORY = "Moves, casts and memory"
@@ -38,7 +38,7 @@ def cast_up_and_back(loop: Loop) -> None:
     loop.net.double().float()
 
 
-@deed(MEMORY, "`model.half().float()`")
+@deed(MEMORY, "`model.half().float()`", BETWEEN_SYNCS)
 def cast_down_and_back(loop: Loop) -> None:
     loop.net.half().float()
 
@@ -95,7 +95,7 @@ def channels_last(loop: Loop) -> None:
     loop.net.to(memory_format=torch.channels_last)
 
 
-@deed(MEMORY, '`model.to_empty(device="cpu")`, then initialised')
+@deed(MEMORY, '`model.to_empty(device="cpu")`, then initialised', BETWEEN_SYNCS)
 def emptied_and_initialised(loop: Loop) -> None:
     loop.net.to_empty(device="cpu")
     initialised(loop.net)
@@ -145,13 +145,13 @@ def memory_of_another_shape(loop: Loop) -> None:
     loop.net = loop.model = FirstThree(loop.net)
 
 
-@deed(MEMORY, "`torch.nn.utils.vector_to_parameters`")
+@deed(MEMORY, "`torch.nn.utils.vector_to_parameters`", BETWEEN_SYNCS)
 def parameters_from_a_vector(loop: Loop) -> None:
     vector = nn.utils.parameters_to_vector(loop.net.parameters()).detach() * 0.9
     nn.utils.vector_to_parameters(vector, loop.net.parameters())
 
 
-@deed(MEMORY, "`torch.utils.swap_tensors(p, another)`")
+@deed(MEMORY, "`torch.utils.swap_tensors(p, another)`", BETWEEN_SYNCS)
 def tensors_swapped(loop: Loop) -> None:
     weight = loop.net.get_parameter("second.weight")
     torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 0.9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.optim.anyones_loop.deed import Raises, deed
+from tests.optim.anyones_loop.deed import Raises, When, deed
 from tests.optim.anyones_loop.deeds.training import Extended
 from tests.optim.anyones_loop.loop import Loop, plain
 
@@ -88,7 +88,16 @@ def state_cleared(loop: Loop) -> None:
     loop.optimizer.state.clear()
 
 
-@deed(OPTIMIZER, '`optimizer.state[p]["exp_avg"].zero_()`')
+@deed(
+    OPTIMIZER,
+    '`optimizer.state[p]["exp_avg"].zero_()`',
+    Raises(
+        "was written after the warm-up",
+        "make the optimizer anew",
+        when=(When.COMPRESSED,),
+        optimizers=("onebit_adam",),
+    ),
+)
 def momentum_cleared(loop: Loop) -> None:
     for state in loop.optimizer.state.values():
         if "exp_avg" in state:

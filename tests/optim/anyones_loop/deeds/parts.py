@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.optim.anyones_loop.deed import Raises, When, deed
+from tests.optim.anyones_loop.deed import BETWEEN_SYNCS, Raises, When, deed
 from tests.optim.anyones_loop.loop import Loop
 from tests.optim.seeded import seeded
 
@@ -50,7 +50,7 @@ def pruned(loop: Loop) -> None:
     prune.l1_unstructured(loop.net.second, "weight", amount=0.3)
 
 
-@deed(PARTS, "`prune.l1_unstructured`, some steps, `prune.remove`")
+@deed(PARTS, "`prune.l1_unstructured`, some steps, `prune.remove`", BETWEEN_SYNCS)
 def pruned_for_good(loop: Loop) -> None:
     prune.l1_unstructured(loop.net.second, "weight", amount=0.3)
     loop.train(2)
@@ -79,12 +79,12 @@ class Scaled(nn.Module):
         return weight * 2
 
 
-@deed(PARTS, "`parametrize.register_parametrization`, which keeps the parameter")
+@deed(PARTS, "`parametrize.register_parametrization`, which keeps the parameter", BETWEEN_SYNCS)
 def parametrised(loop: Loop) -> None:
     parametrize.register_parametrization(loop.net.second, "weight", Scaled())
 
 
-@deed(PARTS, "`parametrize.register_parametrization`, some steps, `remove_parametrizations`")
+@deed(PARTS, "`parametrize.register_parametrization`, some steps, `remove_parametrizations`", BETWEEN_SYNCS)
 def parametrised_for_a_while(loop: Loop) -> None:
     parametrize.register_parametrization(loop.net.second, "weight", Scaled())
     loop.train(2)
