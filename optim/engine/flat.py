@@ -112,13 +112,13 @@ class FlatSpace:
     def refuse_written(self, marks: Sequence[tuple[int, int]], why: str) -> None:
         """Raises: RuntimeError for a parameter with other values since marks() gave these; why: what is wrong with it.
 
-        One in other memory with the same values is fine. What is written through `param.data` cannot be seen.
+        One in memory of its own with the same values is fine. What is written through `param.data` cannot be seen.
         """
         self.refuse_changed()
         for tensor, view, mark in zip(self.tensors, self._parameters, marks, strict=True):
-            now = _identity(tensor.param)
-            moved = now[0] != mark[0]
-            if (moved and not torch.equal(tensor.param.to(view.dtype), view)) or (not moved and now[1] != mark[1]):
+            param = tensor.param
+            apart = param.data_ptr() != view.data_ptr()
+            if _identity(param) != mark and not (apart and torch.equal(param, view.to(param.dtype))):
                 raise RuntimeError(f"{tensor.label}: was written after {why}")
 
     def doubt_parameters(self) -> None:
