@@ -35,10 +35,7 @@ from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import (
-    compute_dtype,
-    without_gradient,
-)
+from thinwire.optim.engine.parameters import compute_dtype, without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, replicated
@@ -540,6 +537,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def _step_once(self) -> None:
         refuse_late_process_group(self._group)
+        refuse_edited(self.state, self.param_groups, self._listed)
         self.agree_on_load()
         self._follow_changes()
         try:
@@ -582,7 +580,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def _prepare_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""
-        refuse_edited(self.state, self.param_groups, self._listed)
         self.space.take_changes()
         scaled = is_scaled(self)
         if scaled and self.overlap.exchange is not None:

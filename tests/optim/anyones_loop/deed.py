@@ -115,12 +115,8 @@ DEEDS: dict[str, list[Deed]] = {}
 """All of them, by the heading under which the table has them."""
 
 
-FROZEN = "what is frozen or added later is not followed yet"
-OPEN = {
-    **dict.fromkeys(("frozen", "frozen_before", "unfrozen", "all_frozen", "adapted_before", "adapted"), FROZEN),
-    **dict.fromkeys(("group_added", "adapted_and_added", "lora", "lora_before"), FROZEN),
-}
-"""By the name of a deed: who is to mend it, and how."""
+OPEN: dict[str, str] = {}
+"""By the name of a deed that has neither answer yet: what is missing."""
 
 
 def deed(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.optim.anyones_loop.deed import BETWEEN_SYNCS, Raises, When, deed
+from tests.optim.anyones_loop.deeds.training import same_settings
 from tests.optim.anyones_loop.loop import Loop
 from tests.optim.seeded import seeded
 
@@ -117,7 +118,10 @@ def _lora(loop: Loop) -> None:
     loop.net = loop.model = seeded(5, lambda: peft.get_peft_model(loop.net, config))
 
 
-ALL_FROZEN = Raises("no parameter of this optimizer", "make the optimizer")
+ALL_FROZEN = Raises(
+    "parameters are frozen: requires_grad is False",
+    "Call requires_grad_(True) on those that are to be trained before the optimizer is made",
+)
 
 
 @deed(PARTS, "LoRA by peft: `get_peft_model(model, ...)`", ALL_FROZEN, slow=True)
@@ -146,7 +150,8 @@ def adapted(loop: Loop) -> None:
 def adapted_and_added(loop: Loop) -> None:
     before = set(loop.net.parameters())
     _adapted(loop.net)
-    loop.optimizer.add_param_group({"params": [p for p in loop.net.parameters() if p not in before]})
+    added = [p for p in loop.net.parameters() if p not in before]
+    loop.optimizer.add_param_group({"params": added, **same_settings(loop)})
 
 
 @deed(PARTS, "adapters, before; `model.parameters()`, the frozen ones too", when=(When.UNMADE,))

@@ -74,11 +74,17 @@ class Extended(nn.Module):
         return out + 0.1 * self.more(F.tanh(out))
 
 
+def same_settings(loop: Loop) -> dict[str, object]:
+    """Those of the first group, for one more."""
+    names = ("lr", "betas", "eps", "weight_decay", "momentum")
+    return {name: value for name, value in loop.optimizer.param_groups[0].items() if name in names}
+
+
 @deed(FREEZING, "a new layer, and `optimizer.add_param_group`")
 def group_added(loop: Loop) -> None:
     extended = Extended(loop.net)
     loop.net = loop.model = extended
-    loop.optimizer.add_param_group({"params": list(extended.more.parameters())})
+    loop.optimizer.add_param_group({"params": list(extended.more.parameters()), **same_settings(loop)})
 
 
 @deed(
