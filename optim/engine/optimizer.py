@@ -596,6 +596,5 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
         self.space.gather_gradients(self.overlap.taken)
         if self.space.quiet:
-            own = [self.state, *(group["params"] for group in self.param_groups)]
-            self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], own)
+            self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
         unscale_(self.space.g_N, self)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.optim.engine.places import FlatTensor
 
@@ -30,8 +31,8 @@ class Holders:
     def __init__(self) -> None:
         self._asked: dict[int, int] = {}
 
-    def refuse_orphans(self, tensors: Sequence[FlatTensor], own: Iterable[object]) -> None:
-        """tensors: those without a new gradient. own: containers of the optimizer's that refer to parameters.
+    def refuse_orphans(self, tensors: Sequence[FlatTensor], optimizer: Optimizer) -> None:
+        """tensors: those of the optimizer without a new gradient.
 
         Raises: RuntimeError naming the first orphan, with what to do.
         """
@@ -40,7 +41,7 @@ class Holders:
         doubtful = [i for i in doubtful if tensors[i].param._use_count() == 1]  # type: ignore[attr-defined]
         if not doubtful:
             return
-        ours = {id(container) for container in own}
+        ours = {id(optimizer.state), *(id(group["params"]) for group in optimizer.param_groups)}
         for i in doubtful:
             label = tensors[i].label
             if _is_orphan(tensors[i].param, ours):
