@@ -595,6 +595,5 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if self._steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
         self.space.gather_gradients(self.overlap.taken)
-        if self.space.quiet:
-            self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
+        self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
         unscale_(self.space.g_N, self)
