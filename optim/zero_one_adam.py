@@ -42,7 +42,7 @@ from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
-from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
+from thinwire.optim.zero_one_settings import WRITTEN_BETWEEN_SYNCS, Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -288,12 +288,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Raises: RuntimeError where parameters were written between syncs, as far as that can be seen."""
         step, marks = self._marks
         if marks is not None and step == self.num_steps and not self.at_sync:
-            self.space.refuse_written(
-                marks,
-                f"step {step}, between two syncs, where ranks hold different parameters; the next sync would undo it. "
-                "Call optimizer.prepare_to_save() on every rank before you write parameters, or write them where "
-                "optimizer.at_sync",
-            )
+            self.space.refuse_written(marks, WRITTEN_BETWEEN_SYNCS.format(step=step))
 
     def _prepare_gradients(self) -> None:
         self._refuse_written()

@@ -93,3 +93,9 @@ DEEPSPEED = ZeroOneSettings(
     scales=Scales.TENSOR,
 )
 """DeepSpeed 0.19.6, but for its world size of 1, where it leaves gradients out."""
+
+WRITTEN_BETWEEN_SYNCS = (
+    "step {step}, between two syncs, where ranks hold different parameters; the next sync would undo it. Call "
+    "optimizer.prepare_to_save() on every rank before you write parameters, or write them where optimizer.at_sync"
+)
+"""How an error ends that begins with the name of a parameter, and that it was written after ..."""
