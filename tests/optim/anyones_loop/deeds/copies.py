@@ -232,7 +232,7 @@ def optimizer_saved_and_loaded(loop: Loop) -> None:
 @deed(
     COPIES,
     "`optimizer.load_state_dict` of a `torch.optim.AdamW`",
-    Raises("state_dict", "this optimizer"),
+    Raises("is of an optimizer of torch.optim", "begin the optimizer anew"),
 )
 def state_of_adamw_loaded(loop: Loop) -> None:
     net = seeded(0, type(loop.net))
