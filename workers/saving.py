@@ -68,7 +68,8 @@ class Saving:
     def resume(self, training: Training, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
 
-        Raises: PeerLost; FileNotFoundError where this rank does not see it, OSError.
+        Raises: PeerLost; FileNotFoundError where this rank does not see it, OSError; ValueError where ranks have found
+        different ones.
         """
         store, group = self._writer.store, training.group
         with meter.part("control"):
@@ -82,6 +83,8 @@ class Saving:
             training.model.load_state_dict(state["model"])
             training.optimizer.load_state_dict(state["optimizer"])
             meter.load(state["meter"])
+            with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
+                training.optimizer.agree_on_load()
         return which.step
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
