@@ -52,8 +52,8 @@ def test_one_process_is_alone_without_a_word(environment, monkeypatch):
 LATE = """
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam
-model = torch.nn.Linear(3, 2)
-early, alone = OneBitAdam(model.parameters()), OneBitAdam(torch.nn.Linear(3, 2).parameters(), group=SoloGroup())
+model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+early, alone = OneBitAdam(model.parameters()), OneBitAdam(other.parameters(), group=SoloGroup())
 join()
 try:
     early.step()

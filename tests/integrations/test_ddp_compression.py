@@ -135,6 +135,7 @@ def run(tmp_path, source):
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_and_what_is_left_out_comes_later(tmp_path):
     run(tmp_path, LAW)
     for name in ("0", "1gradient_as_bucket_view", "1static_graph", "1find_unused_parameters"):
@@ -151,6 +152,7 @@ def test_it_fits_sgd_with_momentum_and_not_adam(tmp_path):
     assert compressed > 5 * plain
 
 
+@pytest.mark.slow
 def test_what_it_cannot_serve_is_refused(tmp_path):
     run(tmp_path, REFUSED)
 

@@ -126,6 +126,7 @@ def test_ddp_sends_no_gradient_and_trains_as_adamw_under_ddp(tmp_path):
     assert said(tmp_path, 0, "buffers") == said(tmp_path, 1, "buffers")
 
 
+@pytest.mark.slow
 def test_what_would_send_gradients_all_the_same_is_refused(tmp_path):
     ranks = start(TRAIN + REFUSED, 2, tmp_path)
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

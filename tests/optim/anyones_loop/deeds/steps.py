@@ -192,7 +192,7 @@ def saved_on_cpu(loop: Loop) -> None:
     loop.iterate = iterate
 
 
-@deed(STEPS, "`torch.autograd.set_detect_anomaly`")
+@deed(STEPS, "`torch.autograd.set_detect_anomaly`", apart=True)  # of the whole process: threads would leave it on
 def with_anomalies_looked_for(loop: Loop) -> None:
     def iterate(loop: Loop) -> None:
         with torch.autograd.set_detect_anomaly(True):  # type: ignore[no-untyped-call]
