@@ -105,6 +105,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self._first = FirstStep(self)
         with self.calling("__init__()"):
             self._lay_out("__init__()")
+        self._holders.note(self.space.tensors)
 
     @abstractmethod
     def make_state(self) -> State:

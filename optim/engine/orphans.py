@@ -7,8 +7,9 @@ gets a gradient again, and the new one never takes a step: training goes on, and
 missing gradient alone says nothing, for there are layers that a batch does not use. But a tensor which nothing else
 refers to cannot be in a model, nor come back into one.
 
-Only tensors that got no gradient since the last step are looked at: their references are counted, and who holds them
-is asked (a search through all objects) only where the count is another than when that was asked before.
+Only tensors that got no gradient since the last step are looked at, and of these only those that have fewer references
+than when that was last known: at first when the optimizer was made. Who holds them is then searched for among all
+objects, once for all of them, because the search takes some tenths of a second in a large process.
 """
 
 from __future__ import annotations
@@ -29,29 +30,34 @@ class Holders:
     """Who holds the parameters of one optimizer."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+
+    def note(self, tensors: Sequence[FlatTensor]) -> None:
+        """These are held by more than the optimizer now: they were just given."""
+        self._known |= _references(tensors)
 
     def refuse_orphans(self, tensors: Sequence[FlatTensor], optimizer: Optimizer) -> None:
         """tensors: those of the optimizer without a new gradient.
 
         Raises: RuntimeError naming the first orphan, with what to do.
         """
-        counts = {index: _references(tensor.param) for index, tensor in enumerate(tensors)}
-        doubtful = [i for i, count in counts.items() if self._asked.get(id(tensors[i].param)) != count]
-        doubtful = [i for i in doubtful if tensors[i].param._use_count() == 1]  # type: ignore[attr-defined]
+        counts = _references(tensors)
+        fewer = [one for one in tensors if counts[id(one.param)] < self._known.get(id(one.param), sys.maxsize)]
+        self._known |= counts
+        doubtful = [one for one in fewer if one.param._use_count() == 1]  # type: ignore[attr-defined]
         if not doubtful:
             return
-        ours = {id(optimizer.state), *(id(group["params"]) for group in optimizer.param_groups)}
-        for i in doubtful:
-            label = tensors[i].label
-            if _is_orphan(tensors[i].param, ours):
+        containers = {id(optimizer.state), *(id(group["params"]) for group in optimizer.param_groups)}
+        held = _held_by_others([one.param for one in doubtful], containers)
+        for one in doubtful:
+            if id(one.param) not in held:
+                del self._known[id(one.param)]  # asked again if step() is called again
                 raise RuntimeError(
-                    f"{label}: nothing but this optimizer holds it any more, so no model can use it: it was replaced "
-                    "or removed after the optimizer was made (by a new layer or nn.Parameter, tying, weight_norm, an "
-                    "adapter, load_state_dict(assign=True), a copy of the model). What is in its place is not trained: "
-                    "make the optimizer after such changes, from model.parameters()"
+                    f"{one.label}: nothing but this optimizer holds it any more, so no model can use it: it was "
+                    "replaced or removed after the optimizer was made (by a new layer or nn.Parameter, tying, "
+                    "weight_norm, an adapter, load_state_dict(assign=True), a copy of the model). What is in its place "
+                    "is not trained: make the optimizer after such changes, from model.parameters()"
                 )
-            self._asked[id(tensors[i].param)] = counts[i]
 
 
 def listed(param_groups: list[dict[str, Any]]) -> list[int]:
@@ -75,19 +81,31 @@ def refuse_edited(state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]
         )
 
 
-def _is_orphan(param: Tensor, ours: set[int]) -> bool:
-    """Are all references to it those of a FlatTensor and of these containers?"""
-    count, holders = _references(param), gc.get_referrers(param)
-    own = [one for one in holders if id(one) in ours or isinstance(one, FlatTensor)]
-    others = [one for one in holders if id(one) not in ours and not isinstance(one, FlatTensor | FrameType)]
-    return not others and count <= len(own) + _references_of_one_variable()
+def _references(tensors: Sequence[FlatTensor]) -> dict[int, int]:
+    """By id of the parameter: how many references it has, counted alike each time."""
+    return {id(one.param): sys.getrefcount(one.param) for one in tensors}
 
 
-def _references(thing: Any) -> int:
-    return sys.getrefcount(thing)
+def _held_by_others(params: list[Tensor], containers: set[int]) -> set[int]:
+    """Ids of those that something refers to beside FlatTensors, these containers and what runs now.
+
+    A reference that the collector does not know of, such as a local variable of a frame that runs, is found by count.
+    """
+    ids, ours = {id(param) for param in params}, dict.fromkeys(map(id, params), 0)
+    containers = containers | {id(params)}
+    held: set[int] = set()
+    for holder in gc.get_referrers(*params):
+        named = [id(one) for one in gc.get_referents(holder) if id(one) in ids]
+        if id(holder) in containers or isinstance(holder, FlatTensor):
+            for one in named:
+                ours[one] += 1
+        elif not isinstance(holder, FrameType):
+            held.update(named)
+    for index in range(len(params)):
+        if sys.getrefcount(params[index]) > ours[id(params[index])] + _REFERENCES_OF_A_CALL:
+            held.add(id(params[index]))
+    return held
 
 
-def _references_of_one_variable() -> int:
-    """What _references counts for an object that one local variable has, as the callers' have theirs."""
-    one = object()
-    return _references(one)
+_REFERENCES_OF_A_CALL = 1
+"""sys.getrefcount counts its own argument."""
