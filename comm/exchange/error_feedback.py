@@ -83,11 +83,7 @@ class ErrorFeedback:
     def hold(self, held: Held) -> bool:
         """Hold what held() of this rank of as many ranks gave; ErrorMemory.hold. Local. Raises: ValueError."""
         mine = self.held()
-        if held.numel != mine.numel:
-            raise ValueError(
-                f"errors of {held.numel} elements do not fit error memory of {mine.numel}: they were saved by a model "
-                "with other parameters"
-            )
+        held.refuse_other_size(mine)
         self.version += 1
         fits = held.as_laid_out(mine)
         if fits:

@@ -59,6 +59,14 @@ class Held:
             part_N[start:stop] = part_M[to : to + stop - start]
         return part_N
 
+    def refuse_other_size(self, mine: Held) -> None:
+        """mine: what the error memory holds that is to hold these. Raises: ValueError where it has another size."""
+        if self.numel != mine.numel:
+            raise ValueError(
+                f"errors of {self.numel} elements do not fit error memory of {mine.numel}: they were saved by a model "
+                "with other parameters"
+            )
+
     def as_laid_out(self, other: Held) -> bool:
         """Do the errors of the other stand where these do, so that one can take the place of the other as it is?"""
         same = self.numel == other.numel and self.served == other.served and self.moves == other.moves

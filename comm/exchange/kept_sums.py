@@ -153,11 +153,7 @@ class KeptSums:
         The errors become sums of which nothing was sent. What was received last no longer counts as the result.
         """
         mine = self.held()
-        if held.numel != mine.numel:
-            raise ValueError(
-                f"errors of {held.numel} elements do not fit error memory of {mine.numel}: they were saved by a model "
-                "with other parameters"
-            )
+        held.refuse_other_size(mine)
         self.version += 1
         self.worker_scale_b.zero_()
         self.server_scale_b.zero_()
