@@ -243,6 +243,7 @@ class Course:
     def _attend(self) -> None:
         """Evaluate, report and save where it is due: all that is, since the last time that all of it was done."""
         training, meter, step, spec = self.training, self._meter, self.step, self._spec
+        self._look()  # others may have gone on while this step was computed; then it must not count
         last = step == spec.steps
         saving = last or _passed(spec.checkpoint.every_steps, self.attended, step)
         if saving:

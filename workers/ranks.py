@@ -63,10 +63,13 @@ class Ranks(Protocol):
         """
 
     def at_boundary(self, step: int) -> Stop | None:
-        """After each committed step: is it the last of this generation? Raises: PeerLost where a peer was lost."""
+        """After each committed step: is it the last of this generation? Else as `look`."""
 
     def look(self, step: int) -> None:
-        """At any time. Raises: PeerLost where a peer was lost."""
+        """At any time. Waits while this worker may not commit. Raises: PeerLost where a peer was lost, or this one."""
+
+    def may_commit(self) -> bool:
+        """May a step count, or a checkpoint become whole? Where not, others may go on without this worker."""
 
     def leave(self) -> None:
         """End well: the others do not wait for this worker any more."""
@@ -98,6 +101,10 @@ class FixedRanks:
 
     def look(self, step: int) -> None:
         """Nothing: collectives tell."""
+
+    def may_commit(self) -> bool:
+        """Nobody goes on without this rank."""
+        return True
 
     def leave(self) -> None:
         """Nothing: the process ends."""
@@ -143,6 +150,7 @@ class ElasticRanks:
             "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
         )
         if seat.size == 1:
+            self._member.formed()
             return SoloGroup()
         try:
             dist.init_process_group(
@@ -155,6 +163,7 @@ class ElasticRanks:
         except (RuntimeError, GenerationOver, StoreTimeout) as error:
             raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
         self._group = TorchGroup(detector=MembershipDetector(self._member, seat))
+        self._member.formed()
         return self._group
 
     def at_boundary(self, step: int) -> Stop | None:
@@ -166,7 +175,9 @@ class ElasticRanks:
         return None
 
     def look(self, step: int) -> None:
-        """As Ranks.look."""
+        """As Ranks.look. Under 10 microseconds while the lease holds."""
+        if not self._member.may_commit() and self._member.over is None:
+            self._wait_to_commit(step)
         if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
             raise (
                 MembershipDetector(self._member, self.seat)
@@ -183,6 +194,19 @@ class ElasticRanks:
         """As Ranks.fail."""
         self._member.fail(reason)
         _close_group(self._group, self._timeout_s)
+
+    def may_commit(self) -> bool:
+        """As Ranks.may_commit."""
+        return self._member.may_commit()
+
+    def _wait_to_commit(self, step: int) -> None:
+        logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)
+        began = time.monotonic()
+        while not self._member.wait_to_commit(LOOK_S) and self._member.over is None:
+            if self._ended():
+                raise RunEnded("another worker has ended the run")
+        what = "may_commit_again" if self._member.over is None else "counted_out"
+        logger.warning("%s step=%d waited_s=%.1f", what, step, time.monotonic() - began)
 
     def _join(self, standing: Standing) -> Seat:
         while True:

@@ -23,7 +23,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from thinwire.workers.elastic.bring_up import Unit
-from thinwire.workers.elastic.membership_actor import Beat
+from thinwire.workers.elastic.membership_actor import Headcount
 
 UNAVAILABLE_S = 20.0
 
@@ -43,12 +43,12 @@ class Health:
         self._leave_s = leave_s
         self._unavailable_since: dict[str, float] = {}
 
-    def read(self, unit: Unit, status: Any, beat: Beat | None) -> tuple[Any, Loss | None]:
+    def read(self, unit: Unit, status: Any, headcount: Headcount | None) -> tuple[Any, Loss | None]:
         """The status as it counts, and why this worker is gone; None where it is not."""
         now = time.monotonic()
         error = status.error
         failure = error.health_check_failure if isinstance(error, WorkerHealthCheckFailedError) else None
-        gone = None if beat is None else beat.gone.get(unit.slot)
+        gone = None if headcount is None else headcount.gone.get(unit.slot)
         if gone is not None and gone.since_s > now - unit.started:
             gone = None  # its predecessor
         if isinstance(failure, ActorUnavailableError):

@@ -35,7 +35,7 @@ from ray.util.placement_group import remove_placement_group
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.bring_up import Arrival, BringUp, Unit
 from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, WorkersKeepDying, decide
-from thinwire.workers.elastic.membership_actor import Beat, MembershipLink
+from thinwire.workers.elastic.membership_actor import Headcount, MembershipLink
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
 from thinwire.workers.elastic.worker_side import Left
@@ -223,12 +223,12 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def _judge(self, statuses: list[Any]) -> WorkerGroupPollStatus:
         """What the controller is told, after those that are gone were dropped and others started."""
-        beat = self._link.beat()
+        headcount = self._link.headcount()
         kept: list[tuple[Unit, Any]] = []
         lost: list[tuple[Unit, Loss]] = []
         left: list[tuple[Unit, str]] = []
         for unit, status in zip(self._units, statuses, strict=True):
-            counted, loss = self._health.read(unit, status, beat)
+            counted, loss = self._health.read(unit, status, headcount)
             if loss is not None:
                 lost.append((unit, loss))
             elif not counted.running and not counted.error and isinstance(counted.return_value, Left):
@@ -239,7 +239,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
             self._deaths.died(unit.slot, unit.started, loss.why)
         adopting = any(coming.adopts for coming in self._coming.values())
-        trained = beat is not None and beat.generation > 0
+        trained = headcount is not None and headcount.generation > 0
         if lost and not kept and not left and trained and not adopting:
             # All errors: Ray Train starts all again.
             dead = [
@@ -259,9 +259,9 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             _free(unit.group)
         if lost or left:
             self._set_units([unit for unit, _ in kept])
-        if beat is not None and not adopting:
+        if headcount is not None and not adopting:
             try:
-                self._steer(beat, [unit for unit, status in kept if not status.running])
+                self._steer(headcount, [unit for unit, status in kept if not status.running])
             except RayError as error:  # the controller would end the job; the head node may answer at the next poll
                 logger.warning("steering_failed reason=%s", str(error).splitlines()[0])
         return WorkerGroupPollStatus(worker_statuses=dict(enumerate(status for _, status in kept)))
@@ -284,7 +284,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     # Steer.
 
-    def _steer(self, beat: Beat, finished: list[Unit]) -> None:
+    def _steer(self, headcount: Headcount, finished: list[Unit]) -> None:
         if not self._swept:  # all that lives has been adopted: what else there is belongs to nobody
             orphans = leftovers.remove_units(self.plan, keep={unit.name for unit in self._units})
             self._swept = True
@@ -293,30 +293,30 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             for coming in self._coming.values():
                 coming.cancel()
         else:
-            self._to_target(beat)
+            self._to_target(headcount)
             self._empty_drained_nodes()
         for _, group in self._vacant.values():
             _free(group)
         self._vacant.clear()
 
-    def _to_target(self, beat: Beat) -> None:
+    def _to_target(self, headcount: Headcount) -> None:
         decision = decide(
-            beat.target,
+            headcount.target,
             running=[unit.slot for unit in self._units],
             coming={slot: coming.placed for slot, coming in self._coming.items() if not coming.cancelled},
             ending=[slot for slot, coming in self._coming.items() if coming.cancelled],
-            seated=beat.seated,
+            seated=headcount.seated,
         )
         for slot in decision.start:
             pause_s = self._deaths.pause_s(slot)
-            logger.info("bring_up slot=%d target=%d pause_s=%g", slot, beat.target, pause_s)
+            logger.info("bring_up slot=%d target=%d pause_s=%g", slot, headcount.target, pause_s)
             group = self._vacant.pop(slot, None)
             self._coming[slot] = BringUp(self, slot, self._arrivals, pause_s=pause_s, group=group)
         for slot in decision.cancel:
-            logger.info("bring_up_cancelled slot=%d target=%d", slot, beat.target)
+            logger.info("bring_up_cancelled slot=%d target=%d", slot, headcount.target)
             self._coming[slot].cancel()
         for slot in decision.dismiss:
-            self._link.dismiss(slot, f"the job was shrunk to {beat.target} workers")
+            self._link.dismiss(slot, f"the job was shrunk to {headcount.target} workers")
 
     def _empty_drained_nodes(self) -> None:
         """Ask workers on nodes that will be taken away to leave. Where that is all of them, they save first."""

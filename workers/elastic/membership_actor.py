@@ -47,7 +47,7 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Headcount:
     """What the worker group must know at each poll. generation: 0 before the first. seated: slots of this one."""
 
     target: int
@@ -67,13 +67,13 @@ class MembershipActor:
         self._gone: dict[int, tuple[float, str]] = {}
         saved = json.loads(_internal_kv_get(self._key, namespace=_KV) or b"{}")
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
-        self._server = self._serve(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
+        self._server = self._open_server(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
         self._save()
         self._wanted = Lease(plan.lease_s, self._let_all_go, repeats=True)  # another driver may come, and go too
         self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)
         logger.info("membership_started job=%s address=%s limits=%s", plan.job, self._server.address, self._limits)
 
-    def _serve(self, port: int, quiet_s: float) -> MembershipServer:
+    def _open_server(self, port: int, quiet_s: float) -> MembershipServer:
         host = str(ray.util.get_node_ip_address())
         secret, on_event = self._plan.secret, self._on_event
         if port:
@@ -134,15 +134,15 @@ class MembershipActor:
         if self._server.snapshot().generation:
             port = self._server.address[1]
             self._server.close()
-            self._server = self._serve(port, 0.0)
+            self._server = self._open_server(port, 0.0)
             self._save()
         self._gone.clear()
 
-    def beat(self) -> Beat:
+    def headcount(self) -> Headcount:
         """For the worker group, at each poll. Renews the lease."""
         self._renew()
         seen, now = self._server.snapshot(), time.monotonic()
-        return Beat(
+        return Headcount(
             target=self._limits.max,
             generation=seen.generation,
             seated=frozenset(member.slot for member in seen.members),
@@ -216,7 +216,7 @@ class MembershipLink:
         self._plan = plan
         self._handle: Any = None
         self._question: Any = None
-        self._last: Beat | None = None
+        self._last: Headcount | None = None
         self._mending: threading.Thread | None = None
 
     def open(self, *, owner: str, living: int) -> None:
@@ -226,10 +226,10 @@ class MembershipLink:
         if not living:
             ray.get(self._handle.begin.remote())
 
-    def beat(self) -> Beat | None:
+    def headcount(self) -> Headcount | None:
         """The last answer; None before the first."""
         if self._question is None:
-            self._question = self._handle.beat.remote()
+            self._question = self._handle.headcount.remote()
         if ray.wait([self._question], timeout=ANSWER_S)[0]:
             question, self._question = self._question, None
             try:

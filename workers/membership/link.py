@@ -45,6 +45,8 @@ class Link:
             lines.write(message)
         except OSError as error:
             logger.info("membership_send_failed worker=%s error=%r", self._name, str(error))
+            if isinstance(error, BlockingIOError | TimeoutError):  # else the connection has ended by itself
+                self._state.give_up_lease()
             lines.end()  # the thread that reads sees it, and connects again
             return False
         return True
@@ -95,7 +97,10 @@ class Link:
                 if isinstance(message, m.Refusal):
                     self._closing.set()
             return "closed"
-        except (OSError, BadLine) as error:
+        except BadLine as error:
+            self._state.give_up_lease()
+            return str(error)
+        except OSError as error:
             return str(error)
         finally:
             self._lines = None

@@ -3,11 +3,11 @@
 Two threads: one reads what the server says (link.py), one sends beats. The training loop only looks at what they left,
 under a lock that nobody holds while sending.
 
-A planned stop takes a promise (register.py). Once this member has said yes to a step, its loop does not go past that
+A planned stop takes a promise (plans.py). Once this member has said yes to a step, its loop does not go past that
 step before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between,
 nobody can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as
 if a member had been lost, and it goes through join() like all the others. The same happens where the server says
-nothing for DECIDE_S.
+nothing for OUTCOME_S.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thinwire.workers.membership.link import Link
 from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
 from thinwire.workers.membership.state import Ended, GenerationOver, JoinTimeout, NotSeated, State, StoreTimeout
 
-DECIDE_S = 30.0
+OUTCOME_S = 30.0
 """How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
 CLOSE_S = 5.0
 
@@ -43,9 +43,18 @@ class Member:
         self._beats = threading.Thread(target=self._beat, args=(beat_s,), name="thinwire-beats", daemon=True)
         self._beats.start()
 
-    def join(self, standing: Standing, timeout_s: float | None = None) -> Seat:
+    def join(
+        self,
+        standing: Standing,
+        timeout_s: float | None = None,
+        *,
+        signature: dict[str, str] | None = None,
+        floor: int = 0,
+    ) -> Seat:
         """Wait for the next generation, and take a seat in it. Blocks until it closes; None waits for ever.
 
+        signature: what this worker is to train; where it differs from the job's, the server refuses the worker. floor:
+        the next generation has a larger number than this, and than any that a member or the server knows.
         After a JoinTimeout this member still waits at the server, and a seat that came meanwhile is what the next
         join() returns. Raises JoinTimeout, Fenced, Dismissed, Refused.
         """
@@ -56,8 +65,10 @@ class Member:
             known = self._state.standing  # of a join() that timed out: the server has it
             if self._state.seat is None or self._state.handed_out:
                 self._state.standing, self._state.promise, self._state.stop_at = standing, None, math.inf
-        if self._state.standing is not None and known != standing:
-            self._link.send(m.Join(after=after, standing=standing))  # again at each new connection
+                self._state.signature, self._state.floor = signature, floor
+            joining = self._state.join(standing) if self._state.standing is not None and known != standing else None
+        if joining is not None:
+            self._link.send(joining)  # again at each new connection
         with self._state.changed:
             while self._state.standing is not None:
                 self._raise_if_ended()
@@ -93,6 +104,37 @@ class Member:
                         "look at its log, or wait longer"
                     )
             return self._state.store
+
+    def formed(self) -> None:
+        """This member has the process group of its generation. Raises NotSeated."""
+        with self._state.changed:
+            seat, self._state.formed = self._seated(), True
+        self._link.send(m.Formed(generation=seat.generation))  # again at each new connection
+
+    def unreachable(self, ranks: dict[int, str]) -> None:
+        """In forming its generation this member could not talk to these ranks: why, in words. Raises NotSeated.
+
+        The server leaves one of each such pair out, and ends the generation: see `over`.
+        """
+        with self._state.changed:
+            seat = self._seated()
+        told = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
+        self._link.send(m.Unreachable(generation=seat.generation, ranks=told))
+
+    def may_commit(self) -> bool:
+        """Has the server been heard of lately enough that nobody can have gone on without this worker?
+
+        Under a microsecond, and sends nothing. Where it is False no step may count, and nothing be saved: see
+        wait_to_commit().
+        """
+        with self._state.changed:
+            return self._state.may_commit()
+
+    def wait_to_commit(self, timeout_s: float) -> bool:
+        """may_commit(), as soon as it is True, or `over` is not None, or after `timeout_s`."""
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.may_commit() or self._state.over is not None, timeout_s)
+            return self._state.may_commit()
 
     @property
     def over(self) -> str | None:
@@ -162,7 +204,7 @@ class Member:
         promise = self._state.promise
         if promise is None:
             return None
-        until = time.monotonic() + DECIDE_S
+        until = time.monotonic() + OUTCOME_S
         while promise is self._state.promise and promise.undecided and self._state.ended is None:
             if not self._wait_until(until):
                 break
@@ -207,5 +249,5 @@ class Member:
     def _beat(self, beat_s: float) -> None:
         while not self._closing.wait(beat_s) and self._state.ended is None:
             with self._state.changed:
-                beat = m.Beat(step=self._state.step, seconds=self._state.longest_step_s)
+                beat = self._state.beat()
             self._link.send(beat)

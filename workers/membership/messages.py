@@ -7,7 +7,9 @@
                                        <-   Seating, when the generation closes
     Store (rank 0)                     ->
                                        <-   StoreAt, to the others
-    Beat, every beat_s                 ->
+    Formed; or Unreachable             ->   it has its process group; or cannot talk to some of its peers
+    Beat(number), every beat_s         ->
+                                       <-   Heard(number), at once: it may commit for a while (commit_lease.py)
                                        <-   LostPeer, Over: at once, when the generation is over unplanned
                                        <-   Proposal(step): let this generation end after that step
     Answer                             ->
@@ -24,7 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Seat, Standing
+from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Name, Seat, Standing
 
 LONGEST_KEY_BYTES = 1024
 """Of the first line, from whom nobody knows yet."""
@@ -55,11 +57,17 @@ class Hello(_Message):
 
 
 class Join(_Message):
-    """It is ready for the generation that follows `after`, the last that it knows; 0 for none."""
+    """It is ready for the generation that follows `after`, the last that it knows; 0 for none.
+
+    signature: what it is to train, in words; None where nobody compares it. floor: the highest generation that anything
+    tells of which outlives the server, such as a checkpoint; the next one has a larger number.
+    """
 
     kind: Literal["join"] = "join"
     after: Annotated[int, Field(ge=0)]
     standing: Standing
+    signature: dict[Name, Reason] | None = None
+    floor: Annotated[int, Field(ge=0)] = 0
 
 
 class Store(_Message):
@@ -70,10 +78,27 @@ class Store(_Message):
     port: Port
 
 
+class Formed(_Message):
+    """It has the process group of this generation."""
+
+    kind: Literal["formed"] = "formed"
+    generation: int
+
+
+class Unreachable(_Message):
+    """In forming this generation's process group it could not talk to these ranks. ranks: why, in words."""
+
+    kind: Literal["unreachable"] = "unreachable"
+    generation: int
+    ranks: dict[int, Reason]
+
+
 class Beat(_Message):
-    """It lives. step: the last committed one; seconds: the longest step of this generation."""
+    """It lives. number: from 1, of this beat. step: the last committed one; seconds: the longest step of this
+    generation."""
 
     kind: Literal["beat"] = "beat"
+    number: int
     step: int | None
     seconds: Annotated[float, Field(ge=0)]
 
@@ -114,6 +139,13 @@ class Refusal(_Message):
     kind: Literal["refusal"] = "refusal"
     verdict: Literal["refused", "fenced", "dismissed"]
     why: str
+
+
+class Heard(_Message):
+    """The beat of this number was heard."""
+
+    kind: Literal["heard"] = "heard"
+    number: int
 
 
 class Seating(_Message):
@@ -174,8 +206,8 @@ class Cancel(_Message):
     number: int
 
 
-FromMember = Hello | Join | Store | Beat | Answer | Notice | Goodbye
-FromServer = Welcome | Refusal | Seating | StoreAt | LostPeer | Over | Proposal | Confirm | Cancel
+FromMember = Hello | Join | Store | Formed | Unreachable | Beat | Answer | Notice | Goodbye
+FromServer = Welcome | Refusal | Heard | Seating | StoreAt | LostPeer | Over | Proposal | Confirm | Cancel
 
 key: TypeAdapter[Key] = TypeAdapter(Key)
 from_member: TypeAdapter[FromMember] = TypeAdapter(Annotated[FromMember, Field(discriminator="kind")])

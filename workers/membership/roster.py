@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from thinwire.workers.membership.seats import Identity, Limits, Lost, Occupant, Seated, Standing, worker_name
+from thinwire.workers.membership.seats import Identity, Limits, LostMember, Occupant, Seated, Standing, worker_name
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def wanted(workers: Collection[Worker], unwanted: dict[str, str], limits: Limits
     return Wanted(leaving, "; ".join([*words, *_sizes(len(present), size)]))
 
 
-def reason(lost: Sequence[Lost], planned: str | None, before: int, after: int, stopped: str | None) -> str:
+def reason(lost: Sequence[LostMember], planned: str | None, before: int, after: int, stopped: str | None) -> str:
     """Why a generation of `after` workers follows one of `before`, in words.
 
     planned: what was confirmed. stopped: what ended the generation where nobody was lost.

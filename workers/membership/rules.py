@@ -5,7 +5,7 @@
     the first             also waits for limits.max workers, or start_wait_s
     a member is lost      when its connection ends; when it has not been heard of for beat_timeout_s; when it does not
                           come to a regroup within join_timeout_s, or 3 of the longest steps. The last two are fenced
-    a change is planned   (register.py) while all is well and newcomers wait, or members should leave (roster.py)
+    a change is planned   (plans.py) while all is well and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back, and waits adopt_s for the others
 
 A worker is living while its connection is open. What is to be done comes out of take().
@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
-from thinwire.workers.membership.register import Close, Effect, Present, Register, Timing
+from thinwire.workers.membership.attendance import Attendance, Close, Effect, Present, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
 
@@ -40,149 +40,173 @@ class Rules:
         self._ticked_at = now
         self._adopt_until = now
         self._highest = 0  # generation that anybody has told of
-        self._register = Register()
+        self._attendance = Attendance()
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
-        effects, self._register.effects = self._register.effects, []
+        effects, self._attendance.effects = self._attendance.effects, []
         return effects
 
     # What members say
 
     def hello(self, identity: Identity, told: Seat | None, now: float) -> m.Refusal | None:
         """A worker came; told is its seat. The answer where it is not taken."""
-        register = self._register
-        if past := register.past.get(identity.id):
+        attendance = self._attendance
+        if past := attendance.past.get(identity.id):
             return past
         if self.finished:
             return m.Refusal(verdict="dismissed", why="the job has finished")
-        for other in register.workers.values():
+        for other in attendance.workers.values():
             if identity.id == other.identity.id or identity.slot == other.identity.slot:
                 what = f"id {identity.id}" if identity.id == other.identity.id else f"slot {identity.slot}"
                 why = f"{what} is filled by process {other.identity.pid} on {other.identity.host}: end one of the two"
                 return m.Refusal(verdict="refused", why=why)
         if told is not None and (refusal := self._adopt(identity, told, now)):
             return refusal
-        worker = register.workers[identity.id] = Worker(identity, now)
-        register.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
-        register.send(identity.id, m.Welcome())
+        worker = attendance.workers[identity.id] = Worker(identity, now)
+        attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
+        attendance.send(identity.id, m.Welcome())
         self._give_up_replaced(now)
-        if identity.id in register.awaited:
+        if identity.id in attendance.awaited:
             self._come_back(worker, told.generation if told else 0)
         self._settle(now)
         return None
 
-    def join(self, id: str, after: int, standing: Standing, now: float) -> None:
+    def join(
+        self,
+        id: str,
+        after: int,
+        standing: Standing,
+        now: float,
+        *,
+        signature: dict[str, str] | None = None,
+        floor: int = 0,
+    ) -> None:
         """A worker is ready for the generation that follows `after`."""
-        register, present = self._register, self._register.present
-        worker = register.workers[id]
+        self._highest = max(self._highest, floor)
+        attendance, present = self._attendance, self._attendance.present
+        worker = attendance.workers[id]
         worker.heard_at = now
         if worker.rank is not None and after < present.generation:  # it has not yet read that it is seated
-            register.send(id, present.seating(worker.rank))
+            attendance.send(id, present.seating(worker.rank))
             return
         worker.standing, worker.joined_at = standing, now
         worker.step = max(worker.step, standing.step)
-        register.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
+        attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
         if worker.rank is not None:
             if present.regroup_since is None:
                 present.regroup_since = now
             if present.planned is None and present.over is None:
-                register.cancel()
+                attendance.cancel()
                 present.over = f"rank {worker.rank} ({worker.name}) has stopped for a regroup"
-                register.say("over", why=present.over)
-                register.tell(m.Over(generation=present.generation, why=present.over), but=id)
-            if id in register.unwanted and not standing.has_state:
-                register.dismiss(worker, register.unwanted[id])  # else it is seated, and leaves when it has handed over
+                attendance.say("over", why=present.over)
+                attendance.tell(m.Over(generation=present.generation, why=present.over), but=id)
+            if id in attendance.unwanted and not standing.has_state:
+                attendance.dismiss(
+                    worker, attendance.unwanted[id]
+                )  # else it is seated, and leaves when it has handed over
         self._settle(now)
 
     def store(self, id: str, generation: int, port: int) -> None:
         """Rank 0 has a store."""
-        register, worker = self._register, self._register.workers[id]
-        if worker.rank != 0 or generation != register.present.generation:
+        attendance, worker = self._attendance, self._attendance.workers[id]
+        if worker.rank != 0 or generation != attendance.present.generation:
             return  # it speaks of a generation that is over
-        register.present.store = m.StoreAt(generation=generation, host=worker.identity.host, port=port)
-        register.say("store", host=worker.identity.host, port=port)
-        register.tell(register.present.store, but=id)
+        attendance.present.store = m.StoreAt(generation=generation, host=worker.identity.host, port=port)
+        attendance.say("store", host=worker.identity.host, port=port)
+        attendance.tell(attendance.present.store, but=id)
 
-    def beat(self, id: str, step: int | None, seconds: float, now: float) -> None:
+    def formed(self, id: str, generation: int, now: float) -> None:
+        """A member has the process group of that generation."""
+        self._hear(id, None, 0.0, now)
+
+    def unreachable(self, id: str, generation: int, ranks: dict[int, str], now: float) -> None:
+        """A member cannot talk to these ranks of that generation."""
+        self._hear(id, None, 0.0, now)
+
+    def beat(self, id: str, number: int, step: int | None, seconds: float, now: float) -> None:
         """A worker lives, and is at that step of the present generation."""
-        worker = self._register.workers[id]
+        self._hear(id, step, seconds, now)
+        self._attendance.send(id, m.Heard(number=number))
+
+    def _hear(self, id: str, step: int | None, seconds: float, now: float) -> None:
+        worker = self._attendance.workers[id]
         worker.heard_at = now
         worker.step = max(worker.step, step or 0)
         worker.longest_step_s = max(worker.longest_step_s, seconds)
 
     def answer(self, id: str, number: int, *, yes: bool, step: int | None, now: float) -> None:
         """A member said yes or no to a proposal."""
-        self.beat(id, step, 0.0, now)
-        register, plan = self._register, self._register.plans.open
+        self._hear(id, step, 0.0, now)
+        attendance, plan = self._attendance, self._attendance.plans.open
         if plan is None or plan.number != number:
             return
         if not yes:
-            register.cancel()
-            register.plans.refused(now, stepping=step is not None)
-        elif register.plans.vote(id, number) is not None:
-            register.plans.reset()
-            register.present.planned = plan.reason
-            register.unwanted |= plan.leaving
-            register.present.leaving = frozenset(plan.leaving)
-            register.say("confirmed", step=plan.step, reason=plan.reason)
-            register.tell(m.Confirm(number=number))
+            attendance.cancel()
+            attendance.plans.refused(now, stepping=step is not None)
+        elif attendance.plans.vote(id, number) is not None:
+            attendance.plans.reset()
+            attendance.present.planned = plan.reason
+            attendance.unwanted |= plan.leaving
+            attendance.present.leaving = frozenset(plan.leaving)
+            attendance.say("confirmed", step=plan.step, reason=plan.reason)
+            attendance.tell(m.Confirm(number=number))
         self._settle(now)
 
     def notice(self, id: str, reason: str, now: float) -> None:
         """A worker has been told to go: as if it were dismissed."""
-        worker = self._register.workers[id]
+        worker = self._attendance.workers[id]
         worker.heard_at = now
-        if id not in self._register.unwanted:
-            self._register.say("notice", slot=worker.identity.slot, id=id, rank=worker.rank, why=reason)
+        if id not in self._attendance.unwanted:
+            self._attendance.say("notice", slot=worker.identity.slot, id=id, rank=worker.rank, why=reason)
         self._let_go(worker, reason, now)
         self._settle(now)
 
     def finished_by(self, id: str, reason: str, now: float) -> None:
         """A worker leaves at a clean end."""
-        register = self._register
-        worker, leaving = register.workers[id], id in register.present.leaving
-        register.remove(worker, m.Refusal(verdict="fenced", why=f"it has said goodbye: {reason}"))
-        register.effects.append(Close(id))
-        register.say("left", slot=worker.identity.slot, id=id, rank=worker.rank, reason=reason)
+        attendance = self._attendance
+        worker, leaving = attendance.workers[id], id in attendance.present.leaving
+        attendance.remove(worker, m.Refusal(verdict="fenced", why=f"it has said goodbye: {reason}"))
+        attendance.effects.append(Close(id))
+        attendance.say("left", slot=worker.identity.slot, id=id, rank=worker.rank, reason=reason)
         if worker.rank is not None:
-            register.cancel()
-            register.present.at_end = register.present.at_end or not leaving
+            attendance.cancel()
+            attendance.present.at_end = attendance.present.at_end or not leaving
         self._settle(now)
 
     def failed_by(self, id: str, reason: str, now: float) -> None:
         """A worker leaves for an error of its own."""
-        self._register.effects.append(Close(id))
-        self._register.lose(self._register.workers[id], f"it failed: {reason}", "failed", now)
+        self._attendance.effects.append(Close(id))
+        self._attendance.lose(self._attendance.workers[id], f"it failed: {reason}", "failed", now)
         self._settle(now)
 
     # What the server finds
 
     def gone(self, id: str, why: str, now: float) -> None:
         """The connection of a worker has ended: it is dead."""
-        if worker := self._register.workers.get(id):
-            self._register.lose(worker, why, "lost", now)
+        if worker := self._attendance.workers.get(id):
+            self._attendance.lose(worker, why, "lost", now)
             self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed. To be called several times a second."""
-        register, timing = self._register, self._timing
+        attendance, timing = self._attendance, self._timing
         paused_s, self._ticked_at = now - self._ticked_at, now
         if paused_s > PAUSE_S:
             self._forgive(paused_s)
-        for worker in list(register.workers.values()):
+        for worker in list(attendance.workers.values()):
             if now - worker.heard_at > timing.beat_timeout_s:
-                register.fence(worker, f"it has not been heard of for {timing.beat_timeout_s:g} s", now)
-        if register.present.regroup_since is not None:
-            members = register.members()
+                attendance.fence(worker, f"it has not been heard of for {timing.beat_timeout_s:g} s", now)
+        if attendance.present.regroup_since is not None:
+            members = attendance.members()
             limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
             for worker in members:
-                if worker.standing is None and now - register.present.regroup_since > limit_s:
-                    register.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+                if worker.standing is None and now - attendance.present.regroup_since > limit_s:
+                    attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
         if now >= self._adopt_until:
             why = f"it did not come back within {timing.adopt_s:g} s after the membership server was restarted"
-            for id in list(register.awaited):
-                register.lose_awaited(id, why, now)
+            for id in list(attendance.awaited):
+                attendance.lose_awaited(id, why, now)
         self._settle(now)
 
     # What the operator wants
@@ -191,33 +215,33 @@ class Rules:
         """Other limits, at the next boundary."""
         if limits != self.limits:
             self.limits = limits
-            self._register.say("limits", min=limits.min, max=limits.max)
+            self._attendance.say("limits", min=limits.min, max=limits.max)
             self._settle(now)
 
     def dismiss(self, slot: int, reason: str, now: float) -> None:
         """Let who fills this slot leave; nothing if nobody does."""
-        for worker in [w for w in self._register.workers.values() if w.identity.slot == slot]:
+        for worker in [w for w in self._attendance.workers.values() if w.identity.slot == slot]:
             self._let_go(worker, reason, now)
         self._settle(now)
 
     def snapshot(self, events: int) -> Snapshot:
         """What is known now. events: how many there have been."""
-        return self._register.snapshot(self.limits, finished=self.finished, events=events)
+        return self._attendance.snapshot(self.limits, finished=self.finished, events=events)
 
     def _let_go(self, worker: Worker, reason: str, now: float) -> None:
-        register = self._register
+        attendance = self._attendance
         if worker.rank is None:
-            register.dismiss(worker, reason)
-        elif worker.identity.id not in register.unwanted:
-            register.unwanted[worker.identity.id] = reason
-            register.plans.hold(now + GATHER_S)
+            attendance.dismiss(worker, reason)
+        elif worker.identity.id not in attendance.unwanted:
+            attendance.unwanted[worker.identity.id] = reason
+            attendance.plans.hold(now + GATHER_S)
 
     # What follows
 
     def _settle(self, now: float) -> None:
-        register, present = self._register, self._register.present
-        members = register.members()
-        if self.finished or register.awaited:
+        attendance, present = self._attendance, self._attendance.present
+        members = attendance.members()
+        if self.finished or attendance.awaited:
             return
         if present.at_end and not members:
             self._finish()
@@ -227,8 +251,8 @@ class Rules:
             self._plan(members, now)
 
     def _close(self, members: list[Worker], now: float) -> None:
-        register, ended = self._register, self._register.present
-        joined = roster.seating(register.workers.values())
+        attendance, ended = self._attendance, self._attendance.present
+        joined = roster.seating(attendance.workers.values())
         if ended.at_end:  # one has ended well, so all have made the last step: a death only kept these from ending too
             joined = [worker for worker in joined if worker.rank is not None]
         elif len(joined) < self.limits.min:
@@ -245,99 +269,99 @@ class Rules:
         chosen = joined[:most]
         for worker in joined[most:]:
             if worker.rank is not None:
-                register.dismiss(worker, f"the job was shrunk to {self.limits.max} workers")
+                attendance.dismiss(worker, f"the job was shrunk to {self.limits.max} workers")
         reason = roster.reason(ended.lost, ended.planned, len(ended.seats), len(chosen), ended.over)
         self._highest = max(self._highest, ended.generation) + 1
         seats = tuple(roster.to_seated(worker) for worker in chosen)
         lost = tuple(sorted(ended.lost, key=lambda gone: gone.rank))
-        register.begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end))
+        attendance.begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end))
         for rank, worker in enumerate(chosen):
             worker.rank, worker.standing, worker.longest_step_s = rank, None, 0.0
-            register.send(worker.identity.id, register.present.seating(rank))
+            attendance.send(worker.identity.id, attendance.present.seating(rank))
         slots: list[JsonValue] = [w.identity.slot for w in chosen]
-        register.say("seated", size=len(chosen), slots=slots, reason=reason)
+        attendance.say("seated", size=len(chosen), slots=slots, reason=reason)
         self._settle(now)
 
     def _plan(self, members: list[Worker], now: float) -> None:
-        register = self._register
-        change = roster.wanted(register.workers.values(), register.unwanted, self.limits)
-        if change is None or register.plans.open is not None:
+        attendance = self._attendance
+        change = roster.wanted(attendance.workers.values(), attendance.unwanted, self.limits)
+        if change is None or attendance.plans.open is not None:
             return
         largest = max(w.step for w in members)
-        plan = register.plans.propose([w.identity.id for w in members], largest, change.leaving, change.reason, now)
+        plan = attendance.plans.propose([w.identity.id for w in members], largest, change.leaving, change.reason, now)
         if plan is None:
             return
-        register.say("proposed", step=plan.step, reason=plan.reason)
+        attendance.say("proposed", step=plan.step, reason=plan.reason)
         for worker in members:
             proposal = m.Proposal(
                 number=plan.number,
-                generation=register.present.generation,
+                generation=attendance.present.generation,
                 step=plan.step,
                 leaving=worker.identity.id in plan.leaving,
                 reason=plan.reason,
             )
-            register.send(worker.identity.id, proposal)
+            attendance.send(worker.identity.id, proposal)
 
     def _finish(self) -> None:
         self.finished = True
-        self._register.say("finished")
-        for worker in list(self._register.workers.values()):
-            self._register.dismiss(worker, "the job has finished")
+        self._attendance.say("finished")
+        for worker in list(self._attendance.workers.values()):
+            self._attendance.dismiss(worker, "the job has finished")
 
     def _forgive(self, paused_s: float) -> None:
         """This process was stopped: nobody's silence counts."""
         self._adopt_until += paused_s
-        if self._register.present.regroup_since is not None:
-            self._register.present.regroup_since += paused_s
-        for worker in self._register.workers.values():
+        if self._attendance.present.regroup_since is not None:
+            self._attendance.present.regroup_since += paused_s
+        for worker in self._attendance.workers.values():
             worker.heard_at += paused_s
 
     # A server that was restarted
 
     def _adopt(self, identity: Identity, told: Seat, now: float) -> m.Refusal | None:
-        register, generation = self._register, self._register.present.generation
+        attendance, generation = self._attendance, self._attendance.present.generation
         self._highest = max(self._highest, told.generation)
-        knows_less = told.generation > generation and (generation == 0 or bool(register.awaited))
+        knows_less = told.generation > generation and (generation == 0 or bool(attendance.awaited))
         if knows_less and any(seated.identity.id == identity.id for seated in told.members):
             self._take_over(told, now)
             return None
-        if identity.id in register.awaited:
+        if identity.id in attendance.awaited:
             return None
         why = f"it was seated in generation {told.generation}, and generation {generation} goes on without it"
-        register.say("fenced", slot=identity.slot, id=identity.id, rank=None, why=why)
-        register.past[identity.id] = m.Refusal(verdict="fenced", why=why)
-        return register.past[identity.id]
+        attendance.say("fenced", slot=identity.slot, id=identity.id, rank=None, why=why)
+        attendance.past[identity.id] = m.Refusal(verdict="fenced", why=why)
+        return attendance.past[identity.id]
 
     def _take_over(self, told: Seat, now: float) -> None:
         """This server knows less than a member: what it was told is the present generation."""
-        register = self._register
-        register.cancel()
-        register.begin(Present(told.generation, told.members, told.reason, told.lost))
-        register.awaited = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
+        attendance = self._attendance
+        attendance.cancel()
+        attendance.begin(Present(told.generation, told.members, told.reason, told.lost))
+        attendance.awaited = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
         self._adopt_until = now + self._timing.adopt_s
-        register.say("adopted", size=told.size)
-        for worker in list(register.workers.values()):
-            if worker.identity.id in register.awaited:
+        attendance.say("adopted", size=told.size)
+        for worker in list(attendance.workers.values()):
+            if worker.identity.id in attendance.awaited:
                 self._come_back(worker, 0)
             elif worker.rank is not None:
                 worker.rank = None  # of another generation; it is not a loss of this one
-                register.fence(worker, f"generation {told.generation} goes on without it", now)
+                attendance.fence(worker, f"generation {told.generation} goes on without it", now)
 
     def _come_back(self, worker: Worker, knows: int) -> None:
         """A member of the adopted generation is there. knows: the last generation that it knows."""
-        register, id = self._register, worker.identity.id
-        worker.rank, worker.standing = register.awaited.pop(id), None
-        worker.step = register.present.seats[worker.rank].standing.step
-        if knows < register.present.generation:
-            register.send(id, register.present.seating(worker.rank))
-        for message in register.present.news():
-            register.send(id, message)
+        attendance, id = self._attendance, worker.identity.id
+        worker.rank, worker.standing = attendance.awaited.pop(id), None
+        worker.step = attendance.present.seats[worker.rank].standing.step
+        if knows < attendance.present.generation:
+            attendance.send(id, attendance.present.seating(worker.rank))
+        for message in attendance.present.news():
+            attendance.send(id, message)
 
     def _give_up_replaced(self, now: float) -> None:
         """A new process fills the slot of a member that has not come back: that one is dead."""
-        filled = {w.identity.slot: w.identity for w in self._register.workers.values()}
-        for id, rank in list(self._register.awaited.items()):
-            new = filled.get(self._register.present.seats[rank].identity.slot)
+        filled = {w.identity.slot: w.identity for w in self._attendance.workers.values()}
+        for id, rank in list(self._attendance.awaited.items()):
+            new = filled.get(self._attendance.present.seats[rank].identity.slot)
             if new is not None and new.id != id:
                 why = f"a new process, {new.pid} on {new.host}, fills its place"
-                self._register.lose_awaited(id, why, now)
+                self._attendance.lose_awaited(id, why, now)

@@ -58,7 +58,7 @@ class Seated:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostMember:
     """A member of the generation before that is gone without a clean goodbye."""
 
     __pydantic_config__ = _STRICT
@@ -81,7 +81,7 @@ class Seat:
     size: Annotated[int, Field(ge=1)]
     members: tuple[Seated, ...]
     reason: str
-    lost: tuple[Lost, ...]
+    lost: tuple[LostMember, ...]
 
 
 @dataclass(frozen=True, slots=True)

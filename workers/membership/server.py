@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.attendance import Close, Happened, Send, Timing
 from thinwire.workers.membership.lines import BadLine, Lines
-from thinwire.workers.membership.register import Close, Happened, Send, Timing
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
 
@@ -125,10 +125,10 @@ class MembershipServer:
                 connection.close()
                 continue
             threading.Thread(
-                target=self._serve, args=(connection, peer), name="thinwire-membership-read", daemon=True
+                target=self._read_from, args=(connection, peer), name="thinwire-membership-read", daemon=True
             ).start()
 
-    def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+    def _read_from(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         lines = Lines(connection)
         with self._lock:
             self._open.add(lines)
@@ -180,11 +180,17 @@ class MembershipServer:
             now = time.monotonic()
             match message:
                 case m.Beat():
-                    self._rules.beat(id, message.step, message.seconds, now)
+                    self._rules.beat(id, message.number, message.step, message.seconds, now)
                 case m.Join():
-                    self._rules.join(id, message.after, message.standing, now)
+                    self._rules.join(
+                        id, message.after, message.standing, now, signature=message.signature, floor=message.floor
+                    )
                 case m.Store():
                     self._rules.store(id, message.generation, message.port)
+                case m.Formed():
+                    self._rules.formed(id, message.generation, now)
+                case m.Unreachable():
+                    self._rules.unreachable(id, message.generation, message.ranks, now)
                 case m.Answer():
                     self._rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
                 case m.Notice():

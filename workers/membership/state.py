@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass
 
 from thinwire.workers.membership import messages as m
+from thinwire.workers.membership.commit_lease import CommitLease, lease_clock
 from thinwire.workers.membership.seats import Identity, Seat, Standing, worker_name
 
 
@@ -87,6 +88,11 @@ class State:
         """join() has returned the seat."""
         self.standing: Standing | None = None
         """While joining."""
+        self.signature: dict[str, str] | None = None
+        self.floor = 0
+        self.formed = False
+        """It has the process group of the seat."""
+        self.lease = CommitLease()
         self.ended: Ended | None = None
         self.over: str | None = None
         self.lost: dict[int, str] = {}
@@ -114,6 +120,24 @@ class State:
         with self.changed:
             return m.Hello(identity=self._identity, seat=self.seat)
 
+    def beat(self) -> m.Beat:
+        """The next beat, to be sent at once. Under the lock."""
+        return m.Beat(number=self.lease.beat(lease_clock()), step=self.step, seconds=self.longest_step_s)
+
+    def join(self, standing: Standing) -> m.Join:
+        """What this member joins with. Under the lock."""
+        after = self.seat.generation if self.seat else 0
+        return m.Join(after=after, standing=standing, signature=self.signature, floor=self.floor)
+
+    def may_commit(self) -> bool:
+        """The lease holds, and this member has not ended. Under the lock."""
+        return self.ended is None and self.lease.holds(lease_clock())
+
+    def give_up_lease(self) -> None:
+        """This member is about to end its connection, for which the server will take it to be dead."""
+        with self.changed:
+            self.lease.give_up()
+
     def heard(self, message: m.FromServer) -> list[m.FromMember]:
         """Take it in; what to answer."""
         with self.changed:
@@ -135,10 +159,12 @@ class State:
                 return self._again()
             case m.Refusal():
                 self.end(_VERDICTS[message.verdict](message.why))
+            case m.Heard():
+                self.lease.heard(message.number)
             case m.Seating() if seat is None or message.seat.generation > seat.generation:
                 self.seat, self.handed_out, self.standing = message.seat, False, None
                 self.over, self.lost, self.store, self.store_port = None, {}, None, None
-                self.promise, self.stop_at = None, math.inf
+                self.promise, self.stop_at, self.formed = None, math.inf, False
                 self.step, self.longest_step_s = None, 0.0
             case m.StoreAt() if seat is not None and message.generation == seat.generation:
                 self.store = (message.host, message.port)
@@ -158,9 +184,11 @@ class State:
 
     def _again(self) -> list[m.FromMember]:
         """What a server that knows nothing must be told beside the seat."""
-        said: list[m.FromMember] = [m.Beat(step=self.step, seconds=self.longest_step_s)]
+        said: list[m.FromMember] = [self.beat()]
+        if self.seat is not None and self.formed:
+            said.append(m.Formed(generation=self.seat.generation))
         if self.standing is not None:
-            said.append(m.Join(after=self.seat.generation if self.seat else 0, standing=self.standing))
+            said.append(self.join(self.standing))
         if self.seat is not None and self.store_port is not None:
             said.append(m.Store(generation=self.seat.generation, port=self.store_port))
         if self.notice is not None:

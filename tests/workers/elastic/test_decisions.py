@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from thinwire.workers.elastic import decisions
 from thinwire.workers.elastic.decisions import Decision, EarlyDeaths, WorkersKeepDying, decide
-from thinwire.workers.elastic.membership_actor import Beat, Gone
+from thinwire.workers.elastic.membership_actor import Gone, Headcount
 
 
 def unit(age_s=100.0):
@@ -46,8 +46,10 @@ def test_an_unreachable_worker_counts_as_running_for_a_while(monkeypatch):
 
 def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may_its_node_be():
     reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
-    beat = Beat(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(0.1, "lost: its connection ended")})
-    loss = reader.read(unit(), status, beat)[1]
+    headcount = Headcount(
+        target=2, generation=1, seated=frozenset({0}), gone={1: Gone(0.1, "lost: its connection ended")}
+    )
+    loss = reader.read(unit(), status, headcount)[1]
     assert "no member any more" in loss.why
     assert not loss.node_lives
 
@@ -59,8 +61,8 @@ def test_an_exception_of_the_train_function_is_not_death():
 
 @pytest.mark.parametrize(("since_s", "age_s", "gone"), [(31.0, 100.0, True), (5.0, 100.0, False), (31.0, 20.0, False)])
 def test_a_process_that_goes_on_long_after_it_was_counted_out_must_go(since_s, age_s, gone):
-    beat = Beat(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(since_s, "fenced: it hangs")})
-    _, loss = decisions.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), beat)
+    headcount = Headcount(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(since_s, "fenced: it hangs")})
+    _, loss = decisions.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), headcount)
     assert (loss is not None) is gone
 
 

@@ -125,7 +125,7 @@ def test_the_silence_of_all_during_a_stop_of_the_server_itself_does_not_count():
 def test_a_longer_step_is_waited_for_before_a_member_is_fenced():
     world = formed(1, 3, 3)
     a, b, c = world.actors
-    world.rules.beat(b.identity.id, 3, 5.0, world.now)
+    world.rules.beat(b.identity.id, 1, 3, 5.0, world.now)
     world.die(c)
     world.read(a)
     world.join(a)

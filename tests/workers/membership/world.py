@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from thinwire.workers.membership import Identity, Limits, Seat, Standing
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.register import Close, Send, Timing
+from thinwire.workers.membership.attendance import Close, Send, Timing
 from thinwire.workers.membership.rules import Rules
 
 TIMING = Timing(start_wait_s=2.0, beat_timeout_s=3.0, join_timeout_s=3.0, adopt_s=1.0, quiet_s=1.5)
@@ -156,7 +156,7 @@ class World:
             self.now += 0.25
             for actor in self.living():
                 if actor.connected and not actor.hangs:
-                    self.rules.beat(actor.identity.id, actor.step, 0.1, self.now)
+                    self.rules.beat(actor.identity.id, 1, actor.step, 0.1, self.now)
             self.rules.tick(self.now)
             self.deliver()
 

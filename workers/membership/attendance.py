@@ -2,17 +2,10 @@
 
 An id that has gone is never taken again: `past` says what it is told when it comes back. What the rules ask the server
 to do is left here as effects.
-
-At which step all members stop (`Plans`) takes two phases, without a collective. The server proposes a step a little
-beyond the largest that it knows. A member says yes unless its loop has passed it, and its yes binds it: it will not go
-past that step before it has heard the outcome. All yes: confirmed. One no, or a death: cancelled, and proposed again
-further on. The server's knowledge is as old as the last beat, but each no brings the step of the loop, and each try
-doubles the distance, so that quick loops are caught in a few round trips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -20,12 +13,13 @@ from pydantic import JsonValue
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
 from thinwire.workers.membership.messages import FromServer
+from thinwire.workers.membership.plans import Plans
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import (
     LONGEST_REASON,
     Identity,
     Limits,
-    Lost,
+    LostMember,
     Seat,
     Seated,
     Snapshot,
@@ -72,72 +66,6 @@ class Happened:
 Effect = Send | Close | Happened
 
 
-FIRST_MARGIN_STEPS = 2
-TRIES = 10
-"""In a row; then REST_S are let pass. The last try is 1024 steps ahead."""
-REST_S = 1.0
-SOON_S = 0.1
-"""While a member of a new generation has not begun to step: where it will begin, after a resume, nobody else knows."""
-
-
-@dataclass(slots=True)
-class Plan:
-    """A proposal that is not decided. leaving: id -> why."""
-
-    number: int
-    step: int
-    leaving: dict[str, str]
-    reason: str
-    voters: frozenset[str]
-    yes: set[str] = field(default_factory=set)
-
-
-class Plans:
-    """The proposals of one server, one at a time."""
-
-    def __init__(self) -> None:
-        self.open: Plan | None = None
-        self._number = 0
-        self._tries = 0
-        self._rest_until = 0.0
-
-    def propose(
-        self, voters: Collection[str], largest_step: int, leaving: dict[str, str], reason: str, now: float
-    ) -> Plan | None:
-        """A new open plan; None while it should rest."""
-        if now < self._rest_until:
-            return None
-        self._number += 1
-        step = largest_step + FIRST_MARGIN_STEPS * 2**self._tries
-        self.open = Plan(self._number, step, leaving, reason, frozenset(voters))
-        return self.open
-
-    def hold(self, until: float) -> None:
-        """Propose nothing before."""
-        self._rest_until = max(self._rest_until, until)
-
-    def refused(self, now: float, *, stepping: bool) -> None:
-        """A member said no: the next proposal goes further; soon, and no further, where it is not stepping yet."""
-        self.open = None
-        if not stepping:
-            self.hold(now + SOON_S)
-            return
-        self._tries += 1
-        if self._tries == TRIES:
-            self._tries, self._rest_until = 0, now + REST_S
-
-    def vote(self, voter: str, number: int) -> Plan | None:
-        """Count a yes. The plan, once all have said yes."""
-        if self.open is None or self.open.number != number:
-            return None
-        self.open.yes.add(voter)
-        return self.open if self.open.yes >= self.open.voters else None
-
-    def reset(self) -> None:
-        """Nothing is open, and the next proposal is a first one."""
-        self.open, self._tries, self._rest_until = None, 0, 0.0
-
-
 @dataclass(slots=True)
 class Present:
     """The present generation: who was seated, and what has happened since.
@@ -150,8 +78,8 @@ class Present:
     generation: int = 0
     seats: tuple[Seated, ...] = ()
     reason: str = ""
-    lost_before: tuple[Lost, ...] = ()
-    lost: list[Lost] = field(default_factory=list)
+    lost_before: tuple[LostMember, ...] = ()
+    lost: list[LostMember] = field(default_factory=list)
     over: str | None = None
     planned: str | None = None
     leaving: frozenset[str] = frozenset()
@@ -171,12 +99,12 @@ class Present:
             heard.append(m.Over(generation=self.generation, why=self.over))
         return [*heard, *([self.store] if self.store else [])]
 
-    def lost_peer(self, gone: Lost) -> m.LostPeer:
+    def lost_peer(self, gone: LostMember) -> m.LostPeer:
         """What the others are told."""
         return m.LostPeer(generation=self.generation, rank=gone.rank, why=gone.why)
 
 
-class Register:
+class Attendance:
     """The workers, and the effects that are to be taken."""
 
     def __init__(self) -> None:
@@ -293,7 +221,7 @@ class Register:
 
     def _count_lost(self, who: Identity, rank: int, why: str, now: float) -> None:
         present = self.present
-        gone = Lost(who.id, who.slot, rank, why[:LONGEST_REASON])
+        gone = LostMember(who.id, who.slot, rank, why[:LONGEST_REASON])
         present.lost.append(gone)
         present.over = present.over or f"worker {worker_name(who)} was lost: {why}"
         if present.regroup_since is None:
