@@ -33,6 +33,7 @@ from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import StepLog
+from thinwire.workers.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,18 @@ def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporte
             try:
                 course.join()
                 course.run()
-                return course.finish()
+                summary = course.finish()
+                course.ended(None)
+                return summary
             except PeerLost as error:
                 if not ranks.elastic:
                     patience_s = BROKEN_S
                     raise
                 logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
             # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+    except BaseException as error:
+        course.ended(error)
+        raise
     finally:
         course.close(patience_s)
 
@@ -91,6 +97,7 @@ class Course:
         self._due = False  # an evaluation that waits for a sync
         self._training: Training | None = None
         self._log: StepLog | None = None
+        self._trace = Trace.of(run.directory)
 
     @property
     def training(self) -> Training:
@@ -129,6 +136,9 @@ class Course:
                 )
                 self._training = told.training
             self._saving.seated(lost=bool(self._ranks.seat and self._ranks.seat.lost))
+        if self._trace is not None:
+            self._trace.seated(self._ranks.seat)
+            self._training = self._trace.watching(self._training)
         if told is None or told.change.source is None:
             self._begin()
         else:
@@ -145,6 +155,11 @@ class Course:
                     continue
                 self._train_step()
             self._attend()
+
+    def ended(self, error: BaseException | None) -> None:
+        """No more steps are made here, because of this error, or as all are made."""
+        if self._trace is not None:
+            self._trace.ended(error)
 
     def close(self, patience_s: float) -> None:
         """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
@@ -238,6 +253,8 @@ class Course:
         phase, began = training.optimizer.phase.value, time.perf_counter()
         loss = train_step(training, now, self._meter)
         self.step = now
+        if self._trace is not None:
+            self._trace.committed(now, training)
         self.log.record(now, phase, loss, time.perf_counter() - began)
 
     def _attend(self) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
-from thinwire.contract.drill import Account, Drill, DrillFailed, Spread
+from thinwire.contract.drill import Account, Chaos, Drill, DrillFailed, Found, Spread
 from thinwire.workers.build import OPTIMIZERS
 from thinwire.workers.drill.run import run
 
@@ -74,3 +74,17 @@ def test_a_drill_that_failed_says_why(monkeypatch, tmp_path):
     told = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert told.exit_code == 1
     assert "all workers were dead at once" in told.output
+
+
+@pytest.mark.parametrize(("violations", "status"), [((), 0), (("seed 7: redone: generation 2 ...",), 1)])
+def test_chaos_prints_its_verdict_and_a_violation_is_a_failure(monkeypatch, tmp_path, violations, status):
+    found = Found(20.0, {"kill": 40, "stop": 42}, 900, 890, len(violations), 0, 0, 0, 0, 0, 2.5, 2.4, (), violations)
+    asked = []
+    monkeypatch.setattr("thinwire.cli.drill.work", lambda name: lambda chaos, say: asked.append((name, chaos)) or found)
+    told = CliRunner().invoke(app, ["--chaos", "--minutes", "20", "--seed", "7", "--out", str(tmp_path), "--json"])
+    assert told.exit_code == status, told.output
+    assert asked == [("chaos", Chaos(4, 20.0, tmp_path, seed=7))]
+    *lines, last = told.stdout.splitlines()
+    assert lines[0] == "82 faults in 20 minutes: 40 kill, 42 stop"
+    assert [line for line in lines if line.startswith("VIOLATION")] == [f"VIOLATION {words}" for words in violations]
+    assert json.loads(last)["faults"] == 82

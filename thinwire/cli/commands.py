@@ -24,7 +24,7 @@ from typing import Any
 import typer
 
 GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
-OWN_WORK = {"drill": "thinwire.workers.drill.run:run"}
+OWN_WORK = {"drill": "thinwire.workers.drill.run:run", "chaos": "thinwire.workers.drill.chaos:run"}
 """What pyproject.toml declares: a checkout that was installed before may not know it yet."""
 OWN_HELP = {
     "thinwire.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",

@@ -6,12 +6,12 @@ import json
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from thinwire.cli.commands import work
-from thinwire.contract.drill import PICTURE_NAME, Account, Drill, DrillFailed, Drilling
+from thinwire.contract.drill import PICTURE_NAME, Account, Chaos, ChaosDrilling, Drill, DrillFailed, Drilling, Found
 
 
 class OptimizerName(StrEnum):
@@ -42,7 +42,17 @@ def drill(
             "--shadow", help="As workers.shadow: keep a replica of each server error, so that one death loses none."
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the random choice of whom to kill.")] = 0,
+    chaos: Annotated[
+        bool,
+        typer.Option(
+            "--chaos",
+            help="Not kills alone: whatever may happen, and each step checked. `--kill-every` then means nothing.",
+        ),
+    ] = False,
+    kill_all: Annotated[
+        bool, typer.Option("--kill-all", help="With --chaos: now and then all workers at once. Else one is spared.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the random choice of whom to kill, or of all faults.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the runs, figures and picture. [default: a new one where temporary files are]"),
@@ -56,12 +66,17 @@ def drill(
 
     Goodput is the share of the time that is inside committed steps, with however many workers.
 
-    Example: `thinwire drill --workers 4 --kill-every 30 --minutes 5`
+    With `--chaos` workers are killed alone, in pairs, in a regroup, in a save, as they give the state and as newcomers;
+    they are stopped for 3, 15 and 40 s and woken, terminated, and their number is changed; the membership is killed.
+    Every step is checked against the same job undisturbed: who committed it, which samples it used, whether all
+    replicas are equal. A violation is printed with the seed, and the exit status is 1.
+
+    Examples: `thinwire drill --workers 4 --kill-every 30 --minutes 5`, `thinwire drill --chaos --minutes 20 --seed 7`
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    if kill_every >= 60 * minutes:
+    if not chaos and kill_every >= 60 * minutes:
         raise typer.BadParameter(
             f"{kill_every:g} s is not less than --minutes {minutes:g}: nobody would be killed",
             param_hint="--kill-every",
@@ -73,24 +88,52 @@ def drill(
         raise typer.BadParameter(
             f"{out}: {error.strerror}; name a folder that can be written", param_hint="--out"
         ) from error
-    run: Drilling = work("drill")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=1.0)
+
+        def say(what: str, done: float) -> None:
+            progress.update(task, description=what, completed=done)
+
         try:
-            found = run(
-                Drill(workers, kill_every, minutes, folder, optimizer, seed, shadow),
-                lambda what, done: progress.update(task, description=what, completed=done),
-            )
+            if chaos:
+                run_chaos: ChaosDrilling = work("chaos")
+                verdict = run_chaos(Chaos(workers, minutes, folder, optimizer, seed, shadow, kill_all), say)
+            else:
+                run: Drilling = work("drill")
+                found = run(Drill(workers, kill_every, minutes, folder, optimizer, seed, shadow), say)
         except DrillFailed as error:
             console.print(f"[red]drill failed[/red]: {error}", highlight=False)
             raise typer.Exit(1) from error
-    for line in _lines(found):
+    if chaos:
+        _tell(_verdict_lines(verdict), verdict.as_json() if as_json else None)
+        if verdict.violations:
+            raise typer.Exit(1)
+    else:
+        _tell([*_lines(found), f"timeline: {folder / PICTURE_NAME}"], found.as_json() if as_json else None)
+
+
+def _tell(lines: list[str], whole: dict[str, Any] | None) -> None:
+    for line in lines:
         typer.echo(line)
-    typer.echo(f"timeline: {folder / PICTURE_NAME}")
-    if as_json:
-        typer.echo(json.dumps(found.as_json()))
+    if whole is not None:
+        typer.echo(json.dumps(whole))
+
+
+def _verdict_lines(found: Found) -> list[str]:
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found.faults.items())
+    loss, theirs = ("not evaluated" if one is None else f"{one:.4f}" for one in (found.loss, found.loss_undisturbed))
+    return [
+        f"{sum(found.faults.values())} faults in {found.minutes:g} minutes: {kinds}",
+        f"{found.committed} steps committed; {found.redone} of them run again though a holder lived; "
+        f"resumed from a checkpoint {found.resumes} times",
+        f"commits by two groups {found.commits_by_two}; steps with other samples {found.samples_wrong}; "
+        f"steps after which replicas differ {found.replicas_differ}; healthy holders lost {found.holders_lost}",
+        f"validation loss {loss}; undisturbed {theirs}",
+        *(f"grown: {words}" for words in found.grown),
+        *(f"VIOLATION {words}" for words in found.violations),
+    ]
 
 
 def _lines(found: Account) -> list[str]:

@@ -91,3 +91,51 @@ class Account:
 
 Drilling = Callable[[Drill, Say], Account]
 """Who does it. Raises: DrillFailed; OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chaos:
+    """What `thinwire drill --chaos` is to do. seed: of all faults. kill_all: now and then every worker at once."""
+
+    workers: int
+    minutes: float
+    out: Path
+    optimizer: str = "onebit_adam"
+    seed: int = 0
+    shadow: bool = False
+    kill_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a chaos drill has found. redone, commits_by_two, samples_wrong, replicas_differ, holders_lost are to be 0.
+
+    faults: by kind. committed: the last step. compared: steps whose samples were compared. redone: steps run again
+    although a holder of them lived. holders_lost: processes that no fault has touched and that ended all the same.
+    resumes: from a checkpoint. grown: what of the survivors' threads, files and memory has grown, in words. violations:
+    each one, in words.
+    """
+
+    minutes: float
+    faults: dict[str, int]
+    committed: int
+    compared: int
+    redone: int
+    commits_by_two: int
+    samples_wrong: int
+    replicas_differ: int
+    holders_lost: int
+    resumes: int
+    loss: float | None
+    loss_undisturbed: float | None
+    grown: tuple[str, ...]
+    violations: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a machine: faults as their number, and by kind beside it."""
+        whole = asdict(self)
+        return {**whole, "faults": sum(self.faults.values()), "faults_by_kind": self.faults}
+
+
+ChaosDrilling = Callable[[Chaos, Say], Found]
+"""Who does it. Raises: DrillFailed; OSError."""

@@ -1,5 +1,10 @@
-"""What does it cost when workers die? A real job whose workers are killed at random, beside the same one undisturbed.
+"""What does it cost when workers die, and does a job keep one history whatever happens? Real jobs, disturbed.
 
-run.py       both jobs, one after the other, who is killed and when, and the figures
-account.py   goodput, mean world size, seconds to regroup and to be whole again, what was lost; and the timeline
+job.py         a job of a drill, on a Ray of its own
+run.py         the drill: workers are killed at random; then the same job undisturbed
+account.py     its figures: goodput, mean world size, seconds to regroup and to be whole again; and the timeline
+chaos.py       the chaos drill: all kinds of faults, each step traced and compared
+faults.py      what is done to the job, and when
+verdict.py     what the traces prove or refute
+survivors.py   do processes that live long grow?
 """

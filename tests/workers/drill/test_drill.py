@@ -21,3 +21,33 @@ def test_the_drill_kills_a_worker_and_the_last_line_is_its_figures(tmp_path):
     assert found["steps_lost"] == 0
     assert 0 < found["goodput"] < 1
     assert (tmp_path / "drill.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("optimizer", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_two_minutes_of_chaos_leave_one_history(tmp_path, optimizer):
+    command = [
+        sys.executable,
+        "-m",
+        "thinwire.cli.main",
+        "drill",
+        "--chaos",
+        "--workers",
+        "3",
+        "--optimizer",
+        optimizer,
+    ]
+    done = subprocess.run(
+        [*command, "--minutes", "2", "--seed", "1", "--out", str(tmp_path), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["faults"] >= 8
+    assert found["compared"] == found["committed"]
+    zeros = ("redone", "commits_by_two", "samples_wrong", "replicas_differ", "holders_lost")
+    assert {name: found[name] for name in zeros} == dict.fromkeys(zeros, 0)

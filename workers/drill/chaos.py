@@ -1,0 +1,126 @@
+"""The chaos drill: whatever may happen to a job happens, and each step of it is checked against an undisturbed run.
+
+The job is traced (workers/telemetry/trace.py), disturbed by a seeded schedule (faults.py), then run again undisturbed
+up to the same step; the verdict is made from both traces (verdict.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
+from thinwire.contract.reports import EventKind, Sample
+from thinwire.workers.drill.faults import TICK_S, Faults
+from thinwire.workers.drill.job import Job, made_by, own_ray, small_gpt
+from thinwire.workers.drill.survivors import Survivors
+from thinwire.workers.drill.verdict import Verdict, judge, read
+from thinwire.workers.telemetry.trace import FOLDER
+
+FIGURES_NAME = "chaos.json"
+SETTLE_S = 60.0
+"""After the last fault: so long for the job to make steps again."""
+STEPS_AFTER = 20
+
+
+def run(chaos: Chaos, say: Say) -> Found:
+    """Run both jobs; figures and run folders are in chaos.out. Takes about twice chaos.minutes.
+
+    Raises: DrillFailed where the job ended, or makes no step any more; OSError.
+    """
+    spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | {"overlap": True}
+    with own_ray(chaos.workers) as address:
+        job = _traced(Job(chaos.out / f"chaos-{time.time_ns() // 10**6}", spec, address))
+        faults = Faults(job, chaos.workers, chaos.seed, kill_all=chaos.kill_all)
+        survivors = Survivors()
+        with job:
+            living = _disturb(chaos, job, faults, survivors, say)
+        traces = read(job.run_dir / FOLDER)
+        last = max((one["step"] for process in traces for one in process.commits), default=0)
+        with _traced(Job(chaos.out / f"undisturbed-{time.time_ns() // 10**6}", spec, address)) as other:
+            other.until_step(last, say)
+    verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
+    found = _found(chaos, job, other, faults, survivors, verdict)
+    told = [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
+    whole = {"chaos": {**asdict(chaos), "out": ""}, **made_by(), "figures": found.as_json(), "faults": told}
+    (chaos.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
+    return found
+
+
+def _traced(job: Job) -> Job:
+    (job.run_dir / FOLDER).mkdir()
+    return job
+
+
+def _disturb(chaos: Chaos, job: Job, faults: Faults, survivors: Survivors, say: Say) -> list[int]:
+    """Returns the pids that are alive at the end."""
+    job.until_all_train(chaos.workers, say)
+    began = time.monotonic()
+    until = began + 60 * chaos.minutes
+    try:
+        while (now := time.monotonic()) < until:
+            job.check()
+            if (done := faults.look()) is not None:
+                say(done, (now - began) / (60 * chaos.minutes))
+            survivors.look(lambda: _alive(job))
+            time.sleep(TICK_S)
+    finally:
+        faults.end()
+    _goes_on(job, faults, say)
+    return _alive(job)
+
+
+def _goes_on(job: Job, faults: Faults, say: Say) -> None:
+    """Raises: DrillFailed where no step is made after the last fault: the job has come to a standstill."""
+    before, until = _last_step(job), time.monotonic() + SETTLE_S
+    while _last_step(job) < before + STEPS_AFTER:
+        job.check()
+        if time.monotonic() > until:
+            last = faults.told[-1][1] if faults.told else "none"
+            raise DrillFailed(
+                f"the job made fewer than {STEPS_AFTER} steps in {SETTLE_S:g} s after the last fault ({last}); "
+                f"the membership says {job.members()}"
+            )
+        say("after the last fault", 1.0)
+        time.sleep(0.5)
+
+
+def _last_step(job: Job) -> int:
+    samples = job.samples()
+    return samples[-1].step if samples else 0
+
+
+def _alive(job: Job) -> list[int]:
+    """The processes of the trace that have not ended."""
+    pids = [int(file.stem) for file in (job.run_dir / FOLDER).glob("*.jsonl")]
+    return [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _found(chaos: Chaos, job: Job, other: Job, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
+    ours, theirs = _losses(job.samples()), _losses(other.samples())
+    last = max(set(ours) & set(theirs), default=None)
+    grown = survivors.grown()
+    counts = {name: value for name, value in asdict(verdict).items() if name != "violations"}
+    return Found(
+        minutes=chaos.minutes,
+        faults=dict(sorted(faults.counts.items())),
+        **counts,
+        resumes=sum(event.kind == EventKind.RESUMED for event in job.events()),
+        loss=None if last is None else ours[last],
+        loss_undisturbed=None if last is None else theirs[last],
+        grown=grown,
+        violations=tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations),
+    )
+
+
+def _losses(samples: list[Sample]) -> dict[int, float]:
+    return {one.step: one.validation_loss for one in samples if one.validation_loss is not None and one.step > 0}

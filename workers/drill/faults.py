@@ -1,0 +1,241 @@
+"""What is done to a job in a chaos drill, and when: a seeded schedule of faults, on processes of this machine.
+
+    kill             one that trains                        pair          two at once
+    in a regroup     one, and another while the rest come together
+    giver            the rank that gives the state to a newcomer, as it does
+    newcomer         one that waits for its first seat, or has just been given it
+    in a save        one, while a checkpoint is being written
+    stop             one does not run for 3, 15 or 40 s, and wakes
+    terminate        SIGTERM: it is to hand over and go
+    resize           the job is asked for another number of workers
+    membership       the membership's process is killed
+    all              with `kill_all`: every worker at once
+
+One that trains is spared in each of them (but for "all"), so that the state lives. A stopped process that is woken
+counts as touched from the moment it was stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.contract.files import write_whole
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.drill.job import Job
+from thinwire.workers.drill.verdict import Touch
+
+STOPS_S = (3.0, 15.0, 40.0)
+PAUSE_S = (4.0, 14.0)
+"""From one fault to the next, uniformly: at least four a minute, with what the faults themselves take."""
+WAIT_S = 4.0
+"""How long a fault waits for the moment that it is meant for. Then it comes anyway."""
+TICK_S = 0.02
+
+Member = dict[str, Any]
+
+
+class Faults:
+    """The schedule of one job. Call `look` often."""
+
+    def __init__(self, job: Job, workers: int, seed: int, *, kill_all: bool) -> None:
+        self.touches: list[Touch] = []
+        self.told: list[tuple[float, str]] = []
+        self.counts: Counter[str] = Counter()
+        self._job, self._workers, self._random = job, workers, random.Random(seed)
+        self._kinds: dict[str, Callable[[list[Member]], str | None]] = {
+            "kill": self._kill_one,
+            "pair": self._kill_pair,
+            "in a regroup": self._kill_in_regroup,
+            "giver": self._kill_giver,
+            "newcomer": self._kill_newcomer,
+            "in a save": self._kill_in_save,
+            "stop": self._stop,
+            "terminate": self._terminate,
+            "resize": self._resize,
+            "membership": self._kill_membership,
+        }
+        if kill_all:
+            self._kinds["all"] = self._kill_all
+        self._wakes: list[tuple[float, int]] = []
+        self._revision = 0
+        self._next = time.monotonic() + self._random.uniform(*PAUSE_S)
+
+    def look(self) -> str | None:
+        """Wake who has slept long enough; a fault, if it is time. What was done, in words."""
+        now = time.monotonic()
+        for wake in [wake for wake in self._wakes if wake[0] <= now]:
+            self._wakes.remove(wake)
+            _signal(wake[1], signal.SIGCONT)
+        if now < self._next:
+            return None
+        known = self._job.members() or {}
+        members = [one for one in known.get("members", []) if one["pid"] not in {pid for _, pid in self._wakes}]
+        kind = self._random.choice(list(self._kinds))
+        done = self._kinds[kind](members)
+        if done is None:  # there is nobody whom it could reach: another one, soon
+            self._next = time.monotonic() + 0.5
+            return None
+        self.counts[kind] += 1
+        self.told.append((time.monotonic(), f"{kind}: {done}"))
+        self._next = time.monotonic() + self._random.uniform(*PAUSE_S)
+        return f"{kind}: {done}"
+
+    def end(self) -> None:
+        """Wake all that sleep."""
+        for _, pid in self._wakes:
+            _signal(pid, signal.SIGCONT)
+        self._wakes.clear()
+
+    # Each takes those that train and could be reached; None where there are too few.
+
+    def _kill_one(self, members: list[Member]) -> str | None:
+        return self._kill(self._some(members, 1))
+
+    def _kill_pair(self, members: list[Member]) -> str | None:
+        return self._kill(self._some(members, 2))
+
+    def _kill_in_regroup(self, members: list[Member]) -> str | None:
+        both = self._some(members, 2)
+        first = self._kill(both[:1])
+        if first is None:
+            return None
+        self._until(lambda known: known["status"] != "training")
+        time.sleep(self._random.uniform(0, 0.4))
+        return f"{first}, then {self._kill(both[1:])}"
+
+    def _kill_giver(self, members: list[Member]) -> str | None:
+        if len(members) < 2:
+            return None
+        before = self._generation()
+        self._until(lambda known: known["generation"] > before and known["status"] == "training", limit_s=15.0)
+        now = (self._job.members() or {}).get("members", [])
+        others = [one for one in now if one["rank"] != 0 and one["pid"] in {m["pid"] for m in members}]
+        return self._kill(now[:1]) if others else None
+
+    def _kill_newcomer(self, members: list[Member]) -> str | None:
+        known, first = {one["pid"] for one in members}, None
+        if len(members) == self._workers and (first := self._kill(self._some(members, 1))) is None:
+            return None  # nobody is coming, and nobody can be made to
+        until = time.monotonic() + 30.0
+        while time.monotonic() < until:
+            seen = self._job.members() or {}
+            new = [one for one in (*seen.get("waiting", []), *seen.get("members", [])) if one["pid"] not in known]
+            if new:
+                time.sleep(self._random.choice([0.0, 0.05, 0.2, 0.5]))
+                return ", then ".join(filter(None, (first, self._kill(new[:1]))))
+            time.sleep(TICK_S)
+        return first
+
+    def _kill_in_save(self, members: list[Member]) -> str | None:
+        chosen = self._some(members, 1)
+        if not chosen:
+            return None
+        checkpoints = RunFolder(self._job.run_dir).checkpoints
+        before = _entries(checkpoints)
+        until = time.monotonic() + 15.0
+        while _entries(checkpoints) <= before and time.monotonic() < until:
+            time.sleep(TICK_S)
+        return self._kill(chosen)
+
+    def _stop(self, members: list[Member]) -> str | None:
+        chosen = self._some(members, 1)
+        if not chosen:
+            return None
+        seconds = self._random.choice(STOPS_S)
+        pid = chosen[0]["pid"]
+        self._touch(pid, deadly=False)
+        if not _signal(pid, signal.SIGSTOP):
+            return None
+        self._wakes.append((time.monotonic() + seconds, pid))
+        return f"{_name(chosen[0])} for {seconds:g} s"
+
+    def _terminate(self, members: list[Member]) -> str | None:
+        chosen = self._some(members, 1)
+        if not chosen:
+            return None
+        self._touch(chosen[0]["pid"], deadly=False)
+        return _name(chosen[0]) if _signal(chosen[0]["pid"], signal.SIGTERM) else None
+
+    def _resize(self, members: list[Member]) -> str | None:
+        most = self._random.randint(2, self._workers)
+        self.want(most)
+        return f"at most {most}"
+
+    def want(self, most: int) -> None:
+        """Ask the job for so many workers."""
+        self._revision += 1
+        wanted = WantedWorkers(min=1, max=most, revision=self._revision)
+        write_whole(RunFolder(self._job.run_dir).workers, wanted.model_dump_json())
+
+    def _kill_membership(self, members: list[Member]) -> str | None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        actor = self._job.membership()
+        if actor is None:
+            return None
+        try:
+            pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=5.0)
+        except (RayActorError, GetTimeoutError):
+            return None
+        return f"process {pid}" if _signal(pid, signal.SIGKILL) else None
+
+    def _kill_all(self, members: list[Member]) -> str | None:
+        return self._kill(members)
+
+    # What they are made of.
+
+    def _some(self, members: list[Member], number: int) -> list[Member]:
+        """So many at random, but for one that is spared and holds the state; none where there are too few."""
+        holders = [one for one in members if one["step"] > 0]
+        if not holders or len(members) <= number:
+            return []
+        spared = self._random.choice(holders)
+        return self._random.sample([one for one in members if one is not spared], number)
+
+    def _kill(self, members: list[Member]) -> str | None:
+        done = []
+        for one in members:
+            self._touch(one["pid"], deadly=True)
+            if _signal(one["pid"], signal.SIGKILL):
+                done.append(_name(one))
+        return ", ".join(done) or None
+
+    def _touch(self, pid: int, *, deadly: bool) -> None:
+        self.touches.append(Touch(pid, time.monotonic(), deadly))
+
+    def _generation(self) -> int:
+        return int((self._job.members() or {}).get("generation", 0))
+
+    def _until(self, holds: Callable[[dict[str, Any]], bool], limit_s: float = WAIT_S) -> None:
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            known = self._job.members()
+            if known is not None and holds(known):
+                return
+            time.sleep(TICK_S)
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """False where the process has ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _name(member: Member) -> str:
+    return f"worker {member['slot']} (rank {member['rank']}, process {member['pid']})"
+
+
+def _entries(folder: Path) -> int:
+    return len(list(folder.iterdir())) if folder.is_dir() else 0

@@ -1,0 +1,188 @@
+"""What the traces of a run prove or refute, given what was done to it. Pure.
+
+A *holder* of a step is a process that has committed it and lives. What is looked for:
+
+    committed by two   a generation commits a step after a later generation has committed one
+    redone             a step that is run again though a holder of it goes on, or was never touched
+    samples wrong      the samples of a step's last generation are not those of the same step of the undisturbed run
+    replicas differ    two ranks of a generation hold different parameters after the same step
+    holders lost       a process that no fault has touched ended otherwise than well, or as it was asked to
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ASKED_TO = ("well", "Dismissed", "RunEnded", "RunSuperseded")
+
+
+@dataclass(slots=True)
+class Process:
+    """What one process has told. commits: its lines, in order. ended: why, None where it has not said."""
+
+    pid: int
+    commits: list[dict[str, Any]] = field(default_factory=list)
+    fed: list[dict[str, Any]] = field(default_factory=list)
+    ended: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A fault has reached this process. time: of the monotonic clock. deadly: it does not live after that."""
+
+    pid: int
+    time: float
+    deadly: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Counts, and each violation in words. compared: steps whose samples the undisturbed run has too."""
+
+    committed: int
+    compared: int
+    redone: int
+    commits_by_two: int
+    samples_wrong: int
+    replicas_differ: int
+    holders_lost: int
+    violations: tuple[str, ...]
+
+
+def read(folder: Path) -> list[Process]:
+    """The traces of a run. A last line that was being written when its process died is left out."""
+    found = []
+    for file in sorted(folder.glob("*.jsonl")):
+        process = Process(int(file.stem))
+        for line in file.read_text().split("\n")[:-1]:
+            told = json.loads(line)
+            match told["kind"]:
+                case "committed":
+                    process.commits.append(told)
+                case "fed":
+                    process.fed.append(told)
+                case "ended":
+                    process.ended = told["why"]
+        found.append(process)
+    return found
+
+
+def judge(
+    processes: Sequence[Process], undisturbed: Sequence[Process], touches: Collection[Touch], living: Collection[int]
+) -> Verdict:
+    """The verdict. living: the pids that were alive when the run was stopped."""
+    violations: list[str] = []
+    by_two = sum(1 for _ in _said(_commits_by_two(processes), violations))
+    differ = sum(1 for _ in _said(_replicas_that_differ(processes), violations))
+    wrong = sum(1 for _ in _said(_wrong_samples(processes, undisturbed), violations))
+    lost = sum(1 for _ in _said(_lost_holders(processes, touches, living), violations))
+    redone = 0
+    for count, words in _redone(processes, touches):
+        redone += count
+        violations.append(words)
+    steps = {one["step"] for process in processes for one in process.commits}
+    compared = len(steps & {one["step"] for process in undisturbed for one in process.fed})
+    return Verdict(max(steps, default=0), compared, redone, by_two, wrong, differ, lost, tuple(violations))
+
+
+def _said(found: Iterator[str], violations: list[str]) -> Iterator[str]:
+    for words in found:
+        violations.append(words)
+        yield words
+
+
+def _by_generation(processes: Sequence[Process]) -> dict[int, list[tuple[int, dict[str, Any]]]]:
+    """(pid, line) of each commit, by generation, in order of time."""
+    found: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for process in processes:
+        for one in process.commits:
+            found[one["generation"]].append((process.pid, one))
+    return {number: sorted(found[number], key=lambda told: told[1]["time"]) for number in sorted(found)}
+
+
+def _commits_by_two(processes: Sequence[Process]) -> Iterator[str]:
+    generations = _by_generation(processes)
+    begun = {number: lines[0][1]["time"] for number, lines in generations.items()}
+    for number, lines in generations.items():
+        later = {other: time for other, time in begun.items() if other > number}
+        for pid, one in lines:
+            after = [other for other, time in later.items() if time < one["time"]]
+            if after:
+                yield (
+                    f"committed by two: process {pid} committed step {one['step']} in generation {number} "
+                    f"{one['time'] - begun[after[0]]:.3f} s after generation {after[0]} had begun to commit"
+                )
+
+
+def _replicas_that_differ(processes: Sequence[Process]) -> Iterator[str]:
+    seen: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    for process in processes:
+        for one in process.commits:
+            if one["digest"] is not None:
+                seen[one["generation"], one["step"]][one["rank"]] = one["digest"]
+    for (generation, step), digests in sorted(seen.items()):
+        if len(set(digests.values())) > 1:
+            yield f"replicas differ: generation {generation}, step {step}: {digests}"
+
+
+def _wrong_samples(processes: Sequence[Process], undisturbed: Sequence[Process]) -> Iterator[str]:
+    """A step counts in the last generation that committed it: what was fed before was undone."""
+    last: dict[int, int] = {}
+    for process in processes:
+        for one in process.commits:
+            last[one["step"]] = max(last.get(one["step"], 0), one["generation"])
+    expected = _rows(undisturbed, dict.fromkeys({one["step"] for p in undisturbed for one in p.fed}))
+    for step, rows in sorted(_rows(processes, last).items()):
+        if step in expected and rows != expected[step]:
+            yield (
+                f"samples wrong: step {step} of generation {last[step]} was fed {len(rows)} samples, "
+                f"of which {len(set(rows) & set(expected[step]))} are of that step's {len(expected[step])}"
+            )
+
+
+def _rows(processes: Sequence[Process], generations: Mapping[int, int | None]) -> dict[int, list[int]]:
+    """The rows of each step in the order of its ranks, in the generation that counts; None: in whichever."""
+    parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for process in processes:
+        for one in process.fed:
+            if one["step"] in generations and generations[one["step"]] in (None, one["generation"]):
+                parts[one["step"]][one["rank"]] = one["rows"]
+    return {step: [row for rank in sorted(ranks) for row in ranks[rank]] for step, ranks in parts.items()}
+
+
+def _redone(processes: Sequence[Process], touches: Collection[Touch]) -> Iterator[tuple[int, str]]:
+    """Between two generations that follow each other. A process that goes on, or that nothing has touched, holds."""
+    generations = _by_generation(processes)
+    numbers = list(generations)
+    for at, number in enumerate(numbers[1:], start=1):
+        lines = generations[number]
+        began, first = lines[0][1]["time"], min(one["step"] for _, one in lines)
+        seated = {pid for pid, _ in lines}
+        touched = {touch.pid for touch in touches if touch.time <= began}
+        held: dict[int, int] = {}
+        for before in numbers[:at]:
+            for pid, one in generations[before]:
+                # Between the syncs of 0/1 Adam a step is the rank's own: those that are lost are counted elsewhere.
+                if one["time"] <= began and one["digest"] is not None and (pid in seated or pid not in touched):
+                    held[pid] = max(held.get(pid, 0), one["step"])
+        if held and (most := max(held.values())) >= first:
+            who = max(held, key=lambda pid: held[pid])
+            yield (
+                most - first + 1,
+                f"redone: generation {number} began with step {first} though process {who} held step {most}",
+            )
+
+
+def _lost_holders(processes: Sequence[Process], touches: Collection[Touch], living: Collection[int]) -> Iterator[str]:
+    touched = {touch.pid for touch in touches}
+    for process in processes:
+        if not process.commits or process.pid in touched or process.pid in living:
+            continue
+        if process.ended is None or not process.ended.startswith(ASKED_TO):
+            why = process.ended or "without a word"
+            yield f"holder lost: process {process.pid} was touched by no fault, and ended: {why}"
