@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.workers.membership import messages as m
@@ -78,10 +79,10 @@ class Promise:
 
 
 class State:
-    """Of one member. The link tells it what it hears (link.py)."""
+    """Of one member. The link tells it what it hears (link.py). clock: of its lease."""
 
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, clock: Callable[[], float] = lease_clock) -> None:
+        self._identity, self._clock = identity, clock
         self.changed = threading.Condition()
         self.seat: Seat | None = None
         self.handed_out = False
@@ -122,7 +123,7 @@ class State:
 
     def beat(self) -> m.Beat:
         """The next beat, to be sent at once. Under the lock."""
-        return m.Beat(number=self.lease.beat(lease_clock()), step=self.step, seconds=self.longest_step_s)
+        return m.Beat(number=self.lease.beat(self._clock()), step=self.step, seconds=self.longest_step_s)
 
     def join(self, standing: Standing) -> m.Join:
         """What this member joins with. Under the lock."""
@@ -131,7 +132,7 @@ class State:
 
     def may_commit(self) -> bool:
         """The lease holds, and this member has not ended. Under the lock."""
-        return self.ended is None and self.lease.holds(lease_clock())
+        return self.ended is None and self.lease.holds(self._clock())
 
     def give_up_lease(self) -> None:
         """This member is about to end its connection, for which the server will take it to be dead."""
