@@ -35,6 +35,12 @@ class Settings(BaseSettings):
     launcher: Literal["local", "fake"] = "local"
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
+    owner_lease_s: float = Field(
+        10.0,
+        ge=1.0,
+        le=3600.0,
+        description="a service that is silent for so long loses its database to one that stands by",
+    )
     reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
     keep_jobs: int | None = Field(None, ge=0, description="jobs that are over and kept; older ones are deleted")
     keep_days: float | None = Field(None, gt=0.0, description="jobs that have been over for longer are deleted")

@@ -2,22 +2,26 @@
 
 SQLite runs with a write-ahead log and synchronous=FULL, so that what was answered survives a kill -9 and a power
 cut. A writing session takes the write lock when it begins: a transaction that reads, decides and then writes
-would otherwise fail at its first write when another has written since, and no busy_timeout helps there.
+would otherwise fail at its first write when another has written since, and no busy_timeout helps there. Its writers
+queue in this process first: SQLite itself has those that wait look again, ever more seldom.
+
+Every writing session asks the fence first whether this process may write at all: see thinwire.service.ownership.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, Double, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Double, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import ArgumentError, DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.types import TypeEngine
@@ -25,6 +29,12 @@ from sqlalchemy.types import TypeEngine
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_MS = 5000
+IDLE_IN_TRANSACTION_MS = 5000
+"""PostgreSQL ends a transaction that says nothing for so long: a process that was stopped in one holds its locks."""
+UPGRADE_LOCK = 0x7468696E77697265
+"""PostgreSQL's advisory lock of who changes the schema or the owner: "thinwire" as a number."""
+CONNECTIONS, MORE_CONNECTIONS = 8, 56
+"""Kept, and opened beside them where more threads ask at once: requests have 40."""
 
 
 class Base(DeclarativeBase):
@@ -38,13 +48,19 @@ class DatabaseUnusable(Exception):
 
 
 class Database:
-    """Sessions of one database. `read` and `write` may be called from any thread. Raises: DatabaseUnusable."""
+    """Sessions of one database. `read` and `write` may be called from any thread. Raises: DatabaseUnusable.
+
+    fence: called first in every writing session; what it raises ends that session. None: everybody may write.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.fence: Callable[[Session], None] | None = None
         try:
             parsed = make_url(url)
-            self.engine = create_engine(parsed)
+            self.engine = create_engine(
+                parsed, pool_pre_ping=not parsed.drivername.startswith("sqlite"), **_pool_of(parsed)
+            )
         except (ArgumentError, ModuleNotFoundError) as error:
             raise DatabaseUnusable(
                 f"THINWIRE_DATABASE_URL cannot be used: {error}. It is like sqlite:////folder/thinwire.db; another "
@@ -55,28 +71,49 @@ class Database:
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _sqlite_connected)
             event.listen(self.engine, "begin", _sqlite_begin)
+        if self.engine.dialect.name == "postgresql":
+            event.listen(self.engine, "connect", _postgresql_connected)
         self._writing = self.engine.execution_options(thinwire_write=True)
-        self._upgraded = False
+        self._one_writer: AbstractContextManager[object] = nullcontext()
+        if self.engine.dialect.name == "sqlite":
+            self._one_writer = threading.Lock()
+
+    @property
+    def shared(self) -> bool:
+        """May services of several hosts use it?"""
+        return self.engine.dialect.name != "sqlite"
 
     def upgrade(self) -> None:
-        """Bring the schema to this version's newest revision, once a process. Raises DatabaseUnusable."""
-        if self._upgraded:
-            return
+        """Bring the schema to this version's newest revision. Raises DatabaseUnusable."""
+        with self.exclusive() as session:
+            self.upgrade_in(session)
+
+    def upgrade_in(self, session: Session) -> None:
+        """The same in the transaction of `exclusive`."""
         config = Config()
         config.set_main_option("script_location", "thinwire.service:migrations")
+        config.attributes["connection"] = session.connection()
+        command.upgrade(config, "head")
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Session]:
+        """One transaction, not fenced, for the schema and the owner: no other service has one at the same time.
+
+        Raises DatabaseUnusable where the database cannot be used by this version, or not at all.
+        """
         try:
-            with self._writing.begin() as connection:
-                config.attributes["connection"] = connection
-                command.upgrade(config, "head")
-            self._upgraded = True
+            with self.unfenced() as session:
+                if self.engine.dialect.name == "postgresql":
+                    session.execute(select(func.pg_advisory_xact_lock(UPGRADE_LOCK)))
+                yield session
         except CommandError as error:
             raise DatabaseUnusable(
-                f"the database {self._shown()} does not fit this version: {error}. It was probably written by a newer "
+                f"the database {self.shown} does not fit this version: {error}. It was probably written by a newer "
                 "thinwire: install that one, or use another THINWIRE_HOME"
             ) from error
         except DatabaseError as error:
             raise DatabaseUnusable(
-                f"the database {self._shown()} cannot be used: {error.orig}. {_advice(error)}"
+                f"the database {self.shown} cannot be used: {error.orig}. {_advice(error)}"
             ) from error
 
     @contextmanager
@@ -87,8 +124,16 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """One transaction: committed at a clean end, rolled back by an exception."""
-        with Session(self._writing, expire_on_commit=False) as session, session.begin():
+        """One transaction: committed at a clean end, rolled back by an exception. Raises what the fence raises."""
+        with self.unfenced() as session:
+            if self.fence is not None:
+                self.fence(session)
+            yield session
+
+    @contextmanager
+    def unfenced(self) -> Iterator[Session]:
+        """The same without the fence: for the fence itself."""
+        with self._one_writer, Session(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
 
     def check(self) -> None:
@@ -96,7 +141,9 @@ class Database:
         with self.read() as session:
             session.execute(text("SELECT version_num FROM alembic_version"))
 
-    def _shown(self) -> str:
+    @property
+    def shown(self) -> str:
+        """Its URL without the password."""
         return self.engine.url.render_as_string(hide_password=True)
 
     def close(self) -> None:
@@ -120,6 +167,20 @@ def _create_private(path: Path) -> None:
     """Make the file, and its folder, readable by its owner alone, before SQLite makes it readable by all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def _pool_of(url: URL) -> dict[str, Any]:
+    """Room for every thread that may ask at once. SQLite in memory has a pool of its own kind."""
+    if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
+        return {}
+    return {"pool_size": CONNECTIONS, "max_overflow": MORE_CONNECTIONS}
+
+
+def _postgresql_connected(connection: Any, record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}")
+    cursor.close()
+    connection.commit()
 
 
 def _sqlite_connected(connection: Any, record: Any) -> None:

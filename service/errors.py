@@ -13,6 +13,7 @@
       +- InvalidRequest       422  carries the problems, field by field
       +- TooMuch              429  a job that says more than it may
       +- Unavailable          503  the launcher or the database cannot answer now
+           +- NotOwner             this service stands by: another one owns the database
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
 """
@@ -125,6 +126,16 @@ class Unavailable(ServiceError):
 
     status = 503
     code = "unavailable"
+
+
+class NotOwner(Unavailable):
+    """Another service owns the database; `message` says which. Ask that one, or this one again: it may take over."""
+
+    code = "not_owner"
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(ceil(retry_s))}
 
 
 class TooMuch(ServiceError):

@@ -33,6 +33,7 @@ from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import Launcher, LauncherError
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
+from thinwire.service.ownership import Ownership
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +97,24 @@ class LauncherStarter:
             self._stop.wait(self._retry_s)
 
 
+class DatabaseOwned(Exception):
+    """The database belongs to another service, and cannot be waited for; the message says whose it is."""
+
+
 class ControlPlane:
-    """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs."""
+    """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs.
+
+    on_lost: called when another service has taken the database over. Nothing can be written then: the process ends.
+    """
 
     def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
-        self._closed = False
+        self._begun = self._closed = False
         self._home = settings.home
         private_folder(settings.home)
         self.token = operator_token(settings.token_file)
         self.db = Database(settings.database)
+        self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
+        self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(launcher)
         self.metrics = ServiceMetrics()
         folders = RunFolders(settings.runs, service_url)
@@ -119,7 +129,8 @@ class ControlPlane:
             self.db,
             launcher,
             folders,
-            launcher_reason=self.starter.reason,
+            launcher_reason=self.launcher_reason,
+            confirm_owner=self.ownership.confirm,
             clock=clock,
             interval_s=settings.reconcile_interval_s,
             observe_turn=self.metrics.reconcile_seconds.observe,
@@ -129,21 +140,57 @@ class ControlPlane:
             self.db,
             launcher,
             folders,
-            launcher_reason=self.starter.reason,
+            launcher_reason=self.launcher_reason,
+            confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,
         )
         self.reports = WorkerReports(
             self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
         )
-        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.starter.reason)
+        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.launcher_reason)
+
+    def own(self) -> None:
+        """Take the database, its schema brought up to date; stand by where another service has it.
+
+        Raises: DatabaseOwned where that one's database is no place to stand by at; DatabaseUnusable.
+        """
+        owner = self.ownership.take()
+        if owner is None:
+            return
+        if not self.db.shared:
+            raise DatabaseOwned(
+                f"the database {self.db.shown} belongs to {owner}. SQLite has one service: use that one, end it (if "
+                f"it was killed, wait {owner.left_s:.0f} s), or set THINWIRE_HOME or THINWIRE_DATABASE_URL"
+            )
+        logger.info("standing_by owner=%s", owner)
 
     def start(self) -> None:
-        """Bring the schema up to date, tell the runs where the service is, begin to launch and to reconcile."""
-        self.db.upgrade()
+        """Own the database, or wait for it; then tell the runs where the service is, launch and reconcile.
+
+        Raises: DatabaseOwned, DatabaseUnusable.
+        """
+        self.own()
+        if self.ownership.owns:
+            self._begin()
+        self.ownership.start(self._begin, self._end)
+
+    def _begin(self) -> None:
+        """What only the owner does. Once."""
+        if self._begun:
+            return
         self.jobs.rewrite_service_urls()
         self.starter.start()
         self.reconciler.start()
+        self._begun = True
+
+    def _end(self, why: str) -> None:
+        self.reconciler.stop()
+        self.on_lost()
+
+    def launcher_reason(self) -> str | None:
+        """None when jobs can be submitted, else why not. May block as `launcher.ready` does."""
+        return self.starter.reason() if self.ownership.owns else "this service stands by and launches nothing"
 
     def close(self) -> None:
         """End the reconciler, the launcher and the database's connections. Safe to call twice.
@@ -154,10 +201,20 @@ class ControlPlane:
         try:
             self.starter.close()
             if not self._closed:
-                self.jobs.excuse_running_attempts()
                 self._closed = True
+                self._excuse()
         finally:
+            self.ownership.close()
             self.db.close()
+
+    def _excuse(self) -> None:
+        """An orderly end takes the runs with it. Where another service has them, they are its own to judge."""
+        if not self.ownership.owns:
+            return
+        try:
+            self.jobs.excuse_running_attempts()
+        except errors.NotOwner as error:
+            logger.warning("attempts_not_excused error=%s", error)
 
     def job_of_token(self, token_hash: str) -> str | None:
         """The id of the job whose token has this hash."""
@@ -176,6 +233,8 @@ class ControlPlane:
             return f"the home folder {self._home}: {error.strerror}"
         if free < LEAST_FREE_BYTES:
             return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
+        if not self.ownership.owns:
+            return self.ownership.over or f"standby: the database belongs to {self.ownership.owner()}"
         reason = self.starter.reason()
         return f"launcher: {reason}" if reason is not None else None
 
@@ -184,7 +243,7 @@ def create_app(
     settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
 ) -> FastAPI:
     """The application. It makes the home folder and the operator's token where they are missing; its lifespan
-    upgrades the database, starts the launcher in a thread and the reconciler, and ends both.
+    takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
     clock: unix seconds. Raises: auth.TokenFileError, db.DatabaseUnusable, OSError.
@@ -248,7 +307,7 @@ async def docs(request: Request) -> HTMLResponse:
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))
 def readyz(request: Request) -> dict[str, str]:
-    """The database and the launcher answer, so jobs can be taken and started; else 503 and why. Open."""
+    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open."""
     plane: ControlPlane = request.app.state.plane
     reason = plane.not_ready()
     if reason is not None:

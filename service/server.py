@@ -29,7 +29,7 @@ from thinwire.service.connections import BoundedConnection, raise_file_limit
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
-from thinwire.service.main import ControlPlane, create_app
+from thinwire.service.main import ControlPlane, DatabaseOwned, create_app
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def serve(
     """Run the control plane until SIGINT, SIGTERM or SIGHUP; then end it with everything it started.
 
     launcher: default, the one that the settings name. on_started: called with the url once requests are answered.
-    Must be called in the main thread: it handles signals. Raises: ServeRefused; LauncherError where something that
-    the launcher had started could not be ended.
+    Must be called in the main thread: it handles signals. Raises: ServeRefused, also where another service has taken
+    the database over; LauncherError where something that the launcher had started could not be ended.
     """
     with _signals() as asked_to_end, _only_server(settings):
         listener = _bind(settings.host, settings.port)
@@ -59,8 +59,8 @@ def serve(
             try:
                 app = create_app(settings, launcher, service_url=url)
                 plane: ControlPlane = app.state.plane
-                plane.db.upgrade()
-            except DatabaseUnusable as error:
+                plane.own()
+            except (DatabaseUnusable, DatabaseOwned) as error:
                 raise ServeRefused(str(error)) from error
             except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
@@ -78,12 +78,15 @@ def serve(
             )
             server = _Server(config, settings, _url(listener), on_started)
             asked_to_end.append(server)
+            plane.on_lost = server.end
             try:
                 asyncio.run(server.serve(sockets=[listener]))
             finally:
                 settings.server_file.unlink(missing_ok=True)
                 # A second Ctrl-C makes uvicorn skip the end of the lifespan; nothing may stay behind.
                 plane.close()
+            if plane.ownership.over is not None:
+                raise ServeRefused(plane.ownership.over)
             if not server.started:
                 raise ServeRefused("the service could not start; the log above says why")
         finally:
@@ -101,6 +104,10 @@ class _Server(uvicorn.Server):
         self._settings = settings
         self._url = url
         self._on_started = on_started
+
+    def end(self) -> None:
+        """Answer what is under way, then end. From any thread."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then say so."""

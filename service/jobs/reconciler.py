@@ -19,6 +19,7 @@ from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import Failure
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
+from thinwire.service.errors import NotOwner
 from thinwire.service.jobs.decide import (
     Action,
     Cancel,
@@ -50,6 +51,7 @@ class Reconciler:
     """Follows every job to its end.
 
     launcher_reason: None when the launcher can be used, else why not. clock: unix seconds.
+    confirm_owner: raises NotOwner where another service owns the database.
     observe_turn: told the seconds that each turn took. prune: deletes what need not be kept; called in each turn.
     """
 
@@ -60,6 +62,7 @@ class Reconciler:
         folders: RunFolders,
         *,
         launcher_reason: Callable[[], str | None],
+        confirm_owner: Callable[[], None],
         clock: Callable[[], float],
         interval_s: float,
         observe_turn: Callable[[float], None] = lambda seconds: None,
@@ -69,6 +72,7 @@ class Reconciler:
         self._launcher = launcher
         self._folders = folders
         self._launcher_reason = launcher_reason
+        self._confirm_owner = confirm_owner
         self._clock = clock
         self._interval_s = interval_s
         self._observe_turn = observe_turn
@@ -87,17 +91,25 @@ class Reconciler:
         """Turn soon: something has changed."""
         self._wake.set()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """End the thread after the turn it is in. Safe to call twice."""
+    def stop(self) -> None:
+        """Let the thread end, without waiting for it."""
         self._stop.set()
         self._wake.set()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End the thread after the turn it is in. Safe to call twice."""
+        self.stop()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("reconciler_still_busy timeout_s=%g", timeout_s)
 
     def turn(self) -> None:
-        """One pass over every job that is not over. An error with one job does not keep the others waiting."""
+        """One pass over every job that is not over. An error with one job does not keep the others waiting.
+
+        Raises: NotOwner where another service owns the database.
+        """
+        self._confirm_owner()
         self._drop_expired_leases()
         with self._db.read() as session:
             rows = JobRepository(session).unfinished()
@@ -110,6 +122,8 @@ class Reconciler:
                 self._settle(row, unready)
             except (Moved, StaleDataError):
                 logger.debug("job_moved job_id=%s", row.id)
+            except NotOwner:
+                raise
             except Exception:
                 logger.exception("reconcile_failed job_id=%s", row.id)
         self._prune()
@@ -120,6 +134,8 @@ class Reconciler:
             began = time.monotonic()
             try:
                 self.turn()
+            except NotOwner as error:
+                logger.warning("reconcile_refused error=%s", error)
             except OperationalError:
                 logger.exception("reconcile_failed where=database")
             except Exception:
@@ -204,6 +220,7 @@ class Reconciler:
         write_wanted(self._db, self._folders, row.id)  # where the disk refuses, the job waits: it would start as it was
         metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
         submission = submission_id(row.id, row.attempt)
+        self._confirm_owner()
         try:
             self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata)
         except LauncherError as error:
@@ -227,6 +244,7 @@ class Reconciler:
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _stop_run(self, row: JobRow) -> None:
+        self._confirm_owner()
         try:
             self._launcher.cancel(submission_id(row.id, row.attempt))
         except LauncherError as error:

@@ -37,7 +37,8 @@ LOG_OFFSET_BITS = 40
 class JobService:
     """The operator's side of the jobs domain. Methods may be called from any thread.
 
-    wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
+    confirm_owner: raises where another service owns the database. wake: called when there is something to reconcile at
+    once. clock: unix seconds. new_suffix: the random end of an id.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class JobService:
         folders: RunFolders,
         *,
         launcher_reason: Callable[[], str | None],
+        confirm_owner: Callable[[], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
         new_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
@@ -55,6 +57,7 @@ class JobService:
         self._launcher = launcher
         self._folders = folders
         self._launcher_reason = launcher_reason
+        self._confirm_owner = confirm_owner
         self._wake = wake
         self._clock = clock
         self._new_suffix = new_suffix
@@ -152,6 +155,7 @@ class JobService:
             state = JobState(_found(session, job_id).state)
         if not state.terminal:  # and from there it moves no more
             raise JobNotOver(job_id, state)
+        self._confirm_owner()
         try:
             self._folders.of(job_id).remove()  # outside of a transaction: a folder of checkpoints takes its time
         except OSError as error:

@@ -5,9 +5,10 @@ from alembic import context
 from thinwire.service.config import Settings
 from thinwire.service.db import Base, Database
 from thinwire.service.jobs import models
+from thinwire.service.ownership import OwnerRow
 
 target_metadata = Base.metadata
-assert models.JobRow.metadata is target_metadata
+assert models.JobRow.metadata is OwnerRow.metadata is target_metadata
 
 
 def run() -> None:

@@ -60,24 +60,29 @@ class Clock:
 class Service:
     """An application without its lifespan: `turn` is the reconciler's thread."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **settings: Any) -> None:
         self.home = home
         self.clock = Clock()
         self.launcher = FakeLauncher()
-        self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",))
+        self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",), **settings)
         self.open()
 
     def open(self) -> None:
         """Build the application over the home, as a service that starts does, without the reconciler's thread."""
         self.app: FastAPI = create_app(self.settings, self.launcher, service_url=SERVICE_URL, clock=self.clock)
         self.plane: ControlPlane = self.app.state.plane
-        self.plane.db.upgrade()
-        self.plane.jobs.rewrite_service_urls()
-        self.plane.starter.start()
-        wait_until(lambda: self.launcher.starts > 0 and self.plane.starter.reason() is None, "the fake launcher")
+        self.plane.own()
+        if self.plane.ownership.owns:
+            self.begin()
         self.token = (self.home / "token").read_text().strip()
         self.client = TestClient(self.app, raise_server_exceptions=False, client=("127.0.0.1", 50000))
         self.client.headers["Authorization"] = f"Bearer {self.token}"
+
+    def begin(self) -> None:
+        """What the owner of the database does."""
+        self.plane.jobs.rewrite_service_urls()
+        self.plane.starter.start()
+        wait_until(lambda: self.launcher.starts > 0 and self.plane.starter.reason() is None, "the fake launcher")
 
     def close(self) -> None:
         self.plane.close()

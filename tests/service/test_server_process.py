@@ -50,21 +50,30 @@ print("ended", flush=True)
 class Server:
     """A control plane in a process of its own."""
 
-    def __init__(self, home: Path, running_s: float = 3600.0) -> None:
+    def __init__(self, home: Path, running_s: float = 3600.0, **environment: str) -> None:
         self.home = home
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(home), str(running_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", PROGRAM, str(home), str(running_s)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
         )
         self._read: tuple[bytes, bytes] | None = None
 
     @contextmanager
-    def ready(self) -> Iterator[httpx.Client]:
-        """A client of this very process, once it is ready."""
+    def answering(self) -> Iterator[httpx.Client]:
+        """A client of this very process, once it answers."""
         wait_until(self._mine, "server.json", timeout_s=60)
         known = json.loads((self.home / "server.json").read_text())
         token = (self.home / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=known["url"], headers=headers, trust_env=False, timeout=10) as client:
+            yield client
+
+    @contextmanager
+    def ready(self) -> Iterator[httpx.Client]:
+        """The same, once it is ready."""
+        with self.answering() as client:
             wait_until(lambda: client.get("/readyz").status_code == 200, "ready")
             yield client
 
