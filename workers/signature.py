@@ -1,0 +1,96 @@
+"""What does a worker train? A few short texts, by which it is known whether two workers belong to the same run.
+
+A worker shows its signature when it joins (membership.Member.join). One that differs from the job's is not seated, and
+is told in which field; so a wrong worker ends by itself, before it has had any part in a step.
+
+    thinwire, torch, numba      versions
+    code                        digest of the sources that decide what a rank computes and when it sends
+    device                      cpu or cuda: their groups do not meet
+    spec.*                      the job file, field by field, less what may differ (below)
+    data                        digest of what is trained on
+    model                       number and digest of names, shapes and dtypes
+
+Values of the model and the optimizer are not in it, for a newcomer is given them. Nor is what may differ between the
+workers and the attempts of one run: the name of the job, and how many workers it has, on what, and how patient it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import thinwire
+from thinwire.contract.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from thinwire.workers.build import Training
+
+COMPUTES = ("comm", "contract", "optim", "workers")
+"""Packages of thinwire. All of each: a loop that saves or reports at another step has its peers wait for ever."""
+MAY_DIFFER = {"name": True, "workers": {"min", "max", "device", "max_restarts", "elastic", "grace_s"}}
+"""Fields of the job file that do not decide what a rank computes. workers.shadow does."""
+LONGEST = 80
+"""Characters of a value; a longer one ends in its digest."""
+DIGITS = 16
+"""Of a digest: for differences that nobody made on purpose."""
+
+
+def signature(training: Training) -> dict[str, str]:
+    """Of what this worker has built. Local; the same on every worker of a run, whatever its rank and its machine."""
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": version("torch"),
+        "numba": version("numba"),
+        "code": code_digest(Path(thinwire.__file__).parent),
+        "device": training.device.type,
+        **spec_fields(training.spec),
+        "data": training.data.digest[:DIGITS],
+        "model": model_digest(training.model),
+    }
+
+
+def spec_fields(spec: TrainSpec) -> dict[str, str]:
+    """What the job file says, as spec.optimizer.lr: "0.001"."""
+    told = spec.model_dump(mode="json", exclude=MAY_DIFFER)
+    return {name: _shortened(json.dumps(value)) for name, value in _leaves("spec", told)}
+
+
+def model_digest(model: nn.Module) -> str:
+    """Names, shapes and dtypes of all that the model's state_dict has, in its order."""
+    rows = [f"{name} {tuple(value.shape)} {value.dtype}\n" for name, value in model.state_dict().items()]
+    return f"{len(rows)} tensors #{_digest(''.join(rows).encode())}"
+
+
+@cache
+def code_digest(package: Path) -> str:
+    """Of the sources of COMPUTES below `package`: a version does not tell two checkouts apart. Raises: OSError."""
+    hashed = hashlib.sha256()
+    for name in COMPUTES:
+        for file in sorted((package / name).rglob("*.py")):
+            content = file.read_bytes()
+            hashed.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode())
+            hashed.update(content)
+    return hashed.hexdigest()[:DIGITS]
+
+
+def _leaves(path: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _leaves(f"{path}.{key}", inner)
+        else:
+            yield f"{path}.{key}", inner
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - DIGITS]}... #{_digest(text.encode())}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
