@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from thinwire.comm import PeerLost, SoloGroup
+from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import EventKind, Health
@@ -24,15 +25,15 @@ from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import Regrouped, hand_over, regroup
 from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
-from thinwire.workers.membership import Dismissed
-from thinwire.workers.ranks import Ranks, Stop
+from thinwire.workers.membership import Dismissed, MembershipError
+from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.telemetry.step_log import StepLog
+from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,11 @@ def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporte
     """Train to spec.steps, going on from the newest whole checkpoint of the run's folder. Collective.
 
     Returns the summary, for which rank 0's history.jsonl must be in the folder; None on the other ranks.
-    Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer, which no restart can
-    mend, with the last checkpoint kept; PeerLost where the ranks are fixed, after which a restart goes on from the
-    checkpoint; MembershipError where they are elastic and there is no place for this worker any more: Dismissed, where
-    it was asked to leave and has handed over; RunEnded, where another worker has failed for good.
+    Raises: DataError, ValueError, WireMismatch, NonFiniteInput, NonFiniteLoss, ReplicasDiffer and whatever else this
+    worker cannot go on with, with the last checkpoint kept; where the ranks are elastic the others are told first, and
+    go on. PeerLost where the ranks are fixed, after which a restart goes on from the checkpoint; MembershipError where
+    they are elastic and there is no place for this worker any more: Dismissed, where it was asked to leave and has
+    handed over; RunEnded, where another worker has failed for good.
     """
     course = Course(spec, run, ranks, device, reporter)
     patience_s = LEAVE_S
@@ -78,6 +80,8 @@ def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporte
             # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
     except BaseException as error:
         course.ended(error)
+        if ranks.elastic and isinstance(error, Exception) and not isinstance(error, MembershipError | RunEnded):
+            ranks.fail(f"{type(error).__name__}: {error}")  # before it waits for its checkpoint: the others go on
         raise
     finally:
         course.close(patience_s)
@@ -145,7 +149,17 @@ class Course:
             self._go_on(told, began)
 
     def run(self) -> None:
-        """Train to the last step. Raises: PeerLost; Dismissed where this rank was to leave, and has handed over."""
+        """Train to the last step.
+
+        Raises: PeerLost, also for ranks that alone gave NaN, where the ranks are elastic; Dismissed where this rank was
+        to leave, and has handed over; NonFiniteInput, NonFiniteLoss.
+        """
+        try:
+            self._train()
+        except (NonFiniteInput, NonFiniteLoss) as error:
+            raise self._blaming(error) from error
+
+    def _train(self) -> None:
         while self.attended < self._spec.steps:
             if self.step == self.attended:
                 stop = self._ranks.at_boundary(self.step)
@@ -175,6 +189,25 @@ class Course:
         self._saving.close()
         self._ranks.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else None
+
+    def _blaming(self, error: NonFiniteInput | NonFiniteLoss) -> NonFiniteInput | NonFiniteLoss | PeerLost:
+        """The error in words that name step, ranks and hosts; that of a lost peer where this rank can do without them.
+
+        Where all ranks gave NaN, or only their mean is, the training has diverged: that is every rank's own error.
+        Collective, for every rank raises such an error alike. Raises: PeerLost.
+        """
+        group = self.training.group
+        hosts = gather_texts(group, socket.gethostname().encode(), self._device)
+        named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in error.ranks)
+        told = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
+        alone = 0 < len(error.ranks) < group.size
+        if alone and self._ranks.elastic and group.rank not in error.ranks:
+            return PeerLost(f"{told}; the others go on without", ranks=error.ranks)
+        return type(error)(told, error.ranks)
+
+    def _name(self, rank: int) -> str:
+        seat = self._ranks.seat
+        return f"rank {rank}" if seat is None else f"worker {seat.members[rank].identity.slot} (rank {rank})"
 
     def _hand_over(self, stop: Stop) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""

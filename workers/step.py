@@ -10,6 +10,7 @@ from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
 from thinwire.workers.data.masked import IGNORED
 from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.step_log import refuse_non_finite
 
 EVALUATION_SAMPLES = 32
 """Samples evaluated at a time, so that memory does not grow with the validation set."""
@@ -45,7 +46,7 @@ def _no_look() -> None:
 def evaluate(training: Training, meter: Meter, look: Callable[[], None] = _no_look) -> float:
     """Mean loss in nats over the validation samples, each rank a share. The same for any number of ranks, to rounding.
 
-    look: called now and then on the way. Raises: PeerLost, and what `look` raises.
+    look: called now and then on the way. Raises: NonFiniteLoss, alike on every rank; PeerLost, and what `look` raises.
     """
     with meter.part("evaluation"):
         inputs, targets = training.validation
@@ -60,8 +61,11 @@ def evaluate(training: Training, meter: Meter, look: Callable[[], None] = _no_lo
         finally:
             training.model.train()
         total *= training.group.size / len(inputs)
+        finite = torch.isfinite(total).all()
         training.group.mean_(total)
-        return total.item()
+        loss = total.item()
+        refuse_non_finite("validation loss", loss, training.group, finite)
+        return loss
 
 
 @torch.no_grad()

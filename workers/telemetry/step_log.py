@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.comm.exchange.stepwise import gather_flags
+from thinwire.comm.protocol import Group
 from thinwire.contract.reports import Health, Sample
 from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
@@ -17,7 +19,11 @@ from thinwire.workers.telemetry.reporter import Reporter
 
 
 class NonFiniteLoss(Exception):
-    """The loss became NaN or infinite; the message says when and what to do."""
+    """The loss became NaN or infinite; the message says when and what to do. ranks: whose own part of it is."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +91,15 @@ class StepLog:
             return
         with self._meter.part("control"):
             means = torch.stack([self._row(number) for number in numbers])
+            finite = torch.isfinite(means).all()
             self.training.group.mean_(means)
         samples = []
         for number, row in zip(numbers, means.tolist(), strict=True):
             loss = _mean_loss(row, self.training.group.size, self.training.spec.global_batch)
             if loss is not None:
-                _refuse_non_finite("training", loss, number)
+                refuse_non_finite(f"training loss of step {number}", loss, self.training.group, finite)
             samples.append(self._sample(number).model_copy(update={"loss": loss}))
         if validation_loss is not None:
-            _refuse_non_finite("validation", validation_loss, samples[-1].step)
             samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
         samples[-1] = samples[-1].model_copy(update={"health": health})
         self.reported = step
@@ -121,12 +127,19 @@ class StepLog:
         self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
 
 
-def _refuse_non_finite(name: str, loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise NonFiniteLoss(
-            f"the {name} loss is {loss} at step {step}. Lower optimizer.lr or lengthen lr_schedule.warmup and submit "
-            "again; the last checkpoint before it is kept"
-        )
+def refuse_non_finite(name: str, loss: float, group: Group, own_is_finite: torch.Tensor) -> None:
+    """loss: the same on every rank; own_is_finite: 0-dim bool, whether this rank's part of it is.
+
+    Collective where it is not finite, else local. Raises: NonFiniteLoss, alike on every rank; PeerLost.
+    """
+    if math.isfinite(loss):
+        return
+    flags = gather_flags(group, own_is_finite).tolist()
+    raise NonFiniteLoss(
+        f"the {name} is {loss}. Lower optimizer.lr or lengthen lr_schedule.warmup and submit again; the last "
+        "checkpoint before it is kept",
+        tuple(rank for rank, finite in enumerate(flags) if not finite),
+    )
 
 
 def _mean_loss(row: list[float], size: int, global_batch: int) -> float | None:
