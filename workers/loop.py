@@ -29,6 +29,7 @@ from thinwire.workers.membership import Dismissed, MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
+from thinwire.workers.signature import signature
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
@@ -81,6 +82,7 @@ def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporte
     except BaseException as error:
         course.ended(error)
         if ranks.elastic and isinstance(error, Exception) and not isinstance(error, MembershipError | RunEnded):
+            patience_s = BROKEN_S
             ranks.fail(f"{type(error).__name__}: {error}")  # before it waits for its checkpoint: the others go on
         raise
     finally:
@@ -100,6 +102,7 @@ class Course:
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
         self._training: Training | None = None
+        self._signature: dict[str, str] = {}
         self._log: StepLog | None = None
         self._trace = Trace.of(run.directory)
 
@@ -127,7 +130,7 @@ class Course:
                 self._training.optimizer.server_replica = self._spec.workers.shadow
                 rehearse(self._training)
         has_state = self._log is not None
-        group = self._ranks.form(self.step, has_state)
+        group = self._ranks.form(self.step, has_state, self._signed())
         self._meter.attach(group.stats)
         with self._meter.part("control"):
             self._reporter.seated(group, self._device)  # before the state is given: who then has it says so
@@ -147,6 +150,12 @@ class Course:
             self._begin()
         else:
             self._go_on(told, began)
+
+    def _signed(self) -> dict[str, str]:
+        """The signature of what was built: once, for nothing of it changes."""
+        if self._training is not None and not self._signature:
+            self._signature = signature(self._training)
+        return self._signature
 
     def run(self) -> None:
         """Train to the last step.

@@ -24,6 +24,7 @@ from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
+from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.telemetry.waiting import WaitingTeller
 from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_failure
 
@@ -227,6 +228,9 @@ def _refuse_too_many(workers: Workers, num_cpus: float) -> None:
 
 def _in_short(error: Exception) -> Failure:
     """What a person should read of an error of Ray Train: which worker ended how, not the stack."""
+    of_job = getattr(error, "controller_failure", None)
+    if isinstance(of_job, JobFailed):
+        return Failure(kind=of_job.kind[:64], message=of_job.message[:4000], step=of_job.step or None)
     causes = getattr(error, "worker_failures", None)
     if not causes:
         return failure_of(error)

@@ -55,11 +55,15 @@ class Ranks(Protocol):
     def elastic(self) -> bool:
         """Is there a next generation after a PeerLost?"""
 
-    def form(self, step: int, has_state: bool) -> Group:
+    @property
+    def step(self) -> int:
+        """The last committed step that form() and at_boundary() were told of."""
+
+    def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
         """Wait for the next generation, and return its group. The group before must be of no more use.
 
-        step, has_state: what this worker brings. Raises: PeerLost, and then call it again; MembershipError where this
-        worker has no place any more; RunEnded.
+        step, has_state: what this worker brings. signature: what it trains (workers/signature.py).
+        Raises: PeerLost, and then call it again; MembershipError where this worker has no place any more; RunEnded.
         """
 
     def at_boundary(self, step: int) -> Stop | None:
@@ -90,13 +94,16 @@ class FixedRanks:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self.step = 0
 
-    def form(self, step: int, has_state: bool) -> Group:
-        """The group."""
+    def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
+        """The group. All its ranks were started by one driver, from one job file."""
+        self.step = step
         return self._group
 
     def at_boundary(self, step: int) -> Stop | None:
         """No."""
+        self.step = step
         return None
 
     def look(self, step: int) -> None:
@@ -135,17 +142,19 @@ class ElasticRanks:
         self._ended = ended
         self._member, self._host, self._device, self._timeout_s = member, host, device, timeout_s
         self.seat: Seat | None = None
+        self.step = 0
         self._group: TorchGroup | None = None
 
-    def form(self, step: int, has_state: bool) -> Group:
+    def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
         """As Ranks.form."""
+        self.step = step
         _close_group(self._group, self._timeout_s + LISTEN_S)
         self._group = None
         last = self.seat
         standing = Standing(
             None if last is None else last.generation, None if last is None else last.rank, step, has_state
         )
-        self.seat = seat = self._join(standing)
+        self.seat = seat = self._join(standing, signature)
         logger.info(
             "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
         )
@@ -168,6 +177,7 @@ class ElasticRanks:
 
     def at_boundary(self, step: int) -> Stop | None:
         """As Ranks.at_boundary."""
+        self.step = step
         change = self._member.at_boundary(step)
         if change is not None:
             return Stop(change.leaving, change.reason)
@@ -208,12 +218,12 @@ class ElasticRanks:
         what = "may_commit_again" if self._member.over is None else "counted_out"
         logger.warning("%s step=%d waited_s=%.1f", what, step, time.monotonic() - began)
 
-    def _join(self, standing: Standing) -> Seat:
+    def _join(self, standing: Standing, signature: dict[str, str]) -> Seat:
         while True:
             if self._ended():
                 raise RunEnded("another worker has ended the run")
             try:
-                return self._member.join(standing, LOOK_S)
+                return self._member.join(standing, LOOK_S, signature=signature)
             except JoinTimeout:  # for as long as it takes
                 continue
 

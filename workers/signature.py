@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 COMPUTES = ("comm", "contract", "optim", "workers")
 """Packages of thinwire. All of each: a loop that saves or reports at another step has its peers wait for ever."""
-MAY_DIFFER = {"name": True, "workers": {"min", "max", "device", "max_restarts", "elastic", "grace_s"}}
+MAY_DIFFER: dict[str, set[str] | bool] = {
+    "name": True,
+    "workers": {"min", "max", "device", "max_restarts", "elastic", "grace_s"},
+}
 """Fields of the job file that do not decide what a rank computes. workers.shadow does."""
 LONGEST = 80
 """Characters of a value; a longer one ends in its digest."""

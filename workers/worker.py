@@ -21,6 +21,7 @@ from thinwire.contract.files import write_first
 from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
+from thinwire.workers.elastic.worker_side import Failed
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +35,15 @@ ADOPT_S = 60.0
 """How long workers go on without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
 
 
-def train_worker(config: dict[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> Failed | None:
     """Ray Train's train function. config: run_dir, attempt; "elastic" where the ranks are a membership's.
 
-    An error that no restart can mend is written to failure.json, posted, and ends this function normally, so that Ray
-    does not start the group again; peers that wait for it see the file, and end too. PeerLost is raised: the group
-    starts again and goes on from the checkpoint. So is what a membership says to a worker that has no place in it any
-    more: to return normally would mean that training is at its end, and nobody would be replaced (workers/elastic).
+    Returns the error of its own that this worker cannot go on with, where the others can: workers/elastic then fills
+    its slot again, or ends the job. Where all ranks start again together such an error ends the job: it is written to
+    failure.json, posted, and ends this function normally, so that Ray does not start the group again; peers that wait
+    for it see the file, and end too. PeerLost is raised: the group starts again and goes on from the checkpoint. So is
+    what a membership says to a worker that has no place in it any more: to return None would mean that training is at
+    its end, and nobody would be replaced.
     """
     import ray.train.torch
     import ray.util
@@ -57,7 +60,7 @@ def train_worker(config: dict[str, Any]) -> None:
     run_dir = Path(config["run_dir"])
     folder = RunFolder(run_dir)
     if folder.failure.exists():  # a peer has failed for good while this rank saw only that it was gone
-        return
+        return None
     job = json.loads(folder.job.read_text())
     spec = TrainSpec.model_validate(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
@@ -79,11 +82,15 @@ def train_worker(config: dict[str, Any]) -> None:
         reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
         raise
     except Exception as error:
-        logger.exception("training_failed number=%d", number)
-        failure = failure_of(error)
+        logger.exception("training_failed number=%d step=%d", number, ranks.step)
+        failure = failure_of(error, ranks.step)
+        if ranks.elastic:  # which has told the others
+            reporter.close(timeout_s=2.0)
+            return Failed(failure.kind, failure.message, ranks.step, ranks.seat.generation if ranks.seat else 0)
         write_failure(run_dir, failure)
         ranks.fail(failure.message)
         reporter.close(failure=failure)
+    return None
 
 
 def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[Ranks, int]:
@@ -110,13 +117,13 @@ def pass_on(told_to_leave: threading.Event, member: Member) -> None:
     member.ask_to_leave("its process was told to end (SIGTERM)")
 
 
-def failure_of(error: BaseException) -> Failure:
-    """An error in words for the owner of the job."""
+def failure_of(error: BaseException, step: int | None = None) -> Failure:
+    """An error in words for the owner of the job. step: the last that was committed, where one was."""
     if isinstance(error, ValidationError):
         text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
     else:
         text = str(error) or type(error).__name__
-    return Failure(kind=type(error).__name__, message=text[:4000])
+    return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:

@@ -7,6 +7,7 @@ Train's controller, `fit()`, storage and state pages stay, over a worker group o
     group.py             the worker group: drops the dead, brings up the missing, lets the surplus leave
     bring_up.py          one slot from nothing, or from a living worker, to a running train function
     decisions.py         who is gone, whether a slot dies too often, whom to start or to let go
+    failures.py          whose is the error of a train function: the worker's, or the job's?
     worker.py, lease.py  the worker's process: can be adopted, ends when nobody asks for it any more
     worker_side.py       what a train function asks: its slot, the membership server's address, whether to leave
     membership_actor.py  the actor that holds the membership server, the number wanted, and the janitor; the line to it

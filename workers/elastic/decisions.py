@@ -4,8 +4,8 @@ Nothing here calls Ray.
 
 Which of Ray Train's answers to a poll mean that a worker is gone: a worker that Ray cannot reach may be alive, so that
 is death after UNAVAILABLE_S, or as soon as the membership server has lost its connection too. A worker whose process
-lives but that the server has counted out long ago hangs: it must make room. An exception of a train function is none of
-these: Ray Train decides.
+lives but that the server has counted out long ago hangs: it must make room. An error of a train function is none of
+these: see failures.py.
 
 How often a slot may die soon after its start: a bug must not crash and start for ever. Whom to start and whom to let
 go: the membership server itself asks the surplus of those that are seated; `decide` asks those that wait for a seat.
@@ -24,8 +24,11 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from thinwire.workers.elastic.bring_up import Unit
 from thinwire.workers.elastic.membership_actor import Headcount
+from thinwire.workers.elastic.worker_side import Failed
 
 UNAVAILABLE_S = 20.0
+LONGEST_MESSAGE = 4000
+"""Characters of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,15 @@ class Health:
 def _in_short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
+
+
+def own_error(status: Any) -> Failed | None:
+    """The error that a train function has ended with; None where it runs, or has ended well. status: as it counts."""
+    if status.running:
+        return None
+    if status.error is not None:
+        return Failed(type(status.error).__name__, str(status.error).strip()[-LONGEST_MESSAGE:])
+    return status.return_value if isinstance(status.return_value, Failed) else None
 
 
 class WorkersKeepDying(RuntimeError):

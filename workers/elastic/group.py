@@ -4,7 +4,7 @@ The controller polls. Each poll takes in what arrived, asks the living, drops th
 bring-ups for what is missing, asks the surplus to leave, and tells the controller of the living only: it stays RUNNING.
 It hears of deaths in one case, when nobody is left of those that trained: then it starts all again, from the
 checkpoint, as Ray Train does. While one lives the state lives, and the job waits for resources as long as it takes.
-An exception of a train function is no death. It reaches the controller, which counts it against max_failures.
+A worker whose train function ended with an error is gone too; where the error is the job's it ends (failures.py).
 
 All state is touched by the controller's thread alone.
 """
@@ -34,11 +34,12 @@ from ray.util.placement_group import remove_placement_group
 
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.bring_up import Arrival, BringUp, Unit
-from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, WorkersKeepDying, decide
+from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, WorkersKeepDying, decide, own_error
+from thinwire.workers.elastic.failures import Failure, Failures, JobFailed, Others, WorkerFailed
 from thinwire.workers.elastic.membership_actor import Headcount, MembershipLink
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
-from thinwire.workers.elastic.worker_side import Left
+from thinwire.workers.elastic.worker_side import Failed, Left
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     _worker_cls = ElasticWorker
     _deaths_of: ClassVar[dict[str, EarlyDeaths]] = {}
+    _failures_of: ClassVar[dict[str, Failures]] = {}
     """By run: they count over full restarts too."""
 
     def __init__(self, train_run_context: Any, worker_group_context: Any, callbacks: Any = None) -> None:
@@ -115,6 +117,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._deaths = self._deaths_of.setdefault(
             train_run_context.run_id, EarlyDeaths(self.plan.early_s, self.plan.max_early_deaths)
         )
+        self._failures = self._failures_of.setdefault(train_run_context.run_id, Failures(self.plan))
         self._link = MembershipLink(self.plan)
         self._health = Health(self.plan.leave_s)
         self._vacant: dict[int, tuple[str, Any]] = {}
@@ -188,12 +191,12 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
     # Poll.
 
     def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
-        """One round; see the module. Raises: ControllerError where a slot keeps dying."""
+        """One round; see the module. Raises: ControllerError where a slot keeps dying, or the job has failed."""
         self._assert_active()
         try:
             self._take_arrivals()
             status = self._judge(self._poll_workers_and_collect_errors(timeout) if self._units else [])
-        except WorkersKeepDying as error:
+        except (WorkersKeepDying, JobFailed) as error:
             raise ControllerError(error) from error  # which Ray Train does not try again
         if status.worker_statuses:  # of none, Ray Train's own callbacks know nothing to say
             for callback in self._callbacks:
@@ -225,39 +228,51 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """What the controller is told, after those that are gone were dropped and others started."""
         headcount = self._link.headcount()
         kept: list[tuple[Unit, Any]] = []
-        lost: list[tuple[Unit, Loss]] = []
+        lost: list[tuple[Unit, Loss, Any]] = []
+        failed: list[tuple[Unit, Failed]] = []
         left: list[tuple[Unit, str]] = []
         for unit, status in zip(self._units, statuses, strict=True):
             counted, loss = self._health.read(unit, status, headcount)
+            own = own_error(counted)
             if loss is not None:
-                lost.append((unit, loss))
-            elif not counted.running and not counted.error and isinstance(counted.return_value, Left):
+                lost.append((unit, loss, status))
+            elif own is not None and headcount is None:  # whose it is cannot be told yet
+                kept.append((unit, WorkerStatus(running=True)))
+            elif own is not None:
+                failed.append((unit, own))
+            elif not counted.running and isinstance(counted.return_value, Left):
                 left.append((unit, counted.return_value.reason))
             else:
                 kept.append((unit, counted))
-        for unit, loss in lost:
+        for unit, loss, _ in lost:
             logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
             self._deaths.died(unit.slot, unit.started, loss.why)
+        if failed and headcount is not None:
+            self._judge_failures(failed, kept, headcount)
         adopting = any(coming.adopts for coming in self._coming.values())
         trained = headcount is not None and headcount.generation > 0
-        if lost and not kept and not left and trained and not adopting:
+        if (lost or failed) and not kept and not left and trained and not adopting:
             # All errors: Ray Train starts all again.
-            dead = [
-                status if status.error else WorkerStatus(running=False, error=WorkerHealthCheckTimeoutError(loss.why))
-                for status, (_, loss) in zip(statuses, lost, strict=True)
+            ended = [status.error or WorkerHealthCheckTimeoutError(loss.why) for _, loss, status in lost] + [
+                WorkerFailed(f"{own.kind}: {own.message}") for _, own in failed
             ]
-            return WorkerGroupPollStatus(worker_statuses=dict(enumerate(dead)))
-        for unit, loss in lost:
+            return WorkerGroupPollStatus(
+                worker_statuses={i: WorkerStatus(running=False, error=error) for i, error in enumerate(ended)}
+            )
+        for unit, loss, _ in lost:
             leftovers.kill(unit.worker.actor)
             if loss.node_lives and unit.group is not None:
                 self._vacant[unit.slot] = (unit.name, unit.group)
             else:
                 _free(unit.group)
+        for unit, _ in failed:  # its machine may be what fails: Ray chooses one anew
+            leftovers.kill(unit.worker.actor)
+            _free(unit.group)
         for unit, why in left:
             logger.info("worker_left slot=%d pid=%d reason=%s", unit.slot, unit.worker.metadata.pid, why)
             leftovers.kill(unit.worker.actor)
             _free(unit.group)
-        if lost or left:
+        if lost or failed or left:
             self._set_units([unit for unit, _ in kept])
         if headcount is not None and not adopting:
             try:
@@ -265,6 +280,23 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             except RayError as error:  # the controller would end the job; the head node may answer at the next poll
                 logger.warning("steering_failed reason=%s", str(error).splitlines()[0])
         return WorkerGroupPollStatus(worker_statuses=dict(enumerate(status for _, status in kept)))
+
+    def _judge_failures(
+        self, failed: list[tuple[Unit, Failed]], kept: list[tuple[Unit, Any]], headcount: Headcount
+    ) -> None:
+        """Say who has failed. Raises: JobFailed."""
+        new = []
+        for unit, own in failed:
+            where = unit.worker.metadata
+            logger.warning(
+                "worker_failed slot=%d pid=%d host=%s node=%s step=%d kind=%s message=%s",
+                *(unit.slot, where.pid, where.hostname, where.node_ip, own.step, own.kind, own.message),
+            )
+            new.append(Failure(unit.slot, f"{where.hostname} ({where.node_ip})", own, time.monotonic()))
+        there = [unit.slot for unit, status in kept if status.running]
+        there += [slot for slot, coming in self._coming.items() if coming.placed and not coming.cancelled]
+        finished = any(not status.running for _, status in kept)
+        self._failures.judge(new, Others(there, headcount.step, headcount.enough, finished))
 
     def _set_units(self, units: list[Unit]) -> None:
         polls = self._world_rank_to_ongoing_poll
@@ -308,7 +340,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             seated=headcount.seated,
         )
         for slot in decision.start:
-            pause_s = self._deaths.pause_s(slot)
+            pause_s = max(self._deaths.pause_s(slot), self._failures.pause_s(slot))
             logger.info("bring_up slot=%d target=%d pause_s=%g", slot, headcount.target, pause_s)
             group = self._vacant.pop(slot, None)
             self._coming[slot] = BringUp(self, slot, self._arrivals, pause_s=pause_s, group=group)

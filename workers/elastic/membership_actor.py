@@ -48,12 +48,18 @@ class Gone:
 
 @dataclass(frozen=True)
 class Headcount:
-    """What the worker group must know at each poll. generation: 0 before the first. seated: slots of this one."""
+    """What the worker group must know at each poll.
+
+    generation: 0 before the first. seated: slots of this one. step: the last that a member has told of. enough: there
+    are as many as the job needs, those included that wait for the next generation.
+    """
 
     target: int
     generation: int
     seated: frozenset[int]
     gone: dict[int, Gone]
+    step: int = 0
+    enough: bool = True
 
 
 class MembershipActor:
@@ -146,6 +152,8 @@ class MembershipActor:
             target=self._limits.max,
             generation=seen.generation,
             seated=frozenset(member.slot for member in seen.members),
+            step=seen.last_step,
+            enough=max(len(seen.members), seen.joined) >= self._limits.min,
             gone={slot: Gone(now - at, why) for slot, (at, why) in list(self._gone.items())},
         )
 

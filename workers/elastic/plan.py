@@ -21,6 +21,10 @@ class Plan:
     long ends, after grace_s in which its train function may save. leave_s: how long the process of a worker may go on
     that is no member any more. A slot that dies more than max_early_deaths times in a row within early_s of its start
     ends the job.
+    Of errors of train functions (failures.py): a slot is filled again max_slot_failures times within failures_s. Three
+    times is no accident, and each costs the others a regroup. All slots together: max_job_failures times, for a fault
+    that moves from worker to worker. A step is tried by tries_of_step generations: the first may have had a bad
+    machine, and the second the next one.
     """
 
     job: str
@@ -31,12 +35,16 @@ class Plan:
     leave_s: float = 30.0
     early_s: float = 30.0
     max_early_deaths: int = 6
+    max_slot_failures: int = 3
+    max_job_failures: int = 12
+    failures_s: float = 3600.0
+    tries_of_step: int = 3
     namespace: str = NAMESPACE
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.job):
             raise ValueError(f"job = {self.job!r} becomes part of actor names: use letters, digits, _, . and - only")
-        for name in ("lease_s", "grace_s", "leave_s", "early_s"):
+        for name in ("lease_s", "grace_s", "leave_s", "early_s", "failures_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0: give seconds")
 

@@ -35,7 +35,7 @@ from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.group import ElasticStatePage, ElasticWorkerGroup
 from thinwire.workers.elastic.membership_actor import ensure_membership
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.worker_side import Left, with_facts
+from thinwire.workers.elastic.worker_side import Failed, Left, with_facts
 from thinwire.workers.membership import Dismissed, Fenced, Limits
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,10 @@ class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
 
     config is train_loop_config and, under "elastic", what worker_side asks for: job, namespace, slot, secret and the
     name of the membership actor. A train function that goes because it was dismissed or fenced returns
-    worker_side.Left, or lets the membership's Dismissed or Fenced pass. One that raises anything else is a failure, as
-    in Ray Train: all workers start again, run_config.failure_config.max_failures times. So is the death of all
-    workers. The death of some is not.
+    worker_side.Left, or lets the membership's Dismissed or Fenced pass. One that raises anything else, or returns
+    worker_side.Failed, has failed: failures.py says whether its slot is filled again or the job ends. When nobody is
+    left of those that trained, because they died or failed, all workers start again, from the checkpoint:
+    run_config.failure_config.max_failures times, as in Ray Train.
 
     limits are those of a new job: where workers of this job live, the membership actor knows the present ones.
     """
@@ -144,8 +145,9 @@ class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
     def fit(self) -> Result:
         """Run the job to its end. Adopts the workers of a driver of this job that died; ends one that lives.
 
-        SIGTERM and SIGINT end the job. Raises: ray.train.TrainingFailedError, with WorkersKeepDying as its
-        controller_failure where a slot keeps dying; RayError where another driver took the job over.
+        SIGTERM and SIGINT end the job. Raises: ray.train.TrainingFailedError, whose controller_failure is JobFailed for
+        an error of the job's, and WorkersKeepDying where a slot keeps dying; RayError where another driver took the job
+        over.
         """
         owner = self.train_run_context.run_id
         with _ended_by_signals():
@@ -223,6 +225,9 @@ class _Seated:
             return self._train_function(with_facts(self._config))
         except (Dismissed, Fenced) as error:
             return Left(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            logger.exception("train_function_failed")
+            return Failed(type(error).__name__, str(error))
 
 
 @contextmanager

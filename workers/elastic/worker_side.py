@@ -24,7 +24,7 @@ from thinwire.workers.elastic.lease import lease_expired
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Left", "lease_expired", "resolve", "slot_of", "told_to_leave"]
+__all__ = ["Failed", "Left", "lease_expired", "resolve", "slot_of", "told_to_leave"]
 
 CALL_S = 10.0
 """One question to the membership actor may take so long, for its process may be starting."""
@@ -42,6 +42,19 @@ class Left:
     """
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a train function returns that ended with an error of its own. Whose error that is says failures.py.
+
+    kind: the error's class. step: the last that it has committed, generation: the last in which it was seated; 0: none.
+    """
+
+    kind: str
+    message: str
+    step: int = 0
+    generation: int = 0
 
 
 def seat(facts: dict[str, Any]) -> None:

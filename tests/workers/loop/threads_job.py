@@ -152,7 +152,7 @@ class Worker:
         self.seat: Seat | None = None
         self.group: FaultyGroup | None = None
 
-    def form(self, step, has_state):
+    def form(self, step, has_state, signature):
         job = self.job
         with job.changed:
             if self.doomed:

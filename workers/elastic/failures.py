@@ -1,0 +1,135 @@
+"""Whose is the error that a train function ended with: this worker's, whose slot is filled again, or the job's?
+
+What an error says of itself does not tell: a full disk, a NaN or a CUDA error may be one machine's, or come to all. But
+an error that is the job's comes to every worker that tries the same step. So:
+
+    the worker's    others get past the step at which it failed
+    the job's       every worker that is there has failed at a step that nobody has got past: at once, with that error.
+                    For one alone, which nobody can be compared with: where nothing has been committed yet; else when
+                    it fails there again
+                    so many generations have tried one step, and in each a worker failed: who fails may be whoever
+                    has the sample, and where workers.min is missing the others cannot get past without another worker
+                    others have come to the end of the training: there is nothing left to be done by another worker
+    too many        a slot, or the slots together, have failed so often that to go on is no use. A worker that was never
+                    seated has cost the others nothing: its slot is filled again, ever later, while they can train
+
+Nothing here calls Ray, nor looks at a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.worker_side import Failed
+
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 300.0
+
+
+class JobFailed(RuntimeError):
+    """The job is at its end. kind, message, step: as a Failure of the contract has them."""
+
+    def __init__(self, kind: str, message: str, step: int) -> None:
+        super().__init__(kind, message, step)  # so that it can be pickled
+        self.kind, self.message, self.step = kind, message, step
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class WorkerFailed(RuntimeError):
+    """What Ray Train is told of a worker's error where nobody is left, and it has to start all again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's. at: when, in seconds of a clock that only goes forward."""
+
+    slot: int
+    host: str
+    error: Failed
+    at: float
+
+    def __str__(self) -> str:
+        return f"worker {self.slot} on {self.host}: {self.error.kind}: {self.error.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The rest of the job, at the moment of a failure.
+
+    slots: of workers that run or are being started. step: the last that anybody has committed. enough: there are as
+    many as the job needs. finished: one has come to the end of the training.
+    """
+
+    slots: Collection[int]
+    step: int
+    enough: bool
+    finished: bool = False
+
+
+class Failures:
+    """Of one run: remembered over full restarts."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open: list[Failure] = []
+        """At a step that nobody is known to have got past."""
+        self._recent: list[Failure] = []
+
+    def judge(self, new: Collection[Failure], others: Others) -> None:
+        """Take them in. Returns where they are the workers'. Raises: JobFailed."""
+        plan = self._plan
+        now = max(one.at for one in new)
+        self._recent = [one for one in (*self._recent, *new) if now - one.at <= plan.failures_s]
+        self._open = [one for one in (*self._open, *new) if one.error.step >= others.step]
+        last = list(new)[-1]
+        if others.finished:
+            raise JobFailed(last.error.kind, last.error.message, last.error.step)
+        self._refuse_what_all_have(others)
+        for one in new:
+            self._refuse_too_many(one, others)
+
+    def pause_s(self, slot: int) -> float:
+        """How long to wait before this slot is filled again: for what was never seated, longer and longer."""
+        num = sum(one.slot == slot and not one.error.generation for one in self._recent)
+        return 0.0 if num <= 1 else min(FIRST_PAUSE_S * 2.0 ** (num - 2), LONGEST_PAUSE_S)
+
+    def _refuse_what_all_have(self, others: Others) -> None:
+        if not self._open:
+            return
+        first, last = self._open[0].error, self._open[-1]
+        failed = {one.slot for one in self._open}
+        compared = len(self._open) > 1 or first.step == 0
+        if compared and failed.issuperset(others.slots):
+            raise JobFailed(first.kind, first.message, first.step)
+        tries = {one.error.generation for one in self._open if one.error.generation}
+        if len(tries) >= self._plan.tries_of_step:
+            raise JobFailed(
+                last.error.kind,
+                f"{last.error.message} ({len(tries)} generations of workers have tried step {last.error.step + 1}, and "
+                f"in each a worker failed; the last was worker {last.slot} on {last.host})",
+                last.error.step,
+            )
+
+    def _refuse_too_many(self, one: Failure, others: Others) -> None:
+        plan, seated = self._plan, one.error.generation > 0
+        num = sum(other.slot == one.slot for other in self._recent)
+        if num > plan.max_slot_failures and (seated or not others.enough):
+            raise JobFailed(
+                "WorkerKeepsFailing",
+                f"the worker of slot {one.slot} has failed {num} times within {plan.failures_s / 60:g} minutes, more "
+                f"than the {plan.max_slot_failures} that are borne: mend its machine, or take it out of the cluster, "
+                f"and submit the job again. The last: {one}",
+                one.error.step,
+            )
+        trained = sum(other.error.generation > 0 for other in self._recent)
+        if trained > plan.max_job_failures:
+            raise JobFailed(
+                "WorkersKeepFailing",
+                f"{trained} times within {plan.failures_s / 60:g} minutes a worker failed that trained, more than the "
+                f"{plan.max_job_failures} that are borne: mend what fails, and submit the job again. The last: {one}",
+                one.error.step,
+            )
