@@ -87,6 +87,10 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
             time.sleep(0.005)
         while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
             time.sleep(0.005)
+        if (run_dir / f"nan-{slot}").exists():
+            next(training.model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+        if (run_dir / f"full-{slot}").exists():
+            raise OSError(28, "No space left on device")
         return plain(training, step, meter)
 
     loop.train_step = slow
@@ -117,7 +121,6 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         reporter._tell(kind="left", step=-1, reason=f"{type(reason).__name__}: {reason}")
     except BaseException as error:  # noqa: BLE001 - told to the test
         traceback.print_exc()
-        ranks.fail(str(error))
         reporter._tell(kind="failed", step=-1, error=f"{type(error).__name__}: {error}")
         status = 1
     log.flush()
@@ -168,6 +171,14 @@ class ElasticJob:
     def hold(self, slot):
         """Let this worker deliver no part of a checkpoint any more."""
         (self.run_dir / f"hold-{slot}").touch()
+
+    def damage(self, slot, kind):
+        """From its next step on. kind: "nan": its gradient; "full": its disk, which the step writes to."""
+        (self.run_dir / f"{kind}-{slot}").touch()
+
+    def mend(self, slot, kind):
+        """Whoever fills the slot next is not damaged."""
+        (self.run_dir / f"{kind}-{slot}").unlink()
 
     def kill(self, slot, number=signal.SIGKILL):
         os.kill(self.workers[slot].pid, number)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import time
 
 import pytest
@@ -74,6 +75,54 @@ def test_a_killed_worker_costs_no_step_and_its_replacement_joins_in(tmp_path, op
         assert job.events("regrouped")[1]["error_lost_norm"] == 0
         assert_whole(job, 50)
         assert len({one["pid"] for one in job.events("steps") if one["rank"] == 0}) == 1
+
+
+def test_a_worker_with_a_nan_or_an_error_of_its_own_leaves_and_is_replaced(tmp_path):
+    own = ("NonFiniteInput", "OSError")
+    with ElasticJob(tmp_path, Limits(2, 3), steps=50) as job:
+        job.allow(12)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.damage(1, "nan")
+        job.allow(20)
+        job.until(lambda: job.regroups() == [2], tolerate=own)
+        (told,) = job.events("failed")
+        host = socket.gethostname()
+        assert told["slot"] == 1
+        assert told["error"].startswith(
+            f"NonFiniteInput: after step 12, of worker 1 (rank 1) on {host}: the input of rank"
+        )
+        regrouped = job.events("regrouped")[0]
+        assert regrouped["step"] == 12
+        assert regrouped["lost"][0].startswith("worker 1 (rank 1): it failed: NonFiniteInput: after step 12")
+        job.mend(1, "nan")
+        job.start(1)
+        job.until(lambda: job.joined(1) == 2, tolerate=own)
+        job.allow(30)
+        job.until(lambda: job.regroups() == [2, 3] and job.step() >= 25, tolerate=own)
+
+        job.damage(0, "full")
+        job.allow(50)
+        job.wait(tolerate=own)
+        assert job.regroups() == [2, 3, 2]
+        assert [one["error"] for one in job.events("failed")[1:]] == ["OSError: [Errno 28] No space left on device"]
+        assert_whole(job, 50)
+
+
+@pytest.mark.slow
+def test_a_nan_of_all_ranks_is_an_error_of_each(tmp_path):
+    with ElasticJob(tmp_path, Limits(1, 2), steps=50) as job:
+        job.allow(12)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.damage(0, "nan")
+        job.damage(1, "nan")
+        job.allow(50)
+        job.wait(tolerate="NonFiniteInput")
+        assert job.regroups() == []
+        told = sorted(job.events("failed"), key=lambda one: one["slot"])
+        assert [one["slot"] for one in told] == [0, 1]
+        assert all("of worker 0 (rank 0) on" in one["error"] and "worker 1 (rank 1)" in one["error"] for one in told)
 
 
 @pytest.mark.slow
