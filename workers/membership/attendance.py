@@ -1,7 +1,17 @@
 """Who is here, who has gone and why, and what has happened to the present generation; with what it takes to lose one.
 
-An id that has gone is never taken again: `past` says what it is told when it comes back. What the rules ask the server
-to do is left here as effects.
+A worker, as the server sees it:
+
+    newcomer    it has no seat yet. Forgotten when its connection ends: it may come back
+    member      seated in the present generation
+    silent      a member or a newcomer that has not been heard of for beat_timeout_s. Its connection may have been cut
+    awaited     a member that this server, which was restarted, knows from others; silent after adopt_s
+    lost        a member that is gone: its connection was ended at its side (`returning`: it may come back before the
+                next generation closes), it failed, or it was fenced
+    past        never taken again: `past` says what it is told when it comes back
+
+Each member that is gone may hold a lease (commit_lease.py) for a while: `released` says until when. What the rules ask
+the server to do is left here as effects.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
+from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.messages import FromServer
 from thinwire.workers.membership.plans import Plans
 from thinwire.workers.membership.roster import Worker
@@ -30,13 +41,21 @@ from thinwire.workers.membership.seats import (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long the rules wait. quiet_s: no first generation closes earlier than this after the start of the server."""
+    """How long the rules wait.
+
+    beat_timeout_s: then a worker is silent. quiet_s: a server that was restarted seats nobody without members for so
+    long. return_s: a process that lives comes back in it, when its connection was ended. form_s: a member may take so
+    long for its process group. lease_s: of a member's lease, and what two clocks may differ in that time.
+    """
 
     start_wait_s: float = 20.0
     beat_timeout_s: float = 10.0
     join_timeout_s: float = 10.0
     adopt_s: float = 5.0
     quiet_s: float = 0.0
+    return_s: float = 5.0
+    form_s: float = 60.0
+    lease_s: float = LEASE_S + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +82,16 @@ class Happened:
     fields: dict[str, JsonValue]
 
 
-Effect = Send | Close | Happened
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Before anything that follows: keep for the next server that this is the generation. vacant: nobody of it can
+    commit any more."""
+
+    generation: int
+    vacant: bool
+
+
+Effect = Send | Close | Happened | Keep
 
 
 @dataclass(slots=True)
@@ -72,7 +100,8 @@ class Present:
 
     reason, lost_before: why it came to be. over: why it ends, where that is not planned. planned: the change that was
     confirmed; leaving: the ids of those that leave by it. at_end: a member has come to a clean end, and the others will
-    too.
+    too. furthest: the last step that a member has told. released: ids that are gone, and until when each may commit.
+    returning: those of them that may come back. vacant: nobody is left who could commit, and the next server was told.
     """
 
     generation: int = 0
@@ -86,6 +115,11 @@ class Present:
     regroup_since: float | None = None
     at_end: bool = False
     store: m.StoreAt | None = None
+    seated_at: float = 0.0
+    furthest: int = 0
+    released: dict[str, float] = field(default_factory=dict)
+    returning: dict[str, Worker] = field(default_factory=dict)
+    vacant: bool = False
 
     def seating(self, rank: int) -> m.Seating:
         """What the member of this rank is told."""
@@ -107,10 +141,9 @@ class Present:
 class Attendance:
     """The workers, and the effects that are to be taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: Timing) -> None:
+        self.timing = timing
         self.workers: dict[str, Worker] = {}
-        self.awaited: dict[str, int] = {}
-        """Ids and ranks of an adopted generation that have not come back yet."""
         self.unwanted: dict[str, str] = {}
         """Ids that are to leave, and why."""
         self.past: dict[str, m.Refusal] = {}
@@ -121,6 +154,18 @@ class Attendance:
     def members(self) -> list[Worker]:
         """The living of the present generation, by rank."""
         return roster.members(self.workers.values())
+
+    def awaited(self) -> list[Worker]:
+        """Members of an adopted generation that have not come back yet."""
+        return [worker for worker in self.workers.values() if worker.awaited]
+
+    def lease_end(self, worker: Worker) -> float:
+        """From then on it cannot commit, unless it is heard of before."""
+        return worker.heard_at + self.timing.lease_s
+
+    def vacant_at(self) -> float:
+        """From then on nobody of the present generation can commit, unless a member is heard of before."""
+        return max([*self.present.released.values(), *map(self.lease_end, self.members())], default=float("-inf"))
 
     def begin(self, present: Present) -> None:
         """Another generation is the present one, and nothing has happened to it."""
@@ -162,27 +207,36 @@ class Attendance:
         self.remove(worker, refusal)
         self.say("dismissed", slot=worker.identity.slot, id=id, rank=worker.rank, why=why)
 
-    def lose(self, worker: Worker, why: str, kind: str, now: float) -> None:
-        """It is gone without a clean goodbye."""
+    def forget(self, worker: Worker, why: str) -> None:
+        """A newcomer has gone. It may come back."""
+        del self.workers[worker.identity.id]
+        self.unwanted.pop(worker.identity.id, None)
+        self.say("lost", slot=worker.identity.slot, id=worker.identity.id, rank=None, why=why)
+
+    def lose(self, worker: Worker, why: str, kind: str, now: float, *, commits_until: float) -> None:
+        """It is gone without a clean goodbye. commits_until: when its lease has ended in any case."""
         who = worker.identity
         self.remove(worker, m.Refusal(verdict="fenced", why=f"it was counted as lost: {why}"))
         self.say(kind, slot=who.slot, id=who.id, rank=worker.rank, why=why)
         if worker.rank is not None:
+            self.present.released[who.id] = commits_until
             self._count_lost(who, worker.rank, why, now)
-
-    def lose_awaited(self, id: str, why: str, now: float) -> None:
-        """A member of an adopted generation does not come back."""
-        rank = self.awaited.pop(id)
-        who = self.present.seats[rank].identity
-        self.past[id] = m.Refusal(verdict="fenced", why=f"it was counted as lost: {why}")
-        self.say("lost", slot=who.slot, id=id, rank=rank, why=why)
-        self._count_lost(who, rank, why, now)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """It may live, but the others go on without it."""
-        self.send(worker.identity.id, m.Refusal(verdict="fenced", why=why))
-        self.effects.append(Close(worker.identity.id))
-        self.lose(worker, why, "fenced", now)
+        self._turn_out(worker, m.Refusal(verdict="fenced", why=why), "lost" if worker.awaited else "fenced", now)
+
+    def refuse(self, worker: Worker, why: str, now: float) -> None:
+        """The job cannot take it, whoever else is there."""
+        self._turn_out(worker, m.Refusal(verdict="refused", why=why), "refused", now)
+
+    def take_back(self, worker: Worker) -> None:
+        """A member whose connection was ended lives, and the generation has not been followed by another yet."""
+        id, present = worker.identity.id, self.present
+        del present.returning[id], present.released[id], self.past[id]
+        present.lost = [gone for gone in present.lost if gone.id != id]
+        self.workers[id] = worker
+        self.say("returned", slot=worker.identity.slot, id=id, rank=worker.rank)
 
     def snapshot(self, limits: Limits, *, finished: bool, events: int) -> Snapshot:
         """All that people are told. events: how many there have been."""
@@ -204,20 +258,32 @@ class Attendance:
 
     def _status(self, limits: Limits, num_joined: int, *, finished: bool) -> tuple[Status, str]:
         """One word, and one line."""
-        generation, members, num_awaited = self.present.generation, self.members(), len(self.awaited)
+        generation, members, num_awaited = self.present.generation, self.members(), len(self.awaited())
         if finished:
             return "finished", f"finished in generation {generation}"
         if num_awaited:
             of = len(self.present.seats)
             return "regrouping", f"restarted; waiting for {num_awaited} of {of} workers to come back"
+        num_silent = sum(w.silent for w in members)
+        unheard = f"; {num_silent} of {len(members)} are not heard of" if num_silent else ""
         if members and self.present.regroup_since is None:
-            return "training", f"training with {len(members)} workers in generation {generation}"
+            return "training", f"training with {len(members)} workers in generation {generation}{unheard}"
         coming = sum(w.standing is None for w in members)
         if coming:
-            return "regrouping", f"regrouping after generation {generation}: waiting for {coming} of {len(members)}"
+            return (
+                "regrouping",
+                f"regrouping after generation {generation}: waiting for {coming} of {len(members)}{unheard}",
+            )
         if num_joined < limits.min:
             return "waiting for workers", f"waiting for workers: {num_joined} of {limits.min}"
+        if not members and not self.present.vacant and self.present.generation:
+            return "forming", f"waiting until nobody of generation {generation} can commit any more"
         return "forming", f"forming: {num_joined} of at most {limits.max} workers have come"
+
+    def _turn_out(self, worker: Worker, refusal: m.Refusal, kind: str, now: float) -> None:
+        self.send(worker.identity.id, refusal)
+        self.effects.append(Close(worker.identity.id))
+        self.lose(worker, refusal.why, kind, now, commits_until=self.lease_end(worker))
 
     def _count_lost(self, who: Identity, rank: int, why: str, now: float) -> None:
         present = self.present

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+FIND_S = 1.0
 """Between tries. Well under the time that a restarted server waits for its members."""
 
 
@@ -32,6 +33,8 @@ class Link:
     def __init__(self, resolve: Callable[[], tuple[str, int]], secret: str, state: State, name: str) -> None:
         self._resolve, self._secret, self._state, self._name = resolve, secret, state, name
         self._lines: Lines | None = None
+        self._address: tuple[str, int] | None = None
+        self._finding: threading.Thread | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-member", daemon=True)
         self._thread.start()
@@ -74,14 +77,29 @@ class Link:
                 return
             logger.info("membership_unreachable worker=%s why=%r retry_s=%.2f", self._name, why, retry_s)
             self._state.cut()
+            self._find_server()
             if time.monotonic() - began > LAST_RETRY_S:
                 retry_s = FIRST_RETRY_S
             self._closing.wait(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
+    def _find_server(self) -> None:
+        """Ask where it is now. Where nobody answers, because of the same broken network, it is tried where it was."""
+        if self._address is not None and (self._finding is None or not self._finding.is_alive()):
+            self._finding = threading.Thread(target=self._find, name="thinwire-member-find", daemon=True)
+            self._finding.start()
+            self._finding.join(FIND_S)
+
+    def _find(self) -> None:
+        try:
+            self._address = self._resolve()
+        except Exception as error:  # noqa: BLE001 - resolve() is the caller's; it is asked again
+            logger.info("membership_unfound worker=%s error=%r", self._name, str(error))
+
     def _connect(self) -> str:
         """One connection from its begin to its end; why it ended."""
-        lines = Lines(socket.create_connection(self._resolve(), CONNECT_S))
+        self._address = self._address or self._resolve()
+        lines = Lines(socket.create_connection(self._address, CONNECT_S))
         try:
             lines.write(m.Key(secret=self._secret))
             lines.write(self._state.hello())

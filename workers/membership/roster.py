@@ -1,7 +1,7 @@
 """The workers that the server knows: who is seated next, and who must leave?
 
 seating   members of the present generation that hold state, by their rank; members without state, by their rank;
-          then newcomers by slot and id. At most limits.max of them
+          then newcomers by slot and id that are not silent, one a slot. At most limits.max of them
 leaving   who was dismissed, and the highest ranks beyond limits.max
 """
 
@@ -15,9 +15,10 @@ from thinwire.workers.membership.seats import Identity, Limits, LostMember, Occu
 
 @dataclass(slots=True)
 class Worker:
-    """A worker whose connection is open.
+    """A worker that is not gone (attendance.py).
 
-    rank: in the present generation, None for a newcomer. standing: from its join() until it is seated.
+    rank: in the present generation, None for a newcomer. standing: from its join() until it is seated. connected: it
+    has a connection. silent, awaited: as there. formed: it has its process group. signature: what it joined to train.
     """
 
     identity: Identity
@@ -27,6 +28,16 @@ class Worker:
     joined_at: float = 0.0
     step: int = 0
     longest_step_s: float = 0.0
+    connected: bool = True
+    silent: bool = False
+    awaited: bool = False
+    formed: bool = False
+    signature: dict[str, str] | None = None
+
+    @property
+    def here(self) -> bool:
+        """It can be told something, and has been heard of lately."""
+        return self.connected and not self.silent
 
     @property
     def name(self) -> str:
@@ -46,8 +57,13 @@ def members(workers: Collection[Worker]) -> list[Worker]:
 
 def newcomers(workers: Collection[Worker]) -> list[Worker]:
     """Those that have joined and wait for their first seat, in the order of seating."""
-    waiting = [w for w in workers if w.rank is None and w.standing is not None]
-    return sorted(waiting, key=lambda w: (w.identity.slot, w.identity.id))
+    filled = {w.identity.slot for w in workers if w.rank is not None}
+    waiting: list[Worker] = []
+    for worker in sorted(workers, key=lambda w: (w.identity.slot, w.identity.id)):
+        if worker.rank is None and worker.standing is not None and worker.here and worker.identity.slot not in filled:
+            filled.add(worker.identity.slot)
+            waiting.append(worker)
+    return waiting
 
 
 def seating(workers: Collection[Worker]) -> list[Worker]:

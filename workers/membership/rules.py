@@ -1,14 +1,21 @@
 """Who belongs to the job, and when does the next generation close? Pure: no sockets, no clock, time is passed in.
 
-    a generation closes   when every living member of the present one has joined or said goodbye, and limits.min have
-                          joined. Never by a time window: a survivor that is late is waited for, or fenced
+    a generation closes   when every member of the present one has joined and is not silent, or has gone, and limits.min
+                          have joined. Never by a time window: a survivor that is late is waited for, or fenced
     the first             also waits for limits.max workers, or start_wait_s
-    a member is lost      when its connection ends; when it has not been heard of for beat_timeout_s; when it does not
-                          come to a regroup within join_timeout_s, or 3 of the longest steps. The last two are fenced
-    a change is planned   (plans.py) while all is well and newcomers wait, or members should leave (roster.py)
-    a restarted server    learns the generation from the first member that comes back, and waits adopt_s for the others
+    without any member    also waits until nobody of the present generation can commit any more (commit_lease.py)
+    a member is lost      when its side ends its connection; when it hangs: it is heard of, but does not come to a
+                          regroup within join_timeout_s, or 3 of the longest steps, or form_s where it still forms its
+                          group; when others cannot reach it (unreachable.py); when it is silent for too long
+                          (_judge_silence)
+    it comes back         if its connection was ended, it lives, and no other generation has closed since
+    a worker is refused   if it trains something else (signatures.py)
+    a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
+    a restarted server    learns the generation from the first member that comes back; others are silent after adopt_s
 
-A worker is living while its connection is open. What is to be done comes out of take().
+A step takes the data of all members. So once one of them has stopped and joined, its generation commits nothing more,
+and the next may have any members at all. Two could only commit at once where the next has no member of this one: that
+is why it waits. What is to be done comes out of take().
 """
 
 from __future__ import annotations
@@ -16,10 +23,11 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership import roster
-from thinwire.workers.membership.attendance import Attendance, Close, Effect, Present, Timing
+from thinwire.workers.membership import roster, signatures
+from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
+from thinwire.workers.membership.unreachable import left_out
 
 PAUSE_S = 2.0
 """Between two ticks: more than that, and this process itself was stopped, so that nobody's silence counts."""
@@ -27,20 +35,31 @@ PAUSE_S = 2.0
 
 GATHER_S = 0.25
 """Dismissals come together, when machines are taken back: they are one change, so that the last can save for all."""
+REPORTS_S = 1.0
+"""The same of reports that ranks cannot talk to one another: the pairs together tell who is to be left out."""
 
 
 class Rules:
-    """The state of the server. Every call may leave effects, which take() hands out in order."""
+    """The state of the server. Every call may leave effects, which take() hands out in order.
 
-    def __init__(self, limits: Limits, timing: Timing, now: float) -> None:
+    after: the highest generation that is known to have been.
+    """
+
+    def __init__(self, limits: Limits, timing: Timing, now: float, *, after: int = 0) -> None:
         self.limits = limits
         self.finished = False
         self._timing = timing
+        self._began = now
         self._quiet_until = now + timing.quiet_s
         self._ticked_at = now
         self._adopt_until = now
-        self._highest = 0  # generation that anybody has told of
-        self._attendance = Attendance()
+        self._highest = after  # generation that anybody has told of
+        self._signature: dict[str, str] | None = None  # of the job, while it has members
+        self._all_silent = False
+        self._judge_from = now
+        self._reports: dict[int, dict[int, str]] = {}
+        self._reported_at = now
+        self._attendance = Attendance(timing)
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
@@ -52,23 +71,30 @@ class Rules:
     def hello(self, identity: Identity, told: Seat | None, now: float) -> m.Refusal | None:
         """A worker came; told is its seat. The answer where it is not taken."""
         attendance = self._attendance
-        if past := attendance.past.get(identity.id):
+        back = attendance.present.returning.get(identity.id)
+        if back is not None and told is not None and told.generation == attendance.present.generation:
+            attendance.take_back(back)
+            self._refuse_doubles(back, now)
+        elif past := attendance.past.get(identity.id):
             return past
-        if self.finished:
+        elif self.finished:
             return m.Refusal(verdict="dismissed", why="the job has finished")
-        for other in attendance.workers.values():
-            if identity.id == other.identity.id or identity.slot == other.identity.slot:
-                what = f"id {identity.id}" if identity.id == other.identity.id else f"slot {identity.slot}"
-                why = f"{what} is filled by process {other.identity.pid} on {other.identity.host}: end one of the two"
-                return m.Refusal(verdict="refused", why=why)
-        if told is not None and (refusal := self._adopt(identity, told, now)):
+        elif refusal := self._filled(identity):
             return refusal
-        worker = attendance.workers[identity.id] = Worker(identity, now)
+        known = attendance.workers.get(identity.id)
+        if told is not None and (known is None or told.generation > attendance.present.generation):
+            if refusal := self._adopt(identity, told, now):
+                return refusal
+            known = attendance.workers.get(identity.id)
+        worker = known or Worker(identity, now)
+        attendance.workers[identity.id] = worker
+        worker.connected, worker.awaited = True, False
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
-        self._give_up_replaced(now)
-        if identity.id in attendance.awaited:
-            self._come_back(worker, told.generation if told else 0)
+        self._hear(identity.id, None, 0.0, now)
+        if worker.rank is not None:
+            attendance.cancel()  # it may not have read what it was to answer
+            self._tell_all(worker, told.generation if told else 0)
         self._settle(now)
         return None
 
@@ -82,14 +108,21 @@ class Rules:
         signature: dict[str, str] | None = None,
         floor: int = 0,
     ) -> None:
-        """A worker is ready for the generation that follows `after`."""
-        self._highest = max(self._highest, floor)
+        """A worker is ready for the generation that follows `after`. signature, floor: as in messages.Join."""
         attendance, present = self._attendance, self._attendance.present
         worker = attendance.workers[id]
-        worker.heard_at = now
+        self._hear(id, None, 0.0, now)
+        self._highest = max(self._highest, floor)
         if worker.rank is not None and after < present.generation:  # it has not yet read that it is seated
             attendance.send(id, present.seating(worker.rank))
             return
+        worker.signature = signature
+        if attendance.members() and (why := signatures.difference(signature, self._signature)):
+            attendance.refuse(worker, why, now)
+            self._settle(now)
+            return
+        if worker.rank is not None:
+            self._signature = self._signature or signature  # a server that was restarted learns it from members
         worker.standing, worker.joined_at = standing, now
         worker.step = max(worker.step, standing.step)
         attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
@@ -102,9 +135,8 @@ class Rules:
                 attendance.say("over", why=present.over)
                 attendance.tell(m.Over(generation=present.generation, why=present.over), but=id)
             if id in attendance.unwanted and not standing.has_state:
-                attendance.dismiss(
-                    worker, attendance.unwanted[id]
-                )  # else it is seated, and leaves when it has handed over
+                # else it is seated, and leaves when it has handed over
+                attendance.dismiss(worker, attendance.unwanted[id])
         self._settle(now)
 
     def store(self, id: str, generation: int, port: int) -> None:
@@ -119,21 +151,27 @@ class Rules:
     def formed(self, id: str, generation: int, now: float) -> None:
         """A member has the process group of that generation."""
         self._hear(id, None, 0.0, now)
+        worker = self._attendance.workers[id]
+        if worker.rank is not None and generation == self._attendance.present.generation:
+            worker.formed = True
 
     def unreachable(self, id: str, generation: int, ranks: dict[int, str], now: float) -> None:
         """A member cannot talk to these ranks of that generation."""
         self._hear(id, None, 0.0, now)
+        attendance, rank = self._attendance, self._attendance.workers[id].rank
+        if rank is None or generation != attendance.present.generation:
+            return  # it speaks of a generation that is over
+        if not self._reports:
+            self._reported_at = now
+        self._reports[rank] = {
+            other: why for other, why in ranks.items() if other in range(len(attendance.present.seats))
+        }
+        attendance.say("unreachable", rank=rank, ranks=[*sorted(self._reports[rank])])
 
     def beat(self, id: str, number: int, step: int | None, seconds: float, now: float) -> None:
         """A worker lives, and is at that step of the present generation."""
         self._hear(id, step, seconds, now)
         self._attendance.send(id, m.Heard(number=number))
-
-    def _hear(self, id: str, step: int | None, seconds: float, now: float) -> None:
-        worker = self._attendance.workers[id]
-        worker.heard_at = now
-        worker.step = max(worker.step, step or 0)
-        worker.longest_step_s = max(worker.longest_step_s, seconds)
 
     def answer(self, id: str, number: int, *, yes: bool, step: int | None, now: float) -> None:
         """A member said yes or no to a proposal."""
@@ -155,8 +193,8 @@ class Rules:
 
     def notice(self, id: str, reason: str, now: float) -> None:
         """A worker has been told to go: as if it were dismissed."""
+        self._hear(id, None, 0.0, now)
         worker = self._attendance.workers[id]
-        worker.heard_at = now
         if id not in self._attendance.unwanted:
             self._attendance.say("notice", slot=worker.identity.slot, id=id, rank=worker.rank, why=reason)
         self._let_go(worker, reason, now)
@@ -177,36 +215,61 @@ class Rules:
     def failed_by(self, id: str, reason: str, now: float) -> None:
         """A worker leaves for an error of its own."""
         self._attendance.effects.append(Close(id))
-        self._attendance.lose(self._attendance.workers[id], f"it failed: {reason}", "failed", now)
+        self._attendance.lose(self._attendance.workers[id], f"it failed: {reason}", "failed", now, commits_until=now)
         self._settle(now)
 
     # What the server finds
 
     def gone(self, id: str, why: str, now: float) -> None:
-        """The connection of a worker has ended: it is dead."""
+        """The connection of a worker was ended at its side: its process is dead, or comes back within return_s."""
+        attendance, worker = self._attendance, self._attendance.workers.get(id)
+        if worker is None:
+            return
+        if now - worker.heard_at > self._timing.beat_timeout_s / 2:
+            self.cut(id, why, now)  # its system may have given up a connection that was cut, and the process lives
+            return
+        if worker.rank is None:
+            attendance.forget(worker, why)
+        else:
+            worker.connected = False
+            attendance.lose(worker, why, "lost", now, commits_until=now + self._timing.return_s)
+            attendance.present.returning[id] = worker
+        self._settle(now)
+
+    def cut(self, id: str, why: str, now: float) -> None:
+        """The connection of a worker broke, and not at its side. It may live, and know nothing of it."""
+        attendance, worker = self._attendance, self._attendance.workers.get(id)
+        if worker is None:
+            return
+        if worker.rank is None:
+            attendance.forget(worker, why)
+        else:
+            worker.connected = False
+            attendance.say("cut", slot=worker.identity.slot, id=id, rank=worker.rank, why=why)
+            attendance.cancel()
+        self._settle(now)
+
+    def misspoke(self, id: str, why: str, now: float) -> None:
+        """A worker does not speak the protocol: it is fenced, and its connection is ended at this side."""
         if worker := self._attendance.workers.get(id):
-            self._attendance.lose(worker, why, "lost", now)
+            self._attendance.fence(worker, why, now)
             self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed. To be called several times a second."""
-        attendance, timing = self._attendance, self._timing
+        attendance = self._attendance
         paused_s, self._ticked_at = now - self._ticked_at, now
         if paused_s > PAUSE_S:
             self._forgive(paused_s)
-        for worker in list(attendance.workers.values()):
-            if now - worker.heard_at > timing.beat_timeout_s:
-                attendance.fence(worker, f"it has not been heard of for {timing.beat_timeout_s:g} s", now)
-        if attendance.present.regroup_since is not None:
-            members = attendance.members()
-            limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
-            for worker in members:
-                if worker.standing is None and now - attendance.present.regroup_since > limit_s:
-                    attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
-        if now >= self._adopt_until:
-            why = f"it did not come back within {timing.adopt_s:g} s after the membership server was restarted"
-            for id in list(attendance.awaited):
-                attendance.lose_awaited(id, why, now)
+        self._note_silence(now)
+        self._judge_silence(now)
+        self._judge_hanging(now)
+        if self._reports and now >= self._reported_at + REPORTS_S:
+            self._judge_reports(now)
+        vacant = now >= attendance.vacant_at()
+        if attendance.present.generation and vacant != attendance.present.vacant:
+            attendance.present.vacant = vacant
+            attendance.effects.append(Keep(attendance.present.generation, vacant=vacant))
         self._settle(now)
 
     # What the operator wants
@@ -228,6 +291,15 @@ class Rules:
         """What is known now. events: how many there have been."""
         return self._attendance.snapshot(self.limits, finished=self.finished, events=events)
 
+    def vacant_in_s(self, now: float) -> float:
+        """For how long a server that replaces this one must be quiet: nobody that this one knows can commit after."""
+        return max(self._attendance.vacant_at() - now, self._quiet_until - now, 0.0)
+
+    @property
+    def highest(self) -> int:
+        """The highest generation that anybody has told of."""
+        return max(self._highest, self._attendance.present.generation)
+
     def _let_go(self, worker: Worker, reason: str, now: float) -> None:
         attendance = self._attendance
         if worker.rank is None:
@@ -236,31 +308,168 @@ class Rules:
             attendance.unwanted[worker.identity.id] = reason
             attendance.plans.hold(now + GATHER_S)
 
+    def _filled(self, identity: Identity) -> m.Refusal | None:
+        """Another worker has its id, or is in its slot and is there. Who is silent may be dead, and fills nothing."""
+        for other in self._attendance.workers.values():
+            if other.identity == identity:
+                continue  # it comes back, before this side has seen its connection end
+            if identity.id == other.identity.id or (identity.slot == other.identity.slot and other.here):
+                what = f"id {identity.id}" if identity.id == other.identity.id else f"slot {identity.slot}"
+                why = f"{what} is filled by process {other.identity.pid} on {other.identity.host}: end one of the two"
+                return m.Refusal(verdict="refused", why=why)
+        return None
+
+    # Who is not heard of, and who does not come
+
+    def _hear(self, id: str, step: int | None, seconds: float, now: float) -> None:
+        attendance, worker = self._attendance, self._attendance.workers[id]
+        worker.heard_at = now
+        worker.step = max(worker.step, step or 0)
+        worker.longest_step_s = max(worker.longest_step_s, seconds)
+        if worker.rank is None:
+            return
+        attendance.present.furthest = max(attendance.present.furthest, worker.step)
+        if self._all_silent:  # this server was cut off, and the others are about to come back too
+            self._all_silent = False
+            self._judge_from = now + self._timing.beat_timeout_s
+
+    def _note_silence(self, now: float) -> None:
+        """Who is silent, and who is not any more."""
+        attendance = self._attendance
+        for worker in list(attendance.workers.values()):
+            due = self._adopt_until if worker.awaited else worker.heard_at + self._timing.beat_timeout_s
+            silent = now >= due if worker.awaited else now > due
+            if silent == worker.silent or worker.identity.id not in attendance.workers:
+                continue
+            worker.silent = silent
+            who = worker.identity
+            attendance.say("silent" if silent else "heard", slot=who.slot, id=who.id, rank=worker.rank)
+            if silent and worker.rank is not None:
+                attendance.cancel()
+            if not silent:
+                self._refuse_doubles(worker, now)
+
+    def _refuse_doubles(self, worker: Worker, now: float) -> None:
+        """It is there again, and while it was silent a new process may have come for its slot."""
+        doubles = [
+            w for w in self._attendance.workers.values() if w.identity.slot == worker.identity.slot and w is not worker
+        ]
+        why = f"slot {worker.identity.slot} is filled by two processes: end one of the two"
+        if worker.rank is not None:
+            for double in doubles:
+                self._attendance.refuse(double, why, now)
+        elif any(double.here for double in doubles):
+            self._attendance.refuse(worker, why, now)
+
+    def _judge_silence(self, now: float) -> None:
+        """May the others go on without those that are silent?
+
+        Silent are all members: this server is cut off, and nobody is lost by that. Unless nobody of this generation can
+        commit any more, and newcomers wait, or the job is at its end.
+        Half of the members, or more, are heard of: the others are fenced.
+        Less than half are: the greater part may still train, and is waited for, each until its lease has ended.
+        """
+        attendance, timing = self._attendance, self._timing
+        for worker in list(attendance.workers.values()):
+            if worker.rank is None and worker.silent and now >= attendance.lease_end(worker):
+                attendance.fence(worker, f"it has not been heard of for {timing.lease_s:g} s", now)
+        silent = [w for w in attendance.members() if w.silent]
+        heard = [w for w in attendance.members() if not w.silent]
+        self._all_silent = bool(silent) and not heard
+        if not silent or now < self._judge_from:
+            return
+        if not heard:
+            wanted = len(roster.newcomers(attendance.workers.values())) >= self.limits.min
+            if now >= attendance.vacant_at() and (wanted or attendance.present.at_end):
+                self._fence_silent(silent, now)
+        elif len(heard) >= len(silent):
+            self._fence_silent(silent, now)
+        elif ended := [w for w in silent if now >= attendance.lease_end(w)]:
+            ahead = max(w.step for w in ended) - max(w.step for w in heard)
+            attendance.say("minority", heard=len(heard), silent=len(silent), steps_given_up=max(ahead, 0))
+            self._fence_silent(ended, now)
+
+    def _fence_silent(self, silent: list[Worker], now: float) -> None:
+        for worker in silent:
+            if worker.awaited:
+                why = (
+                    f"it did not come back within {self._timing.adopt_s:g} s after the membership server was restarted"
+                )
+            else:
+                why = f"it has not been heard of for {self._timing.beat_timeout_s:g} s"
+            self._attendance.fence(worker, why, now)
+
+    def _judge_hanging(self, now: float) -> None:
+        attendance, present, timing = self._attendance, self._attendance.present, self._timing
+        if present.regroup_since is None:
+            return
+        members = attendance.members()
+        limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
+        for worker in members:
+            forms = not worker.formed and now - present.seated_at <= timing.form_s
+            if worker.standing is None and worker.here and not forms and now - present.regroup_since > limit_s:
+                attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+
+    def _judge_reports(self, now: float) -> None:
+        """Leave out the fewest members such that all others can talk to one another."""
+        attendance, members = self._attendance, {w.rank: w for w in self._attendance.members()}
+        reports = {
+            rank: {other: why for other, why in told.items() if other in members}
+            for rank, told in self._reports.items()
+            if rank in members
+        }
+        self._reports = {}
+        stateless = {rank for rank, seated in enumerate(attendance.present.seats) if not seated.standing.has_state}
+        for rank, why in left_out(reports, stateless).items():
+            attendance.fence(members[rank], why, now)
+
+    def _forgive(self, paused_s: float) -> None:
+        """This process was stopped: nobody's silence counts."""
+        present = self._attendance.present
+        self._adopt_until += paused_s
+        self._judge_from += paused_s
+        present.seated_at += paused_s
+        if present.regroup_since is not None:
+            present.regroup_since += paused_s
+        for worker in self._attendance.workers.values():
+            worker.heard_at += paused_s
+
     # What follows
 
     def _settle(self, now: float) -> None:
         attendance, present = self._attendance, self._attendance.present
         members = attendance.members()
-        if self.finished or attendance.awaited:
+        if self.finished:
             return
         if present.at_end and not members:
             self._finish()
-        elif all(w.standing is not None for w in members):
+        elif all(w.standing is not None and w.here for w in members):
             self._close(members, now)
-        elif present.regroup_since is None and present.planned is None and not present.at_end:
+        elif (
+            present.regroup_since is None
+            and present.planned is None
+            and not present.at_end
+            and all(w.here for w in members)
+        ):
             self._plan(members, now)
 
     def _close(self, members: list[Worker], now: float) -> None:
         attendance, ended = self._attendance, self._attendance.present
+        if not members and now < max([self._quiet_until, *ended.released.values()]):
+            return
         joined = roster.seating(attendance.workers.values())
         if ended.at_end:  # one has ended well, so all have made the last step: a death only kept these from ending too
             joined = [worker for worker in joined if worker.rank is not None]
         elif len(joined) < self.limits.min:
             return
-        if not members and now < self._quiet_until:
-            return
         waited = not members and now >= min(w.joined_at for w in joined) + self._timing.start_wait_s
         if not members and len(joined) < self.limits.max and not waited:
+            return
+        signature = (self._signature if members else None) or signatures.of_most(members or joined)
+        if others := [w for w in joined if signatures.difference(w.signature, signature)]:
+            for worker in others:
+                attendance.refuse(worker, signatures.difference(worker.signature, signature) or "", now)
+            self._settle(now)
             return
         # Who holds a state and is too many is seated too, and hands it over at the next boundary.
         most = max(
@@ -270,17 +479,24 @@ class Rules:
         for worker in joined[most:]:
             if worker.rank is not None:
                 attendance.dismiss(worker, f"the job was shrunk to {self.limits.max} workers")
+        if not members and ended.lost:
+            attendance.say("gave_up", step=ended.furthest)
         reason = roster.reason(ended.lost, ended.planned, len(ended.seats), len(chosen), ended.over)
-        self._highest = max(self._highest, ended.generation) + 1
+        self._highest, self._signature = self.highest + 1, signature
         seats = tuple(roster.to_seated(worker) for worker in chosen)
         lost = tuple(sorted(ended.lost, key=lambda gone: gone.rank))
-        attendance.begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end))
+        self._begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end, seated_at=now))
+        attendance.effects.append(Keep(self._highest, vacant=False))
         for rank, worker in enumerate(chosen):
-            worker.rank, worker.standing, worker.longest_step_s = rank, None, 0.0
+            worker.rank, worker.standing, worker.longest_step_s, worker.formed = rank, None, 0.0, False
             attendance.send(worker.identity.id, attendance.present.seating(rank))
         slots: list[JsonValue] = [w.identity.slot for w in chosen]
         attendance.say("seated", size=len(chosen), slots=slots, reason=reason)
         self._settle(now)
+
+    def _begin(self, present: Present) -> None:
+        self._attendance.begin(present)
+        self._reports, self._all_silent = {}, False
 
     def _plan(self, members: list[Worker], now: float) -> None:
         attendance = self._attendance
@@ -308,24 +524,14 @@ class Rules:
         for worker in list(self._attendance.workers.values()):
             self._attendance.dismiss(worker, "the job has finished")
 
-    def _forgive(self, paused_s: float) -> None:
-        """This process was stopped: nobody's silence counts."""
-        self._adopt_until += paused_s
-        if self._attendance.present.regroup_since is not None:
-            self._attendance.present.regroup_since += paused_s
-        for worker in self._attendance.workers.values():
-            worker.heard_at += paused_s
-
     # A server that was restarted
 
     def _adopt(self, identity: Identity, told: Seat, now: float) -> m.Refusal | None:
         attendance, generation = self._attendance, self._attendance.present.generation
         self._highest = max(self._highest, told.generation)
-        knows_less = told.generation > generation and (generation == 0 or bool(attendance.awaited))
+        knows_less = told.generation > generation and (generation == 0 or bool(attendance.awaited()))
         if knows_less and any(seated.identity.id == identity.id for seated in told.members):
             self._take_over(told, now)
-            return None
-        if identity.id in attendance.awaited:
             return None
         why = f"it was seated in generation {told.generation}, and generation {generation} goes on without it"
         attendance.say("fenced", slot=identity.slot, id=identity.id, rank=None, why=why)
@@ -336,32 +542,29 @@ class Rules:
         """This server knows less than a member: what it was told is the present generation."""
         attendance = self._attendance
         attendance.cancel()
-        attendance.begin(Present(told.generation, told.members, told.reason, told.lost))
-        attendance.awaited = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
+        self._begin(Present(told.generation, told.members, told.reason, told.lost, seated_at=now))
         self._adopt_until = now + self._timing.adopt_s
         attendance.say("adopted", size=told.size)
+        ranks = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
         for worker in list(attendance.workers.values()):
-            if worker.identity.id in attendance.awaited:
-                self._come_back(worker, 0)
-            elif worker.rank is not None:
+            if worker.identity.id in ranks:
+                continue
+            if worker.rank is not None:
                 worker.rank = None  # of another generation; it is not a loss of this one
                 attendance.fence(worker, f"generation {told.generation} goes on without it", now)
+        for rank, seated in enumerate(told.members):
+            worker = attendance.workers.get(seated.identity.id) or Worker(
+                seated.identity, self._began, connected=False, awaited=True
+            )
+            attendance.workers[seated.identity.id] = worker
+            worker.rank, worker.standing, worker.step = rank, None, seated.standing.step
+            if worker.connected:
+                self._tell_all(worker, 0)
 
-    def _come_back(self, worker: Worker, knows: int) -> None:
-        """A member of the adopted generation is there. knows: the last generation that it knows."""
-        attendance, id = self._attendance, worker.identity.id
-        worker.rank, worker.standing = attendance.awaited.pop(id), None
-        worker.step = attendance.present.seats[worker.rank].standing.step
-        if knows < attendance.present.generation:
-            attendance.send(id, attendance.present.seating(worker.rank))
-        for message in attendance.present.news():
-            attendance.send(id, message)
-
-    def _give_up_replaced(self, now: float) -> None:
-        """A new process fills the slot of a member that has not come back: that one is dead."""
-        filled = {w.identity.slot: w.identity for w in self._attendance.workers.values()}
-        for id, rank in list(self._attendance.awaited.items()):
-            new = filled.get(self._attendance.present.seats[rank].identity.slot)
-            if new is not None and new.id != id:
-                why = f"a new process, {new.pid} on {new.host}, fills its place"
-                self._attendance.lose_awaited(id, why, now)
+    def _tell_all(self, worker: Worker, knows: int) -> None:
+        """A member is there again. knows: the last generation that it knows."""
+        attendance, present = self._attendance, self._attendance.present
+        if worker.rank is not None and knows < present.generation:
+            attendance.send(worker.identity.id, present.seating(worker.rank))
+        for message in present.news():
+            attendance.send(worker.identity.id, message)

@@ -109,8 +109,8 @@ class Limits:
 class MembershipEvent:
     """Something that happened at the server, for logs and metrics. time: unix seconds.
 
-    kinds: connected, joined, seated, store, over, lost, fenced, failed, left, dismissed, proposed, confirmed,
-    cancelled, notice, adopted, limits, finished
+    kinds: connected, joined, seated, store, over, cut, silent, heard, unreachable, lost, returned, fenced, failed,
+    refused, left, dismissed, proposed, confirmed, cancelled, notice, adopted, minority, gave_up, limits, finished
     """
 
     kind: str

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.attendance import Close, Happened, Send, Timing
+from thinwire.workers.membership.attendance import Close, Happened, Keep, Send, Timing
+from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.lines import BadLine, Lines
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
@@ -34,13 +35,18 @@ HELLO_S = 5.0
 MAX_STRANGERS = 64
 """Connections at a time that have not yet. Further ones are closed."""
 TICK_S = 0.05
+ENDED_BY_PEER = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
+"""By its process or its system, which answers that it has no such connection. Other errors say: nothing came through."""
 
 
 class MembershipServer:
     """Listens as soon as it is made; `close` ends it. `on_event` is called from one thread, in order.
 
-    quiet_s: give a server that was restarted in mid-run its adopt_s, so that newcomers do not start a first generation
-    before the members have come back. Raises ValueError for a secret under 16 characters, OSError if it cannot listen.
+    after, quiet_s: of a server that replaces another one: the generation that `keep` was told last, and how long
+    somebody of it might still commit, so that newcomers do not begin beside the members (`vacant_in_s` of the other;
+    LEASE_S and a second where nobody can be asked; 0 where it was vacant). keep: called with each generation before
+    anybody hears of it, and with whether it is vacant; what it raises is logged.
+    Raises ValueError for a secret under 16 characters, OSError if it cannot listen.
     """
 
     def __init__(
@@ -55,14 +61,19 @@ class MembershipServer:
         join_timeout_s: float = 10.0,
         adopt_s: float = 5.0,
         quiet_s: float = 0.0,
+        return_s: float = 5.0,
+        form_s: float = 60.0,
+        lease_s: float = LEASE_S + 1.0,
+        after: int = 0,
+        keep: Callable[[int, bool], None] | None = None,
         on_event: Callable[[MembershipEvent], None] | None = None,
     ) -> None:
         if len(secret) < 16:
             raise ValueError(f"a secret of {len(secret)} characters can be guessed: give 16 or more")
         self._secret = secret.encode()
-        self._rules = Rules(
-            limits, Timing(start_wait_s, beat_timeout_s, join_timeout_s, adopt_s, quiet_s), time.monotonic()
-        )
+        timing = Timing(start_wait_s, beat_timeout_s, join_timeout_s, adopt_s, quiet_s, return_s, form_s, lease_s)
+        self._rules = Rules(limits, timing, time.monotonic(), after=after)
+        self._keep = keep
         self._on_event = on_event
         self._lock = threading.Lock()
         self._outboxes: dict[str, _Outbox] = {}
@@ -96,6 +107,17 @@ class MembershipServer:
         """What the server knows now."""
         with self._lock:
             return self._rules.snapshot(self._num_events)
+
+    def vacant_in_s(self) -> float:
+        """Seconds after which nobody that this server knows can commit, if it hears of nobody any more."""
+        with self._lock:
+            return self._rules.vacant_in_s(time.monotonic())
+
+    @property
+    def highest(self) -> int:
+        """The highest generation that it knows of."""
+        with self._lock:
+            return self._rules.highest
 
     def close(self) -> None:
         """Stop listening and end all connections. Members go on and look for the next server."""
@@ -132,7 +154,7 @@ class MembershipServer:
         lines = Lines(connection)
         with self._lock:
             self._open.add(lines)
-        id, why = None, "its connection ended"
+        id, why, how = None, "its connection ended", self._rules.gone
         try:
             try:
                 if not self._closing.is_set():
@@ -143,11 +165,12 @@ class MembershipServer:
                 self._heard(id, lines, message)
         except OSError as error:
             why = f"its connection broke: {error.strerror or error}"
+            how = self._rules.gone if isinstance(error, ENDED_BY_PEER) else self._rules.cut
         except BadLine as error:
-            why = str(error)
+            why, how = str(error), self._rules.misspoke
             logger.warning("membership_bad_line peer=%s:%d why=%r", peer[0], peer[1], why)
         finally:
-            self._forget(id, lines, why)
+            self._forget(id, lines, why, how)
 
     def _meet(self, lines: Lines) -> str | None:
         """Who it is; None if it was refused, and knows it."""
@@ -165,6 +188,8 @@ class MembershipServer:
         with self._lock:
             refusal = self._rules.hello(hello.identity, hello.seat, time.monotonic())
             if refusal is None:
+                if before := self._outboxes.get(hello.identity.id):
+                    before.end()  # it has come back before its last connection was seen to end
                 self._outboxes[hello.identity.id] = _Outbox(lines)
             self._do()
         if refusal is not None:
@@ -203,14 +228,16 @@ class MembershipServer:
                     raise BadLine("a second hello came on one connection: open another")
             self._do()
 
-    def _forget(self, id: str | None, lines: Lines, why: str) -> None:
+    def _forget(self, id: str | None, lines: Lines, why: str, how: Callable[[str, str, float], None]) -> None:
         with self._lock:
             self._open.discard(lines)
             if id is not None and (outbox := self._outboxes.get(id)) is not None and outbox.lines is lines:
                 del self._outboxes[id]
                 outbox.end()
                 if not self._closing.is_set():
-                    self._rules.gone(id, why, time.monotonic())
+                    if outbox.broke is not None and not isinstance(outbox.broke, ENDED_BY_PEER):
+                        how = self._rules.cut  # then the thread that reads sees an end as if it were the peer's
+                    how(id, why, time.monotonic())
                     self._do()
         lines.end()
         lines.close()
@@ -225,9 +252,18 @@ class MembershipServer:
                 case Close(id):
                     if outbox := self._outboxes.pop(id, None):
                         outbox.end()
+                case Keep(generation, vacant):
+                    self._tell_keeper(generation, vacant)
                 case Happened(kind, generation, fields):
                     self._num_events += 1
                     self._events.put(MembershipEvent(kind, time.time(), generation, fields))
+
+    def _tell_keeper(self, generation: int, vacant: bool) -> None:
+        if self._keep is not None:
+            try:
+                self._keep(generation, vacant)
+            except Exception:  # members tell the next server what they know, and so does the checkpoint
+                logger.exception("membership_not_kept generation=%d", generation)
 
     def _clock(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -251,6 +287,7 @@ class _Outbox:
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
+        self.broke: OSError | None = None
         self._queue: queue.SimpleQueue[BaseModel | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="thinwire-membership-write", daemon=True).start()
 
@@ -266,5 +303,6 @@ class _Outbox:
             while (message := self._queue.get()) is not None:
                 self.lines.write(message)
         except OSError as error:
+            self.broke = error
             logger.info("membership_write_failed error=%r", str(error))
         self.lines.end()  # the thread that reads sees it

@@ -67,7 +67,8 @@ class Job:
         self.server: MembershipServer
 
     def serve(self, least: int, most: int, **settings: Any) -> MembershipServer:
-        given = {"start_wait_s": 0.2, "beat_timeout_s": 5.0, "join_timeout_s": 5.0, "adopt_s": 2.0} | settings
+        given = {"start_wait_s": 0.2, "beat_timeout_s": 5.0, "join_timeout_s": 5.0, "adopt_s": 2.0, "return_s": 0.5}
+        given |= settings
         self.server = MembershipServer(Limits(least, most), SECRET, on_event=self.events.append, **given)
         self._servers.append(self.server)
         return self.server
@@ -149,6 +150,7 @@ def _train(port: int, slot: int, step_s: float) -> None:
             return
         step = max(step, *(seated.standing.step for seated in seat.members), 0)
         lost = [gone.slot for gone in seat.lost]
+        member.formed()
         _say("seat", generation=seat.generation, rank=seat.rank, size=seat.size, reason=seat.reason, lost=lost)
         while member.over is None:
             step += 1

@@ -13,7 +13,16 @@ from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.attendance import Close, Send, Timing
 from thinwire.workers.membership.rules import Rules
 
-TIMING = Timing(start_wait_s=2.0, beat_timeout_s=3.0, join_timeout_s=3.0, adopt_s=1.0, quiet_s=1.5)
+TIMING = Timing(
+    start_wait_s=2.0,
+    beat_timeout_s=3.0,
+    join_timeout_s=3.0,
+    adopt_s=1.0,
+    quiet_s=1.5,
+    return_s=0.5,
+    form_s=3.0,
+    lease_s=6.0,
+)
 
 
 @dataclass
