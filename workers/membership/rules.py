@@ -74,12 +74,11 @@ class Rules:
         back = attendance.present.returning.get(identity.id)
         if back is not None and told is not None and told.generation == attendance.present.generation:
             attendance.take_back(back)
-            self._refuse_doubles(back, now)
         elif past := attendance.past.get(identity.id):
             return past
         elif self.finished:
             return m.Refusal(verdict="dismissed", why="the job has finished")
-        elif refusal := self._filled(identity):
+        elif refusal := self._filled(identity, told is not None):
             return refusal
         known = attendance.workers.get(identity.id)
         if told is not None and (known is None or told.generation > attendance.present.generation):
@@ -93,6 +92,7 @@ class Rules:
         attendance.send(identity.id, m.Welcome())
         self._hear(identity.id, None, 0.0, now)
         if worker.rank is not None:
+            self._refuse_doubles(worker, now)
             attendance.cancel()  # it may not have read what it was to answer
             self._tell_all(worker, told.generation if told else 0)
         self._settle(now)
@@ -308,12 +308,16 @@ class Rules:
             attendance.unwanted[worker.identity.id] = reason
             attendance.plans.hold(now + GATHER_S)
 
-    def _filled(self, identity: Identity) -> m.Refusal | None:
-        """Another worker has its id, or is in its slot and is there. Who is silent may be dead, and fills nothing."""
+    def _filled(self, identity: Identity, seated: bool) -> m.Refusal | None:
+        """Has another worker its id, or is there in its slot? Who is silent may be dead, and fills nothing.
+
+        Nor does a newcomer, where this one has a seat: it came while this one was silent.
+        """
         for other in self._attendance.workers.values():
             if other.identity == identity:
                 continue  # it comes back, before this side has seen its connection end
-            if identity.id == other.identity.id or (identity.slot == other.identity.slot and other.here):
+            there = other.here and (other.rank is not None or not seated)
+            if identity.id == other.identity.id or (identity.slot == other.identity.slot and there):
                 what = f"id {identity.id}" if identity.id == other.identity.id else f"slot {identity.slot}"
                 why = f"{what} is filled by process {other.identity.pid} on {other.identity.host}: end one of the two"
                 return m.Refusal(verdict="refused", why=why)

@@ -36,7 +36,7 @@ MAX_STRANGERS = 64
 """Connections at a time that have not yet. Further ones are closed."""
 TICK_S = 0.05
 ENDED_BY_PEER = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
-"""By its process or its system, which answers that it has no such connection. Other errors say: nothing came through."""
+"""By its process or its system, which knows of no such connection. Other errors say that nothing came through."""
 
 
 class MembershipServer:

@@ -85,7 +85,10 @@ class Job:
 
     def join(self, members: list[Member], standings: list[Standing]) -> list[Seat]:
         calls = [later(lambda m=m, s=s: m.join(s, 5.0)) for m, s in zip(members, standings, strict=True)]
-        return [call.result(6.0) for call in calls]
+        seats = [call.result(6.0) for call in calls]
+        for member in members:
+            member.formed()
+        return seats
 
     def process(self, slot: int, *, step_s: float = 0.01) -> Process:
         process = Process(self.server.address, slot, step_s)

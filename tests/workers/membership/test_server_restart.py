@@ -35,15 +35,15 @@ def test_a_member_that_died_meanwhile_is_found(job: Job):
     assert [(seat.generation, seat.rank) for seat in again] == [(2, 0), (2, 1)]
 
 
-def test_its_replacement_tells_that_it_died(job: Job):
+def test_its_replacement_waits_until_it_is_given_up(job: Job):
     job.serve(1, 2)
     (a, b), seats = job.seated(0, 1)
     job.server.close()
     b.close()
-    job.serve(1, 2, adopt_s=60.0, quiet_s=60.0)
+    job.serve(1, 2, adopt_s=0.5, quiet_s=60.0)
     fresh = job.member(1)
     joined = later(lambda: fresh.join(newcomer(), 10.0))
-    assert "fills its place" in (a.wait_over(5.0) or "")
+    assert "did not come back within 0.5 s" in (a.wait_over(5.0) or "")
     assert a.join(standing(seats[0], 5), 5.0).size == 2
     assert joined.result(5.0).rank == 1
 
