@@ -285,6 +285,9 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         # Both are 30 s by default, which a loaded two-core machine may exceed.
         "RAY_raylet_start_wait_time_s": "120",
         "RAY_agent_register_timeout_ms": "120000",
+        # How long a node may be cut off from the head before Ray ends its workers. Longer than the 45 s for which a
+        # member of a job's membership may commit without it (workers/membership/commit_lease.py): they may come back.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "60",
         "RAY_JOB_STOP_WAIT_TIME_S": "10",  # a cancelled driver's time from SIGTERM to SIGKILL
         **kept,
         processes.MARKER: str(temp_dir),

@@ -19,6 +19,7 @@ from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.local import LocalLauncher, worker_command
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.launch.ray_head import Head, RayHead
+from thinwire.workers.membership import LEASE_S
 
 LIMIT_S = 180.0
 
@@ -79,6 +80,11 @@ def test_the_environment_of_a_head_drops_other_rays_and_our_secrets(tmp_path):
     assert environment["PATH"] == "/bin"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "auth_token")
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "THINWIRE_TOKEN"} & set(environment)
+
+
+def test_ray_ends_no_worker_that_may_still_commit(tmp_path):
+    environment = ray_head.head_environment({}, tmp_path, tmp_path / "auth_token")
+    assert float(environment["RAY_gcs_rpc_server_reconnect_timeout_s"]) > LEASE_S + 10.0
 
 
 def test_a_second_server_of_one_home_is_refused(tmp_path):

@@ -3,9 +3,9 @@
 Nothing here calls Ray.
 
 Which of Ray Train's answers to a poll mean that a worker is gone: a worker that Ray cannot reach may be alive, so that
-is death after UNAVAILABLE_S, or as soon as the membership server has lost its connection too. A worker whose process
-lives but that the server has counted out long ago hangs: it must make room. An error of a train function is none of
-these: see failures.py.
+is death after UNAVAILABLE_S, or as soon as the membership has counted it out. One that still is a member may train
+while this host is cut off: it has MEMBER_UNAVAILABLE_S. A worker whose process lives but that the membership has
+counted out long ago hangs: it must make room. An error of a train function is none of these: see failures.py.
 
 How often a slot may die soon after its start: a bug must not crash and start for ever. Whom to start and whom to let
 go: the membership server itself asks the surplus of those that are seated; `decide` asks those that wait for a seat.
@@ -27,6 +27,8 @@ from thinwire.workers.elastic.membership_actor import Headcount
 from thinwire.workers.elastic.worker_side import Failed
 
 UNAVAILABLE_S = 20.0
+MEMBER_UNAVAILABLE_S = 60.0
+"""As long as Ray lets a node be cut off from its head; by then no lease holds (workers/membership/commit_lease.py)."""
 LONGEST_MESSAGE = 4000
 """Characters of an error."""
 
@@ -58,7 +60,8 @@ class Health:
             since = self._unavailable_since.setdefault(unit.name, now)
             if gone is not None:
                 return status, Loss(f"unreachable, and no member any more ({gone.why})", node_lives=False)
-            if now - since > UNAVAILABLE_S:
+            member = headcount is not None and unit.slot in headcount.seated
+            if now - since > (MEMBER_UNAVAILABLE_S if member else UNAVAILABLE_S):
                 return status, Loss(f"unreachable for {now - since:.0f} s", node_lives=False)
             return WorkerStatus(running=True), None
         self._unavailable_since.pop(unit.name, None)

@@ -1,8 +1,9 @@
 """The actor that holds the membership server of a job, how many workers it wants, and the janitor.
 
 It is detached and pinned to the head node: it outlives driver and controller, and no worker's node takes it along.
-Ray restarts it when it dies; what it must not forget (limits, port) is in Ray's key-value store. While nobody renews
-its lease it waits a little longer than the workers do, then removes what is left of the job, and itself.
+Ray restarts it when it dies; what it must not forget (limits, port, the generation, and whether anybody of it may still
+commit) is in Ray's key-value store. While nobody renews its lease it waits a little longer than the workers do, then
+removes what is left of the job, and itself.
 
 The worker group asks it at each poll over a MembershipLink, and never waits for it. Ray restarts it when it dies, and
 the link when it was ended for good; meanwhile the last answer stands.
@@ -24,7 +25,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.lease import Lease
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.membership import Limits, MembershipEvent, MembershipServer
+from thinwire.workers.membership import LEASE_S, Limits, MembershipEvent, MembershipServer
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,7 @@ JANITOR_S = 2.0
 HEAD = {"node:__internal_head__": 0.001}
 START_S = 60.0
 _KV = b"thinwire"
-ADOPT_S = 5.0
-"""A server that was restarted waits so long for the members that it does not know yet."""
-_ENDED = {"fenced", "failed", "lost", "dismissed"}
+_ENDED = {"fenced", "failed", "lost", "refused", "dismissed"}
 
 
 @dataclass(frozen=True)
@@ -71,27 +70,56 @@ class MembershipActor:
         self._key = f"{plan.namespace}/{plan.membership}".encode()
         self._owner: str | None = None
         self._gone: dict[int, tuple[float, str]] = {}
+        self._saving = threading.Lock()
         saved = json.loads(_internal_kv_get(self._key, namespace=_KV) or b"{}")
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
-        self._server = self._open_server(int(saved.get("port", 0)), ADOPT_S if saved else 0.0)
+        self._generation, self._vacant = int(saved.get("generation", 0)), bool(saved.get("vacant", True))
+        self._port = int(saved.get("port", 0))
+        # A driver's workers, and the members of a server before this one: who may still commit is waited for.
+        self._server = self._open_server(0.0 if self._vacant else LEASE_S + 1.0)
         self._save()
         self._wanted = Lease(plan.lease_s, self._let_all_go, repeats=True)  # another driver may come, and go too
         self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)
         logger.info("membership_started job=%s address=%s limits=%s", plan.job, self._server.address, self._limits)
 
-    def _open_server(self, port: int, quiet_s: float) -> MembershipServer:
-        host = str(ray.util.get_node_ip_address())
-        secret, on_event = self._plan.secret, self._on_event
-        if port:
-            try:  # members that lost their connection try the old address first
-                return MembershipServer(self._limits, secret, host=host, port=port, quiet_s=quiet_s, on_event=on_event)
+    def _open_server(self, quiet_s: float) -> MembershipServer:
+        """quiet_s: how long somebody of the generation that was kept may still commit."""
+        for port in dict.fromkeys((self._port, 0)):
+            try:  # members look where it was, too, when nobody can tell them where it is
+                server = MembershipServer(
+                    self._limits,
+                    self._plan.secret,
+                    host=str(ray.util.get_node_ip_address()),
+                    port=port,
+                    after=self._generation,
+                    quiet_s=quiet_s,
+                    keep=self._keep,
+                    on_event=self._on_event,
+                )
             except OSError as error:
+                if not port:
+                    raise
                 logger.info("old_port_taken port=%d reason=%s", port, error)
-        return MembershipServer(self._limits, secret, host=host, quiet_s=quiet_s, on_event=on_event)
+            else:
+                self._port = server.address[1]
+                return server
+        raise AssertionError("a free port is always tried")
+
+    def _keep(self, generation: int, vacant: bool) -> None:
+        """Before anybody hears of a generation. Called by the server, under its lock."""
+        self._generation, self._vacant = generation, vacant
+        self._save()
 
     def _save(self) -> None:
-        state = {"min": self._limits.min, "max": self._limits.max, "port": self._server.address[1]}
-        _internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_KV)
+        with self._saving:
+            state = {
+                "min": self._limits.min,
+                "max": self._limits.max,
+                "port": self._port,
+                "generation": self._generation,
+                "vacant": self._vacant,
+            }
+            _internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_KV)
 
     def _on_event(self, event: MembershipEvent) -> None:
         slot = event.fields.get("slot")
@@ -136,11 +164,14 @@ class MembershipActor:
         self._owner = owner
 
     def begin(self) -> None:
-        """No worker lives: what the server knows of generations and of an end is void. It starts again."""
+        """Ray knows of no worker: what the server knows of members and of an end is void. It starts again.
+
+        A worker that Ray has lost sight of may still live, and commit: the next generation waits until that is over.
+        """
         if self._server.snapshot().generation:
-            port = self._server.address[1]
+            quiet_s, self._generation = self._server.vacant_in_s(), self._server.highest
             self._server.close()
-            self._server = self._open_server(port, 0.0)
+            self._server = self._open_server(quiet_s)
             self._save()
         self._gone.clear()
 

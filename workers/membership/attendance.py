@@ -240,7 +240,7 @@ class Attendance:
 
     def snapshot(self, limits: Limits, *, finished: bool, events: int) -> Snapshot:
         """All that people are told. events: how many there have been."""
-        present, workers = self.members(), list(self.workers.values())
+        present, workers = [w for w in self.members() if not w.awaited], list(self.workers.values())
         joined = len(roster.seating(workers))
         status, text = self._status(limits, joined, finished=finished)
         steps = [w.step for w in present] or [seated.standing.step for seated in self.present.seats]

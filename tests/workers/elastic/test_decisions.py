@@ -44,6 +44,15 @@ def test_an_unreachable_worker_counts_as_running_for_a_while(monkeypatch):
     assert "unreachable" in reader.read(unit(), status, None)[1].why
 
 
+def test_a_member_that_ray_does_not_reach_may_train_while_this_host_is_cut_off(monkeypatch):
+    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    seated = Headcount(target=2, generation=1, seated=frozenset({1}), gone={})
+    monkeypatch.setattr(decisions, "UNAVAILABLE_S", -1.0)
+    assert reader.read(unit(), status, seated)[1] is None
+    monkeypatch.setattr(decisions, "MEMBER_UNAVAILABLE_S", -1.0)
+    assert "unreachable" in reader.read(unit(), status, seated)[1].why
+
+
 def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may_its_node_be():
     reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
     headcount = Headcount(

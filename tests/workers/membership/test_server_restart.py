@@ -101,3 +101,31 @@ def test_a_promise_whose_outcome_nobody_can_tell_ends_the_generation_there(job: 
     again = later(lambda: a.join(standing(seats[0], step), 10.0))
     assert b.wait_over(5.0)
     assert b.join(standing(seats[1], step), 10.0).generation == again.result(5.0).generation
+
+
+def test_the_number_of_a_generation_is_kept_before_anybody_hears_of_it_and_goes_on_from_there(job: Job):
+    kept = []
+    member = None
+
+    def keep(generation, vacant):
+        kept.append((generation, vacant, None if member is None else member._state.seat))
+
+    job.serve(1, 1, keep=keep)
+    member = job.member(0)
+    assert member.join(newcomer(), 5.0).generation == 1
+    assert kept == [(1, False, None)]
+    assert job.server.vacant_in_s() > 40.0
+    member.close()
+    eventually(lambda: kept[-1][:2] == (1, True))
+    assert job.server.vacant_in_s() == 0.0
+    job.server.close()
+    job.serve(1, 1, after=kept[-1][0])
+    assert job.member(0).join(newcomer(), 5.0).generation == 2
+
+
+def test_a_keeper_that_raises_keeps_nobody_from_a_seat(job: Job):
+    def keep(generation, vacant):
+        raise OSError("the store is away")
+
+    job.serve(1, 1, keep=keep)
+    assert job.member(0).join(newcomer(), 5.0).generation == 1
