@@ -3,34 +3,28 @@
     FixedRanks     the ranks that Ray Train started together; one that is lost ends them all
     ElasticRanks   members of a membership (workers/membership): who is lost is replaced, and who is left goes on
 
-A new group is made for each generation: a process group over a store of its own, at rank 0.
+A new group is made for each generation (forming/).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm import PeerLost, SoloGroup, TorchGroup
-from thinwire.comm.calls import NOWHERE, Calls, Place
-from thinwire.comm.groups.failure_detector import Lost
+from thinwire.comm import SoloGroup, TorchGroup
 from thinwire.comm.protocol import Group
-from thinwire.workers.membership import GenerationOver, JoinTimeout, Member, Seat, Standing, StoreTimeout
+from thinwire.workers.forming.detector import MembershipDetector
+from thinwire.workers.forming.door import Door
+from thinwire.workers.forming.group import close_group, form_group
+from thinwire.workers.forming.pairs import Patience
+from thinwire.workers.membership import JoinTimeout, Member, Seat, Standing
 
 logger = logging.getLogger(__name__)
-
-LISTEN_S = 30.0
-"""How long rank 0 may take to open the store of a generation, and a peer to connect to it."""
-
 
 LOOK_S = 1.0
 """How often a worker that waits for its seat looks whether the run has been ended meanwhile."""
@@ -125,7 +119,8 @@ class FixedRanks:
 class ElasticRanks:
     """Members of a membership. One a process: it owns torch.distributed's default group.
 
-    timeout_s: of a collective; a peer that lives and does not come is found by it. ended: has a worker ended the run?
+    door: where its peers find it, as its identity at the membership says. timeout_s: of a collective; a peer that lives
+    and does not come is found by it. patience: with peers while a group forms. ended: has a worker ended the run?
     """
 
     elastic = True
@@ -133,14 +128,16 @@ class ElasticRanks:
     def __init__(
         self,
         member: Member,
-        host: str,
+        door: Door,
         device: torch.device,
         *,
         timeout_s: float = 60.0,
+        patience: Patience | None = None,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ended = ended
-        self._member, self._host, self._device, self._timeout_s = member, host, device, timeout_s
+        self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
+        self._patience = patience
         self.seat: Seat | None = None
         self.step = 0
         self._group: TorchGroup | None = None
@@ -148,7 +145,7 @@ class ElasticRanks:
     def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
         """As Ranks.form."""
         self.step = step
-        _close_group(self._group, self._timeout_s + LISTEN_S)
+        close_group(self._group, self._timeout_s)
         self._group = None
         last = self.seat
         standing = Standing(
@@ -161,17 +158,7 @@ class ElasticRanks:
         if seat.size == 1:
             self._member.formed()
             return SoloGroup()
-        try:
-            dist.init_process_group(
-                "nccl" if self._device.type == "cuda" else "gloo",
-                store=self._store(seat),
-                rank=seat.rank,
-                world_size=seat.size,
-                timeout=timedelta(seconds=self._timeout_s),
-            )
-        except (RuntimeError, GenerationOver, StoreTimeout) as error:
-            raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
-        self._group = TorchGroup(detector=MembershipDetector(self._member, seat))
+        self._group = form_group(seat, self._door, self._member, self._device, self._timeout_s, self._patience)
         self._member.formed()
         return self._group
 
@@ -198,12 +185,12 @@ class ElasticRanks:
     def leave(self) -> None:
         """As Ranks.leave."""
         self._member.finish()
-        _close_group(self._group, self._timeout_s)
+        close_group(self._group, self._timeout_s)
 
     def fail(self, reason: str) -> None:
         """As Ranks.fail."""
         self._member.fail(reason)
-        _close_group(self._group, self._timeout_s)
+        close_group(self._group, self._timeout_s)
 
     def may_commit(self) -> bool:
         """As Ranks.may_commit."""
@@ -226,75 +213,3 @@ class ElasticRanks:
                 return self._member.join(standing, LOOK_S, signature=signature)
             except JoinTimeout:  # for as long as it takes
                 continue
-
-    def _store(self, seat: Seat) -> Store:
-        timeout = timedelta(seconds=LISTEN_S)
-        if seat.rank == 0:
-            # The port is told once it listens: a client that comes too early would back off for most of a second.
-            store = dist.TCPStore(self._host, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-            self._member.announce_store(store.port)
-        else:
-            host, port = self._member.store_address(LISTEN_S)
-            store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-        return PrefixStore(f"generation-{seat.generation}", store)
-
-
-class MembershipDetector:
-    """Which ranks of a generation are gone, as the membership says: at once and alike on all."""
-
-    look_s = 0.05
-
-    def __init__(self, member: Member, seat: Seat) -> None:
-        self._member, self._seat = member, seat
-        self.left: str | None = None
-        self.calls = Calls()
-
-    def leave(self, reason: str) -> None:
-        """Tell the membership."""
-        self.left = reason
-        self._member.fail(reason)
-
-    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
-        """Who is gone. The membership may take `answer_s` to find out."""
-        self._member.wait_over(answer_s)
-        lost = {rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank}
-        return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
-
-    def watch(self, at: Place = NOWHERE) -> _Look:
-        """Look at what the membership has said."""
-        return _Look(self._member)
-
-
-class _Look:
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    @property
-    def seen(self) -> bool:
-        return self._member.over is not None
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-def _close_group(group: TorchGroup | None, linger_s: float) -> None:
-    """Forget torch.distributed's groups. What still runs in them ends by itself, at its time-out."""
-    if not dist.is_initialized():
-        return
-    if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
-        dist.group.WORLD.abort()
-    # A gloo group that goes waits for its collectives, holding the interpreter's lock; with a peer that hangs that
-    # takes the whole time-out. So it stays until they are over, and nobody waits. Not longer: its threads take time.
-    last = list(dist.distributed_c10d._world.pg_map)
-    running = [] if group is None else group.abandoned
-    dist.destroy_process_group()
-    if all(work.is_completed() for work in running):
-        return
-    threading.Thread(target=_linger, args=(last, running, linger_s), name="thinwire-linger", daemon=True).start()
-
-
-def _linger(last: list[dist.ProcessGroup], running: list[dist.Work], most_s: float) -> None:
-    until = time.monotonic() + most_s
-    while time.monotonic() < until and not all(work.is_completed() for work in running):
-        time.sleep(0.05)
-    last.clear()

@@ -97,6 +97,7 @@ def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
     from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
+    from thinwire.workers.forming.door import Door
     from thinwire.workers.membership import Identity, Member
     from thinwire.workers.ranks import ElasticRanks, FixedRanks
 
@@ -104,11 +105,12 @@ def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[
         group = TorchGroup()
         return FixedRanks(group), group.rank
     slot = slot_of(config)
-    identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname())
+    door = Door(address, config["elastic"]["secret"])
+    identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname(), door.port)
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
     failure = RunFolder(Path(config["run_dir"])).failure
-    return ElasticRanks(member, address, device, ended=failure.exists), slot
+    return ElasticRanks(member, door, device, ended=failure.exists), slot
 
 
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:

@@ -21,8 +21,8 @@ _STRICT = ConfigDict(extra="forbid")
 class Identity:
     """Who a worker is.
 
-    id: unique for each incarnation of the process. slot: the place of the job that it fills. host: where its peers
-    reach it. node: informational.
+    id: unique for each incarnation of the process. slot: the place of the job that it fills. host, port: where its
+    peers reach it while a group forms; port 0 where none will. node: informational.
     """
 
     __pydantic_config__ = _STRICT
@@ -31,6 +31,7 @@ class Identity:
     host: Name
     pid: int
     node: Name = ""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     from thinwire.workers import loop
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
+    from thinwire.workers.forming.door import Door
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
@@ -102,12 +103,15 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         deliver(store, snapshot)
 
     CheckpointStore.deliver = held
-    identity = Identity(uuid.uuid4().hex, slot, "127.0.0.1", os.getpid())
+    if (run_dir / f"die-{slot}").exists():
+        die_while_forming((run_dir / f"die-{slot}").read_text())
+    door = Door("127.0.0.1", SECRET)
+    identity = Identity(uuid.uuid4().hex, slot, door.host, os.getpid(), port=door.port)
     member = Member(lambda: address, SECRET, identity, beat_s=0.2)
     heed_sigterm(30.0, lambda: True)
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
-    ranks = ElasticRanks(member, "127.0.0.1", torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
+    ranks = ElasticRanks(member, door, torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
@@ -125,6 +129,34 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
         status = 1
     log.flush()
     os._exit(status)
+
+
+def die_while_forming(point: str):
+    """Kill this process, which is seated, at a point before it has its process group."""
+    import torch.distributed as dist
+
+    from thinwire.workers.forming import group
+    from thinwire.workers.forming.pairs import Pairs
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def listens(store, rank, *rest):
+        threading.Thread(target=gloo, args=(store, rank, *rest), daemon=True).start()
+        while not store.check([f"0/{rank}"]):  # gloo's own key: where it listens, for those that it waits for
+            time.sleep(0.001)
+        die()
+
+    gloo = dist.ProcessGroupGloo
+    if point == "before the pairs":
+        Pairs.prove = die
+    elif point == "before the store":
+        group._reach_store = die
+    elif point == "before gloo":
+        group._init = die
+    elif point == "inside gloo":
+        listens._Options, listens.create_device = gloo._Options, gloo.create_device
+        dist.ProcessGroupGloo = listens
 
 
 class ElasticJob:
@@ -167,6 +199,10 @@ class ElasticJob:
     def hang(self, slot):
         """Let the loop of this worker stand still, until it is released by being told that it has no place any more."""
         (self.run_dir / f"hang-{slot}").touch()
+
+    def die_while_forming(self, slot, point):
+        """Let the next worker of this slot die between its seat and its process group."""
+        (self.run_dir / f"die-{slot}").write_text(point)
 
     def hold(self, slot):
         """Let this worker deliver no part of a checkpoint any more."""

@@ -293,3 +293,24 @@ def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path
         job.wait()
         assert [one["reason"].split(":")[0] for one in job.events("left")] == ["RunEnded"]
         assert job.regroups() == []
+
+
+def test_newcomers_that_die_while_a_group_forms_hold_up_nobody(tmp_path):
+    """The membership tells the others, whatever they wait for: a peer's door, the store, or gloo's connections."""
+    points = ["before the pairs", "before the store", "before gloo", "inside gloo"]
+    with ElasticJob(tmp_path, Limits(2, 2), steps=100) as job:
+        job.allow(10)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 10)
+        job.server.set_limits(Limits(2, 3))
+        for number, point in enumerate(points, 1):
+            job.die_while_forming(2, point)
+            job.start(2)
+            job.until(lambda: job.joined(2) == number)  # noqa: B023 - called in this turn
+            job.allow(10 + 20 * number)
+            job.until(lambda: len(job.regroups()) == number)  # noqa: B023
+        job.wait()
+        assert job.regroups() == [2, 2, 2, 2]
+        assert all(one["error_lost_norm"] == 0 for one in job.events("regrouped"))
+        assert [one.kind for one in job.said if one.kind in ("fenced", "failed")] == []
+        assert_whole(job, 100)

@@ -1,0 +1,45 @@
+"""Who of a process group is gone? The membership says it: at once, and alike on all."""
+
+from __future__ import annotations
+
+from thinwire.comm.calls import NOWHERE, Calls, Place
+from thinwire.comm.groups.failure_detector import Lost
+from thinwire.workers.membership import Member, Seat
+
+
+class MembershipDetector:
+    """Which ranks of a generation are gone, as the membership says: at once and alike on all."""
+
+    look_s = 0.05
+
+    def __init__(self, member: Member, seat: Seat) -> None:
+        self._member, self._seat = member, seat
+        self.left: str | None = None
+        self.calls = Calls()
+
+    def leave(self, reason: str) -> None:
+        """Tell the membership."""
+        self.left = reason
+        self._member.fail(reason)
+
+    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
+        """Who is gone. The membership may take `answer_s` to find out."""
+        self._member.wait_over(answer_s)
+        lost = {rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank}
+        return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
+
+    def watch(self, at: Place = NOWHERE) -> _Look:
+        """Look at what the membership has said."""
+        return _Look(self._member)
+
+
+class _Look:
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    @property
+    def seen(self) -> bool:
+        return self._member.over is not None
+
+    def stop(self) -> None:
+        """Nothing runs."""

@@ -1,0 +1,166 @@
+"""Can every pair of a generation talk, in both directions? Asked before a process group is begun.
+
+A process group connects all with all, and where one pair cannot be had it waits for that until its time-out, and says
+an address at best. So each member first asks every other over a plain socket (door.py), all at once. When all have
+answered it, it says `ready` to all that have asked; when all have said `ready` to it, every pair has been tried from
+both ends, and everybody knows. Whom a member cannot reach it tells the membership, and waits for its word, or for the
+network: it goes on trying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.workers.forming.door import BACKLOG, Door, Stranger
+from thinwire.workers.membership import GenerationOver, Seat
+from thinwire.workers.membership.seats import worker_name
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+"""How often the membership's word is looked for."""
+TRY_AGAIN_S = 0.1
+MAX_STRANGERS = 64
+"""Who has come and has not proved who it is. Further ones are closed: they may come again."""
+_READY = struct.Struct("!H")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. connect_s: for a connection; the network's part, of which a lost frame takes one to three.
+
+    answer_s: for a peer that took the connection; its process may be busy. hello_s: for who comes, to say who it is.
+    again_s: between two reports of the same, as the membership may have been restarted.
+    """
+
+    connect_s: float = 5.0
+    answer_s: float = 20.0
+    hello_s: float = 5.0
+    again_s: float = 5.0
+
+
+class Pairs:
+    """One try of one member. Made and run in a thread that has no event loop.
+
+    over: why the generation is over, None while it is not. unreachable: tells the membership.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        door: Door,
+        over: Callable[[], str | None],
+        unreachable: Callable[[dict[int, str]], None],
+        patience: Patience | None = None,
+    ) -> None:
+        self._seat, self._door, self._over, self._unreachable = seat, door, over, unreachable
+        self._patience = patience or Patience()
+        self._peers = [rank for rank in range(seat.size) if rank != seat.rank]
+        overdue_at = time.monotonic() + self._patience.connect_s
+        self._calls = {rank: _Call(overdue_at) for rank in self._peers}
+        self._to_serve = set(self._peers)
+        self._all_answered, self._all_served = asyncio.Event(), asyncio.Event()
+        self._strangers = 0
+
+    def prove(self, port: int) -> int:
+        """Wait until every pair is proved. port: what rank 0 tells the others; returned on all.
+
+        Raises GenerationOver as soon as the membership says so. Nothing is left running, and the door stays open.
+        """
+        return asyncio.run(self._prove(port))
+
+    async def _prove(self, port: int) -> int:
+        listener = self._door.listener.dup()  # a server closes what it listens on
+        server = await asyncio.start_server(lambda r, w: self._serve(r, w, port), sock=listener, backlog=BACKLOG)
+        asked = asyncio.gather(self._all_served.wait(), *(self._ask(rank) for rank in self._peers))
+        tell_at = 0.0
+        try:
+            while not asked.done():
+                if (why := self._over()) is not None:
+                    raise GenerationOver(f"generation {self._seat.generation} is over: {why}")
+                now = time.monotonic()
+                overdue = {rank: call.why for rank, call in self._calls.items() if call.why and now > call.overdue_at}
+                if overdue and now > tell_at:
+                    logger.warning("peers_unreachable generation=%d ranks=%s", self._seat.generation, overdue)
+                    self._unreachable(overdue)
+                    tell_at = now + self._patience.again_s
+                await asyncio.wait([asked], timeout=LOOK_S)
+            ports = dict(zip(self._peers, asked.result()[1:], strict=True))
+            return ports.get(0, port)
+        finally:
+            asked.cancel()
+            server.close()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def _ask(self, rank: int) -> int:
+        """Try until that peer has answered, and says that it is ready. Its port."""
+        while True:
+            try:
+                return await self._ask_once(rank)
+            except (OSError, EOFError, Stranger) as error:
+                self._calls[rank].why = f"{self._name(rank)}: {str(error) or type(error).__name__}"
+            await asyncio.sleep(TRY_AGAIN_S)
+
+    async def _ask_once(self, rank: int) -> int:
+        who, call, patience = self._seat.members[rank].identity, self._calls[rank], self._patience
+        try:
+            async with asyncio.timeout(patience.connect_s):
+                # From the address that the others know it by.
+                reader, writer = await asyncio.open_connection(who.host, who.port, local_addr=(self._door.host, 0))
+        except TimeoutError:
+            raise TimeoutError(f"no connection within {patience.connect_s:g} s") from None
+        try:
+            if not call.connected:  # what is left is its process's part, which may be busy
+                call.connected, call.overdue_at = True, time.monotonic() + patience.answer_s
+            async with asyncio.timeout(patience.answer_s):
+                await self._door.ask(reader, writer, self._seat.generation, self._seat.rank, rank)
+            call.why = None
+            if all(one.why is None for one in self._calls.values()):
+                self._all_answered.set()
+            return int(_READY.unpack(await reader.readexactly(_READY.size))[0])
+        except TimeoutError:
+            raise TimeoutError(f"it took the connection, and did not answer within {patience.answer_s:g} s") from None
+        finally:
+            writer.close()
+
+    def _name(self, rank: int) -> str:
+        who = self._seat.members[rank].identity
+        return f"{worker_name(who)} at {who.host}:{who.port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+        try:
+            peer = await self._meet(reader, writer)
+            await self._all_answered.wait()
+            writer.write(_READY.pack(port))
+            await writer.drain()
+            self._to_serve.discard(peer)
+            if not self._to_serve:
+                self._all_served.set()
+        except (OSError, EOFError, TimeoutError, Stranger) as error:
+            logger.info("peer_not_met generation=%d why=%r", self._seat.generation, str(error) or type(error).__name__)
+        finally:
+            writer.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        if self._strangers >= MAX_STRANGERS:
+            raise Stranger("too many have come that have not said who they are")
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(self._patience.hello_s):
+                return await self._door.answer(reader, writer, self._seat.generation, self._seat.rank, self._seat.size)
+        finally:
+            self._strangers -= 1
+
+
+@dataclass(slots=True)
+class _Call:
+    """How it goes with one peer. overdue_at: when the membership is told. why: None once it has answered."""
+
+    overdue_at: float
+    why: str | None = "it has not answered yet"
+    connected: bool = False
