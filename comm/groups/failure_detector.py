@@ -93,7 +93,7 @@ class Seen(Protocol):
 
 
 class FailureDetector(Protocol):
-    """Who knows which ranks of a process group are gone: the group's store, or a membership service (workers/ranks.py).
+    """Who knows which ranks of a process group are gone: the group's store, or a membership (workers/forming/).
 
     look_s: how often whoever waits in a collective looks whether a peer has failed. calls: what this rank is doing.
     """
