@@ -66,6 +66,11 @@ def newcomers(workers: Collection[Worker]) -> list[Worker]:
     return waiting
 
 
+def waiting_slots(workers: Collection[Worker]) -> set[int]:
+    """The slots of those that have joined and wait for their first seat, whoever is silent there."""
+    return {w.identity.slot for w in workers if w.rank is None and w.standing is not None and w.here}
+
+
 def seating(workers: Collection[Worker]) -> list[Worker]:
     """All that have joined, in the order in which seats are given."""
     joined = [w for w in members(workers) if w.standing is not None]

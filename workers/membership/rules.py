@@ -383,8 +383,8 @@ class Rules:
         if not silent or now < self._judge_from:
             return
         if not heard:
-            wanted = len(roster.newcomers(attendance.workers.values())) >= self.limits.min
-            if now >= attendance.vacant_at() and (wanted or attendance.present.at_end):
+            enough = len(roster.waiting_slots(attendance.workers.values())) >= self.limits.min
+            if now >= attendance.vacant_at() and (enough or attendance.present.at_end):
                 self._fence_silent(silent, now)
         elif len(heard) >= len(silent):
             self._fence_silent(silent, now)

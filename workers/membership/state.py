@@ -1,5 +1,15 @@
 """What a member knows, what it does about what the server says, and what can go wrong. No sockets, no threads.
 
+    state      until                                                                            then
+    new        join()                                                                           joining
+    joining    Seating                                                                          seated
+    seated     LostPeer, Over, or a promised stop of which nobody can tell the outcome          over
+               join(), after a planned stop or of its own accord                                joining
+    over       join()                                                                           joining
+    any        Refusal, finish(), fail(), close()                                               ended
+
+Beside that it has a lease (commit_lease.py), which may hold or not in any state but `ended`, where it does not.
+
 `changed` guards all of it: the thread that reads changes it here, the training loop looks at it in member.py.
 
 MembershipError

@@ -315,3 +315,23 @@ def test_a_floor_does_not_lower_a_number():
     net.rules.join(a.id, 1, Standing(1, 0, 5, True), net.now, floor=0)
     net.run(1.0)
     assert a.generation == 2
+
+
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize(("size", "cut"), [(size, cut) for size in range(1, 6) for cut in range(1, size + 1)])
+def test_the_table_of_who_goes_on_after_how_long(size, cut, spare):
+    net = Net(1, size)
+    nodes = net.formed(size)
+    if spare:
+        net.add(9)
+    net.cut(*nodes[size - cut :])
+    at = net.now
+    net.run(50.0)
+    later = [when - at for when, generation, _ in net.commits if generation > 1]
+    if cut == size and not spare:
+        assert not later
+    else:
+        expected_s = 10.0 if 2 * cut <= size else 46.0
+        assert expected_s - 1.0 <= later[0] <= expected_s + 2.0
+    if cut < size:  # the step needs all of them
+        assert max(when for when, generation, _ in net.commits if generation == 1) <= at
