@@ -16,7 +16,7 @@ def toy(config):
 
     import ray.util
 
-    from thinwire.workers.elastic.worker_side import Left, lease_expired, resolve, slot_of
+    from thinwire.workers.elastic.worker_side import Failed, Left, lease_expired, resolve, slot_of
     from thinwire.workers.membership import Identity, Member, Standing
 
     run_dir, slot = Path(config["run_dir"]), slot_of(config)
@@ -44,6 +44,10 @@ def toy(config):
             time.sleep(0.05)
             step += 1
             say("step", generation=generation, size=seat.size)
+            if (run_dir / f"fail-{slot}").exists():
+                member.fail("it was told to")
+                say("failed")
+                return Failed("OSError", f"slot {slot} was told to fail", step, generation)
             if lease_expired.is_set():
                 say("lease")
                 return None

@@ -21,13 +21,57 @@ def test_a_slot_that_keeps_dying_ends_the_job_and_says_so(job):
     life.nothing_is_left()
 
 
-def test_an_exception_of_a_train_function_is_no_death_and_ends_the_job(job):
+def test_a_worker_that_fails_alone_is_replaced_before_its_first_seat_and_after_it(job):
     life = job(min=1, max=2)
     (life.run_dir / "raise-1").touch()
     life.drive()
-    assert life.wait() == 1
-    assert "ValueError: slot 1 was told to raise" in life.log()
+    life.wait_log("worker_failed slot=1", times=2, within_s=120)
+    assert "kind=ValueError message=slot 1 was told to raise" in life.log()
+    (life.run_dir / "raise-1").unlink()
+    first = life.wait_training(2)
+
+    failed = time.time()
+    (life.run_dir / "fail-1").touch()
+    until(lambda: life.lines("failed"), life.tail)
+    (life.run_dir / "fail-1").unlink()
+    life.wait_replaced(first, slot=1)
+    assert life.longest_pause_s(0, failed, first[0]) < 1.5
     assert "worker_lost" not in life.log()
+    assert life.stop() == 0, life.tail()
+    life.nothing_is_left()
+
+
+def test_an_error_of_all_workers_ends_the_job_with_that_error(job):
+    life = job(min=2, max=2, max_failures=5)
+    for slot in (0, 1):
+        (life.run_dir / f"raise-{slot}").touch()
+    life.drive()
+    assert life.wait() == 1
+    assert "JobFailed: ValueError: slot" in life.log().replace("thinwire.workers.elastic.failures.", "")
+    assert "told to raise" in life.log()
+    assert life.log().count("worker_failed") <= 4  # one may have been started again while the other was on its way
+    life.nothing_is_left()
+
+
+def test_a_slot_whose_worker_keeps_failing_ends_the_job_and_is_named(job):
+    life = job(min=1, max=2, max_failures=5, patience={"max_slot_failures": 1})
+    life.drive()
+    life.wait_training(2)
+    (life.run_dir / "fail-1").touch()
+    assert life.wait() == 1
+    for words in ("slot 1 has failed 2 times within 60 minutes", "OSError: slot 1 was told to fail"):
+        assert words in life.log()
+    life.nothing_is_left()
+
+
+def test_a_worker_that_is_alone_is_started_again_once_from_the_checkpoint(job):
+    life = job(min=1, max=1, max_failures=5)
+    life.drive()
+    life.wait_training(1)
+    (life.run_dir / "fail-0").touch()
+    assert life.wait() == 1
+    assert "OSError: slot 0 was told to fail" in life.log()
+    assert len(life.lines("failed")) == 2
     life.nothing_is_left()
 
 
