@@ -314,6 +314,30 @@ def test_a_loss_that_explodes_ends_the_job_with_the_reason_and_keeps_the_checkpo
 
 
 @pytest.mark.slow
+def test_data_that_is_missing_ends_a_job_that_begins_but_not_one_that_trains(server, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(Path("tests/data/tinyshakespeare.txt").read_bytes())
+    data = {"source": "text-file", "path": str(text)}
+    job_id = server.submit(**{**LONG, "data": data, "workers": {"min": 1, "max": 2}})
+    server.wait_for_step(job_id, 10)
+    text.unlink()  # those that train have it in memory
+    os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
+    wait_for("the next worker of the slot fails", lambda: "worker_failed slot=1" in server.logs(job_id))
+    assert "kind=DataError message=cannot read" in server.logs(job_id)
+    job = server.wait_for_end(job_id)
+    assert job["state"] == "SUCCEEDED", job["reason"]
+    assert (job["summary"]["steps"], job["summary"]["world_size"]) == (LONG["steps"], 1)
+
+    text.write_bytes(Path("tests/data/tinyshakespeare.txt").read_bytes())
+    job_id = server.submit(data=data)
+    text.unlink()  # the service has seen it; workers take seconds to start
+    job = server.wait_for_end(job_id)
+    assert job["state"] == "FAILED"
+    assert job["reason"].startswith(f"DataError: cannot read {text}")
+    assert job["attempt"] == 1
+
+
+@pytest.mark.slow
 def test_a_killed_driver_is_followed_by_one_that_adopts_the_workers(server):
     workers = {"min": 2, "max": 2}
     job_id = server.submit(**{**LONG, "steps": 1500, "workers": workers})
