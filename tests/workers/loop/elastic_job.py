@@ -61,9 +61,10 @@ class Telling(Recording):
             file.write(json.dumps(told) + "\n")
 
 
-def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout_s: float):
+def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout_s: float, version: str | None):
     import torch
 
+    import thinwire
     from thinwire.workers import loop
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
@@ -72,6 +73,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
+    thinwire.__version__ = version or thinwire.__version__
     torch.set_num_threads(1)
     os.setsid()
     log = (run_dir / f"log-{slot}-{os.getpid()}").open("w")
@@ -182,9 +184,11 @@ class ElasticJob:
             process.join()
         self.server.close()
 
-    def start(self, *slots):
+    def start(self, *slots, version=None, **changes):
+        """changes: of the spec, for these workers alone. version: of thinwire, which they say that they are."""
         for slot in slots:
-            arguments = (self.run_dir, self.spec, slot, self.server.address, self._pause_s, self._timeout_s)
+            spec = {**self.spec, **changes}
+            arguments = (self.run_dir, spec, slot, self.server.address, self._pause_s, self._timeout_s, version)
             process = _FORKSERVER.Process(target=_work, args=arguments)
             process.start()
             self.workers[slot] = process

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,46 @@ def test_a_killed_worker_costs_no_step_and_its_replacement_joins_in(tmp_path, op
         assert job.events("regrouped")[1]["error_lost_norm"] == 0
         assert_whole(job, 50)
         assert len({one["pid"] for one in job.events("steps") if one["rank"] == 0}) == 1
+
+
+STRANGERS = {
+    2: ({"recipe": {**SMALL["recipe"], "width": 64}}, "model is"),
+    3: ({"steps": 41}, "spec.steps is 41, the job's is 40"),
+    4: ({"seed": 1}, "spec.seed is 1, the job's is 0"),
+    5: ({"version": "0.0.9"}, "thinwire is 0.0.9, the job's is "),
+    6: ({}, "data is "),  # at the same path
+}
+"""By slot."""
+
+
+def losses_beside(strangers, folder):
+    """Of a job of two workers that is shown these at step 12, and refuses them."""
+    folder.mkdir()
+    text = folder / "text"
+    text.write_bytes(Path("tests/data/tinyshakespeare.txt").read_bytes())
+    with ElasticJob(folder, Limits(2, 2), steps=40, data={"source": "text-file", "path": str(text)}) as job:
+        job.allow(12)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 12)
+        job.server.set_limits(Limits(2, 7))
+        text.write_bytes(text.read_bytes()[::-1])
+        for slot, (changes, _) in strangers.items():
+            job.start(slot, **changes)
+        job.until(lambda: len(job.events("failed")) == len(strangers), tolerate="Refused")
+        job.allow(40)
+        job.wait(tolerate="Refused")
+        told = {one["slot"]: one["error"] for one in job.events("failed")}
+        assert told.keys() == strangers.keys()
+        for slot, (_, words) in strangers.items():
+            assert told[slot].startswith("Refused: this worker trains something else: ")
+            assert words in told[slot]
+        assert job.regroups() == []
+        assert_whole(job, 40)
+        return [sample.loss for sample in history.read(RunFolder(folder).history)]
+
+
+def test_a_worker_that_would_train_something_else_is_refused_alone_and_changes_no_bit(tmp_path):
+    assert losses_beside(STRANGERS, tmp_path / "beside") == losses_beside({}, tmp_path / "alone")
 
 
 def test_a_worker_with_a_nan_or_an_error_of_its_own_leaves_and_is_replaced(tmp_path):
