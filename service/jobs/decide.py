@@ -112,7 +112,7 @@ def decide(job: JobView, status: LaunchStatus) -> Action:
     if said is LaunchState.FAILED:
         return _failed(job, status)
     if said is LaunchState.STOPPED:
-        return Fail("the run was stopped in its cluster, not by a cancel of this service; submit it again to go on")
+        return Fail("the run was stopped in its cluster, not by a cancel of this service; a new job begins anew")
     if said is LaunchState.ABSENT:
         return _absent(job)
     if said is LaunchState.RUNNING and job.state is JobState.PENDING:

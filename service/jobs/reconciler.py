@@ -1,8 +1,9 @@
 """Brings what runs and what the database believes together, again and again, in a thread of its own.
 
-A turn reads the jobs that are not over, asks the launcher about each, decides (thinwire.service.jobs.decide) and
-applies. No network call is made inside a transaction; a job that has moved between the reading and the applying is
-left to the next turn.
+A turn reads the jobs that are not over, has the launcher asked about each (thinwire.service.jobs.calls: beside one
+another, one call a job), decides (thinwire.service.jobs.decide) and applies, many jobs in a transaction. What has not
+been answered soon is left under way and applied when it comes; nobody waits for it. No call is made inside a
+transaction; a job that has moved between the reading and the applying is left to the next turn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
@@ -20,6 +23,7 @@ from thinwire.contract.reports import Failure
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
+from thinwire.service.jobs.calls import SLOW_S, Answer, Calls
 from thinwire.service.jobs.decide import (
     Action,
     Cancel,
@@ -34,7 +38,7 @@ from thinwire.service.jobs.decide import (
     decide,
 )
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository, transition
+from thinwire.service.jobs.repository import JobRepository, transition_all
 from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
@@ -42,18 +46,38 @@ from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchStat
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 16
+"""Calls of a kind beside one another."""
+MOST_QUESTIONS, MOST_SUBMITS = 64, 32
+"""Calls of a kind, those included that hang."""
+A_TRANSACTION = 100
+"""Jobs that are moved in one transaction: requests that write wait for it."""
+TOLD_AFTER_S = 10.0
+"""A submit that has not been answered for so long is told as the reason why the job waits."""
+_READY, _PRUNE = "the launcher itself", "what need not be kept"
 
-class Moved(Exception):
-    """The job has changed since it was read; the next turn sees it as it is now."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job as it was read, what the launcher said of it, and what follows."""
+
+    row: JobRow
+    action: Action
+    status: LaunchStatus
+    refusal: str | None = None
+    """Why the launcher did not take a submit."""
 
 
 class Reconciler:
     """Follows every job to its end.
 
-    launcher_reason: None when the launcher can be used, else why not. clock: unix seconds.
+    launcher_reason: None when the launcher can be used, else why not; it may block. clock: unix seconds.
     confirm_owner: raises NotOwner where another service owns the database.
     observe_turn: told the seconds that each turn took. prune: deletes what need not be kept; called in each turn.
     """
+
+    patience_s = SLOW_S
+    """How long a turn waits for the answers to what it asked."""
 
     def __init__(
         self,
@@ -78,8 +102,15 @@ class Reconciler:
         self._observe_turn = observe_turn
         self._prune = prune
         self._absent: dict[str, int] = {}
+        self._slow: set[str] = set()
+        self._asked_in: dict[str, int] = {}
+        self._turns = 0
         self._wake = threading.Event()
+        self._due = threading.Event()
         self._stop = threading.Event()
+        self._submits: Calls[Asked] = Calls(AT_ONCE, MOST_SUBMITS, told=self._wake.set)
+        self._questions: Calls[Asked] = Calls(AT_ONCE, MOST_QUESTIONS, told=self._wake.set)
+        self._others: Calls[str | None] = Calls(2, 2)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -89,6 +120,7 @@ class Reconciler:
 
     def wake(self) -> None:
         """Turn soon: something has changed."""
+        self._due.set()
         self._wake.set()
 
     def stop(self) -> None:
@@ -103,70 +135,146 @@ class Reconciler:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("reconciler_still_busy timeout_s=%g", timeout_s)
+        for calls in (self._submits, self._questions, self._others):
+            calls.close()
 
     def turn(self) -> None:
         """One pass over every job that is not over. An error with one job does not keep the others waiting.
 
         Raises: NotOwner where another service owns the database.
         """
+        self._turns += 1
+        until = time.monotonic() + self.patience_s
         self._confirm_owner()
+        self.apply_answers()
         self._drop_expired_leases()
         with self._db.read() as session:
             rows = JobRepository(session).unfinished()
-        self._absent = {row.id: self._absent[row.id] for row in rows if row.id in self._absent}
-        unready = self._launcher_reason() if rows else None
-        for row in rows:
-            if self._stop.is_set():
-                return
-            try:
-                self._settle(row, unready)
-            except (Moved, StaleDataError):
-                logger.debug("job_moved job_id=%s", row.id)
-            except NotOwner:
-                raise
-            except Exception:
-                logger.exception("reconcile_failed job_id=%s", row.id)
-        self._prune()
+        known = {row.id for row in rows}
+        self._absent = {job: polls for job, polls in self._absent.items() if job in known}
+        self._asked_in = {job: turn for job, turn in self._asked_in.items() if job in known}
+        self._slow &= known
+        rows = [row for row in rows if self._keep_wanted(row)]
+        if rows and not self._stop.is_set():
+            new = [row for row in rows if row.state == JobState.SUBMITTING.value]
+            unready = self._unready(until)
+            if unready is not None:
+                self._explain(dict.fromkeys(new, unready))
+            else:
+                self._ask(rows, until)
+                self._explain_open(new)
+        self._others.start(_PRUNE, self._pruned)
+        self._others.wait([_PRUNE], until)
+        self._others.answers()
+
+    def apply_answers(self) -> None:
+        """Apply what the launcher has answered since it was last looked at. Raises NotOwner."""
+        answers = [*self._submits.answers(), *self._questions.answers()]
+        found = [asked for answer in answers if (asked := self._heard(answer)) is not None]
+        self._explain({asked.row: asked.refusal for asked in found if asked.refusal is not None})
+        moves = [asked for asked in found if asked.refusal is None and _moves(asked.action)]
+        for first in range(0, len(moves), A_TRANSACTION):
+            self._move_all(moves[first : first + A_TRANSACTION])
+        if any(isinstance(asked.action, Retry) for asked in moves):
+            self.wake()
 
     def _loop(self) -> None:
+        next_turn = time.monotonic()
         while not self._stop.is_set():
             self._wake.clear()
             began = time.monotonic()
             try:
-                self.turn()
+                if self._due.is_set() or began >= next_turn:
+                    self._due.clear()
+                    next_turn = began + self._interval_s
+                    self.turn()
+                    self._observe_turn(time.monotonic() - began)
+                else:
+                    self.apply_answers()
             except NotOwner as error:
                 logger.warning("reconcile_refused error=%s", error)
             except OperationalError:
                 logger.exception("reconcile_failed where=database")
             except Exception:
                 logger.exception("reconcile_failed where=turn")
-            self._observe_turn(time.monotonic() - began)
-            self._wake.wait(self._interval_s)
+            self._wake.wait(max(0.0, next_turn - time.monotonic()))
 
-    def _settle(self, row: JobRow, unready: str | None) -> None:
-        self._keep_wanted(row)
-        if unready is not None:
-            if row.state == JobState.SUBMITTING.value:
-                self._explain_waiting(row, unready)
-            return
-        status = self._status(row)
-        action = decide(self._view(row, status), status)
-        self._count_absent(row, status)
-        self._apply(row, action)
+    # asking
 
-    def _keep_wanted(self, row: JobRow) -> None:
-        """Write workers.json where a request could not, or where it is of before the job's row."""
-        if self._folders.of(row.id).read_wanted() == wanted_workers(row):
-            return
+    def _unready(self, until: float) -> str | None:
+        """Why the launcher cannot be used; one that does not say so soon is not waited for."""
+        self._others.start(_READY, self._launcher_reason)
+        if not self._others.wait([_READY], until):
+            return "it does not answer"
+        for answer in self._others.answers():
+            if answer.key == _READY:
+                if answer.error is not None:
+                    raise answer.error
+                return answer.result
+        return None
+
+    def _pruned(self) -> None:
         try:
-            write_wanted(self._db, self._folders, row.id)
-        except OSError:
-            logger.exception("wanted_workers_not_written job_id=%s", row.id)
+            self._prune()
+        except Exception:
+            logger.exception("prune_failed")
 
-    def _status(self, row: JobRow) -> LaunchStatus:
-        if row.state == JobState.SUBMITTING.value:
-            return LaunchStatus(LaunchState.UNKNOWN)  # decide() does not look at it
-        return self._launcher.status(submission_id(row.id, row.attempt))
+    def _ask(self, rows: Sequence[JobRow], until: float) -> None:
+        """Have the launcher asked about every job that it is not being asked about, and apply what it says in time."""
+        in_turn = sorted(rows, key=lambda row: self._asked_in.get(row.id, 0))  # those that found no room come first
+        new = deque(row for row in in_turn if row.state == JobState.SUBMITTING.value)
+        old = deque(row for row in in_turn if row.state != JobState.SUBMITTING.value)
+        begun: dict[Calls[Asked], set[str]] = {self._submits: set(), self._questions: set()}
+        while not self._stop.is_set():
+            for calls, lane in ((self._submits, new), (self._questions, old)):
+                while lane and (self._under_way(lane[0]) or self._begin(calls, lane[0], begun[calls])):
+                    lane.popleft()
+            full = next((calls for calls, lane in ((self._questions, old), (self._submits, new)) if lane), None)
+            if full is None or not full.wait_for_one(until):
+                break
+        for calls, jobs in begun.items():
+            calls.wait(jobs - self._slow, until)
+        self.apply_answers()
+
+    def _begin(self, calls: Calls[Asked], row: JobRow, begun: set[str]) -> bool:
+        ask = self._submit if calls is self._submits else self._question
+        if not calls.start(row.id, lambda: ask(row)):
+            return False
+        self._asked_in[row.id] = self._turns
+        begun.add(row.id)
+        return True
+
+    def _under_way(self, row: JobRow) -> bool:
+        return self._submits.age(row.id) is not None or self._questions.age(row.id) is not None
+
+    def _submit(self, row: JobRow) -> Asked:
+        """Hand the job to the launcher. In a thread of its own."""
+        unknown = LaunchStatus(LaunchState.UNKNOWN)
+        if not self._ready_folder(row):
+            return Asked(row, Wait(), unknown)
+        metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
+        submission = submission_id(row.id, row.attempt)
+        self._confirm_owner()
+        refusal = None
+        try:
+            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata)
+            logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
+        except LauncherError as error:
+            logger.warning("submit_failed job_id=%s submission_id=%s error=%s", row.id, submission, error)
+            refusal = str(error)
+        return Asked(row, Submit(), unknown, refusal)
+
+    def _question(self, row: JobRow) -> Asked:
+        """Ask what has become of the job, and end its run where that is due. In a thread of its own as well."""
+        status = self._launcher.status(submission_id(row.id, row.attempt))
+        action = decide(self._view(row, status), status)
+        if isinstance(action, StopRun):
+            self._confirm_owner()
+            try:
+                self._launcher.cancel(submission_id(row.id, row.attempt))
+            except LauncherError as error:
+                logger.warning("cancel_failed job_id=%s error=%s", row.id, error)
+        return Asked(row, action, status)
 
     def _view(self, row: JobRow, status: LaunchStatus) -> JobView:
         """The row with what the run has left: what it posted, else what is in its folder."""
@@ -187,51 +295,40 @@ class Reconciler:
             failure=failure,
         )
 
-    def _count_absent(self, row: JobRow, status: LaunchStatus) -> None:
-        if status.state is LaunchState.ABSENT:
-            self._absent[row.id] = self._absent.get(row.id, 0) + 1
-        else:
-            self._absent.pop(row.id, None)
+    # the run folder
 
-    def _apply(self, row: JobRow, action: Action) -> None:
-        match action:
-            case Wait():
-                return
-            case Submit():
-                self._submit(row)
-            case Run():
-                self._move(row, JobState.RUNNING)
-            case Retry(reason):
-                self._absent.pop(row.id, None)
-                self._move(row, JobState.SUBMITTING, reason, next_attempt=row.attempt + 1)
-                self._wake.set()
-            case Succeed(summary):
-                self._move(row, JobState.SUCCEEDED, summary=summary)
-            case Fail(reason):
-                self._move(row, JobState.FAILED, reason)
-            case StopRun():
-                self._stop_run(row)
-            case Cancel():
-                self._move(row, JobState.CANCELLED)
+    def _keep_wanted(self, row: JobRow) -> bool:
+        """Write workers.json where a request could not, or where it is of before the job's row.
 
-    def _submit(self, row: JobRow) -> None:
-        with self._folders.lock:
-            self._complete_folder(row)
-        write_wanted(self._db, self._folders, row.id)  # where the disk refuses, the job waits: it would start as it was
-        metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
-        submission = submission_id(row.id, row.attempt)
-        self._confirm_owner()
+        False where the row cannot be understood, which is logged.
+        """
+        folder = self._folders.of(row.id)
         try:
-            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata)
-        except LauncherError as error:
-            logger.warning("submit_failed job_id=%s submission_id=%s error=%s", row.id, submission, error)
-            self._explain_waiting(row, str(error))
-            return
-        logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
-        self._move(row, JobState.PENDING)
+            if folder.read_wanted() != wanted_workers(row) and folder.path.is_dir():
+                write_wanted(self._db, self._folders, row.id)
+        except OSError:
+            logger.exception("wanted_workers_not_written job_id=%s", row.id)
+        except (OperationalError, NotOwner):
+            raise
+        except Exception:
+            logger.exception("reconcile_failed job_id=%s", row.id)
+            return False
+        return True
+
+    def _ready_folder(self, row: JobRow) -> bool:
+        """Complete the run folder where a request could not. Where the disk refuses, the job waits."""
+        try:
+            if not self._folders.of(row.id).complete(row.token_hash):
+                with self._folders.lock:
+                    self._complete_folder(row)
+            # A job whose limits cannot be written would start as it was.
+            return self._folders.of(row.id).read_wanted() == wanted_workers(row)
+        except OSError:
+            logger.exception("run_folder_incomplete job_id=%s", row.id)
+            return False
 
     def _complete_folder(self, row: JobRow) -> None:
-        """Write the run folder where a request could not. Only the hash of its token is known: mint another."""
+        """Only the hash of its token is known: mint another."""
         with self._db.read() as session:
             now = JobRepository(session).get(row.id)
         folder = self._folders.of(row.id)
@@ -243,46 +340,82 @@ class Reconciler:
         folder.write(job_json(row), wanted_workers(now), token, self._folders.service_url)
         logger.info("run_folder_completed job_id=%s", row.id)
 
-    def _stop_run(self, row: JobRow) -> None:
-        self._confirm_owner()
+    # applying
+
+    def _heard(self, answer: Answer[Asked]) -> Asked | None:
+        """What a call found, noted; None where it failed, which is logged."""
+        if answer.seconds >= SLOW_S:
+            self._slow.add(answer.key)
+        else:
+            self._slow.discard(answer.key)
+        asked = answer.result
+        if asked is None:
+            error = answer.error
+            if isinstance(error, NotOwner):
+                raise error
+            logger.error("reconcile_failed job_id=%s", answer.key, exc_info=error)
+        elif asked.status.state is LaunchState.ABSENT:
+            self._absent[answer.key] = self._absent.get(answer.key, 0) + 1
+        else:
+            self._absent.pop(answer.key, None)
+        return asked
+
+    def _move_all(self, asked: Sequence[Asked]) -> None:
+        """Apply many in one transaction; where one of them cannot be applied, each by itself."""
         try:
-            self._launcher.cancel(submission_id(row.id, row.attempt))
-        except LauncherError as error:
-            logger.warning("cancel_failed job_id=%s error=%s", row.id, error)
-
-    def _explain_waiting(self, row: JobRow, why: str) -> None:
-        reason = f"waiting for the launcher: {why}"
-        if row.reason == reason:
+            with self._db.write() as session:
+                rows = JobRepository(session).lock_all([one.row.id for one in asked])
+                found = [(current, one) for one in asked if (current := self._unmoved(rows, one)) is not None]
+                transition_all(
+                    session, [(current, *_target(current, one.action)) for current, one in found], self._clock()
+                )
+        except (NotOwner, OperationalError):
+            raise
+        except Exception as error:
+            if len(asked) > 1:
+                for one in asked:
+                    self._move_all([one])
+            elif isinstance(error, StaleDataError):
+                logger.debug("job_moved job_id=%s", asked[0].row.id)
+            else:
+                logger.exception("reconcile_failed job_id=%s", asked[0].row.id)
             return
-        with self._db.write() as session:
-            self._unmoved(JobRepository(session).lock(row.id), row).reason = reason
-
-    def _move(
-        self,
-        row: JobRow,
-        to: JobState,
-        reason: str | None = None,
-        *,
-        next_attempt: int | None = None,
-        summary: dict[str, object] | None = None,
-    ) -> None:
-        with self._db.write() as session:
-            jobs = JobRepository(session)
-            current = self._unmoved(jobs.lock(row.id), row)
-            if next_attempt is not None:
-                current.attempt = next_attempt
-                current.failure = None
-                jobs.drop_leases(row.id)
-            if summary is not None:
-                current.summary = summary
-            transition(session, current, to, self._clock(), reason)
-        logger.info("job_moved job_id=%s from=%s to=%s attempt=%d", row.id, row.state, to, next_attempt or row.attempt)
+        for current, one in found:
+            if isinstance(one.action, Retry):
+                self._absent.pop(current.id, None)
+            said = (current.id, one.row.state, current.state, current.attempt)
+            logger.info("job_moved job_id=%s from=%s to=%s attempt=%d", *said)
 
     @staticmethod
-    def _unmoved(current: JobRow | None, seen: JobRow) -> JobRow:
-        if current is None or current.version != seen.version:
-            raise Moved
-        return current
+    def _unmoved(rows: dict[str, JobRow], asked: Asked) -> JobRow | None:
+        """The row as it is now; None where it has changed since it was read: the next turn sees it as it is now."""
+        current = rows.get(asked.row.id)
+        if current is not None and current.version == asked.row.version:
+            return current
+        logger.debug("job_moved job_id=%s", asked.row.id)
+        return None
+
+    def _explain_open(self, new: Iterable[JobRow]) -> None:
+        """Say of jobs whose submit has not been answered, or finds no room, what they wait for."""
+        ages = {row: self._submits.age(row.id) for row in new}
+        told = {row: "it has not answered yet" for row, age in ages.items() if age is not None and age > TOLD_AFTER_S}
+        if told:
+            busy = f"it has {MOST_SUBMITS} submissions to answer before"
+            left = {row for row, age in ages.items() if age is None and self._asked_in.get(row.id) != self._turns}
+            told |= dict.fromkeys(left, busy)
+        self._explain(told)
+
+    def _explain(self, why: dict[JobRow, str]) -> None:
+        """Write the reasons why jobs wait to be submitted, where they are others than before."""
+        by_reason: dict[str, list[str]] = {}
+        for row, words in why.items():
+            reason = f"waiting for the launcher: {words}"
+            if row.reason != reason:
+                by_reason.setdefault(reason, []).append(row.id)
+        if by_reason:
+            with self._db.write() as session:
+                for reason, ids in by_reason.items():
+                    JobRepository(session).set_reason(ids, reason)
 
     def _drop_expired_leases(self) -> None:
         now = self._clock()
@@ -291,3 +424,30 @@ class Reconciler:
         if expired:
             with self._db.write() as session:
                 JobRepository(session).drop_expired_leases(now)
+
+
+def _moves(action: Action) -> bool:
+    return not isinstance(action, Wait | StopRun)
+
+
+def _target(row: JobRow, action: Action) -> tuple[JobState, str | None]:
+    """The state that the action leads to, and the reason. row: modified, all but these two."""
+    match action:
+        case Submit():
+            return JobState.PENDING, None
+        case Run():
+            return JobState.RUNNING, None
+        case Retry(reason):
+            row.attempt += 1
+            row.failure = None
+            return JobState.SUBMITTING, reason
+        case Succeed(summary):
+            if summary is not None:
+                row.summary = summary
+            return JobState.SUCCEEDED, None
+        case Fail(reason):
+            return JobState.FAILED, reason
+        case Cancel():
+            return JobState.CANCELLED, None
+        case Wait() | StopRun():
+            raise AssertionError(f"{action} moves no job")

@@ -35,6 +35,11 @@ class JobRepository:
         """The job of this id, held against other writers until the transaction ends."""
         return self.session.get(JobRow, job_id, with_for_update=True)
 
+    def lock_all(self, job_ids: Sequence[str]) -> dict[str, JobRow]:
+        """The jobs of these ids, held as `lock` does; one that is gone is left out."""
+        query = select(JobRow).where(JobRow.id.in_(job_ids)).order_by(JobRow.id).with_for_update()
+        return {row.id: row for row in self.session.scalars(query)}
+
     def by_idempotency_key(self, key: str) -> JobRow | None:
         """The job that was made with this key."""
         return self.session.scalar(select(JobRow).where(JobRow.idempotency_key == key))
@@ -76,13 +81,21 @@ class JobRepository:
 
     def unfinished(self) -> Sequence[JobRow]:
         """Every job that is not over, oldest first."""
-        query = select(JobRow).where(JobRow.state.not_in([s.value for s in TERMINAL])).order_by(JobRow.created_at)
+        # By the states that it may have: for those that it may not have, no index helps.
+        open_states = [state.value for state in JobState if not state.terminal]
+        query = select(JobRow).where(JobRow.state.in_(open_states)).order_by(JobRow.created_at)
         return self.session.scalars(query).all()
 
     def count_by_state(self) -> dict[str, int]:
         """How many jobs each state has; a state without jobs is left out."""
         query = select(JobRow.state, func.count()).group_by(JobRow.state)
         return {row[0]: row[1] for row in self.session.execute(query)}
+
+    def set_reason(self, job_ids: Sequence[str], reason: str) -> None:
+        """Say why these jobs are not submitted yet. Their rows' versions stay: no decision depends on it."""
+        table = JobRow.__table__
+        waiting = table.c.id.in_(job_ids) & (table.c.state == JobState.SUBMITTING.value)
+        self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
 
     def set_token_hash(self, job_id: str, token_hash: str) -> None:
         """Replace the job's token. The row's version stays: no decision depends on the token."""
@@ -109,12 +122,16 @@ class JobRepository:
 
     def put_events(self, job_id: str, attempt: int, events: Sequence[dict[str, Any]]) -> None:
         """Write events (kind, step, time, fields); one that is known already is left out."""
+        self.put_all_events([{"job_id": job_id, "attempt": attempt, **event} for event in events])
+
+    def put_all_events(self, events: Sequence[dict[str, Any]]) -> None:
+        """The same for events of many jobs, each with its job_id and attempt."""
         if not events:
             return
         statement = self._insert(EventRow).on_conflict_do_nothing(
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
-        self.session.execute(statement, [{"job_id": job_id, "attempt": attempt, **event} for event in events])
+        self.session.execute(statement, events)
 
     def samples(self, job_id: str, after_step: int, limit: int) -> Sequence[SampleRow]:
         """The first `limit` samples with a step above `after_step`, in order of step."""
@@ -139,9 +156,9 @@ class JobRepository:
         lease = delete(LeaseRow).where(LeaseRow.job_id == job_id, LeaseRow.rank == rank)
         self.session.execute(lease if attempt is None else lease.where(LeaseRow.attempt == attempt))
 
-    def drop_leases(self, job_id: str) -> None:
-        """End all leases of a job."""
-        self.session.execute(delete(LeaseRow).where(LeaseRow.job_id == job_id))
+    def drop_leases(self, job_ids: Sequence[str]) -> None:
+        """End all leases of these jobs."""
+        self.session.execute(delete(LeaseRow).where(LeaseRow.job_id.in_(job_ids)))
 
     def has_expired_leases(self, now: float) -> bool:
         """True where `drop_expired_leases` has something to do."""
@@ -174,21 +191,39 @@ class JobRepository:
 
 def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:
     """Move `row` to a state and record it. row: modified; its leases end with it where the state is terminal."""
-    row.state = to.value
-    row.reason = reason
-    if to is JobState.RUNNING and row.started_at is None:
-        row.started_at = now
-    if to.terminal:
-        row.finished_at = now
-        JobRepository(session).drop_leases(row.id)
-    record(session, row, now)
+    transition_all(session, [(row, to, reason)], now)
 
 
-def record(session: Session, row: JobRow, now: float) -> None:
-    """Write the event that the job has come to its state: kind job_submitting, job_running and so on."""
-    fields = {"reason": row.reason} if row.reason else {}
-    event = {"kind": EventKind(f"job_{row.state.lower()}").value, "step": last_step(row), "time": now, "fields": fields}
-    JobRepository(session).put_events(row.id, row.attempt, [event])
+def transition_all(session: Session, moves: Sequence[tuple[JobRow, JobState, str | None]], now: float) -> None:
+    """The same for many rows: to which state, for what reason. A new attempt has no leases yet either."""
+    for row, to, reason in moves:
+        row.state = to.value
+        row.reason = reason
+        if to is JobState.RUNNING and row.started_at is None:
+            row.started_at = now
+        if to.terminal:
+            row.finished_at = now
+    left = [row.id for row, to, _ in moves if to.terminal or to is JobState.SUBMITTING]
+    if left:
+        JobRepository(session).drop_leases(left)
+    record(session, [row for row, _, _ in moves], now)
+
+
+def record(session: Session, rows: Sequence[JobRow], now: float) -> None:
+    """Write the events that the jobs have come to their states: kind job_submitting, job_running and so on."""
+    events = [
+        {
+            "job_id": row.id,
+            "attempt": row.attempt,
+            "kind": EventKind(f"job_{row.state.lower()}").value,
+            "step": last_step(row),
+            "time": now,
+            "fields": {"reason": row.reason} if row.reason else {},
+        }
+        for row in rows
+    ]
+    session.flush()
+    JobRepository(session).put_all_events(events)
 
 
 def last_step(row: JobRow) -> int:

@@ -260,7 +260,7 @@ class JobService:
         try:
             with self._db.write() as session:
                 JobRepository(session).add(row)
-                record(session, row, row.created_at)
+                record(session, [row], row.created_at)
         except IntegrityError:
             return None
         return row

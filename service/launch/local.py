@@ -128,7 +128,7 @@ class LocalLauncher:
     def _jobs(self) -> RayJobs:
         serving = self._serving
         if serving is None:
-            raise LauncherError(f"{self._trouble}; try again in a few seconds")
+            raise LauncherError(self._trouble)
         return serving[1]
 
     def _serve(self, head: Head) -> None:

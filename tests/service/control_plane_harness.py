@@ -60,10 +60,10 @@ class Clock:
 class Service:
     """An application without its lifespan: `turn` is the reconciler's thread."""
 
-    def __init__(self, home: Path, **settings: Any) -> None:
+    def __init__(self, home: Path, launcher: FakeLauncher | None = None, **settings: Any) -> None:
         self.home = home
         self.clock = Clock()
-        self.launcher = FakeLauncher()
+        self.launcher = launcher or FakeLauncher()
         self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",), **settings)
         self.open()
 
@@ -71,6 +71,7 @@ class Service:
         """Build the application over the home, as a service that starts does, without the reconciler's thread."""
         self.app: FastAPI = create_app(self.settings, self.launcher, service_url=SERVICE_URL, clock=self.clock)
         self.plane: ControlPlane = self.app.state.plane
+        self.plane.reconciler.patience_s = 30.0  # a turn is over when all that it asked has been answered
         self.plane.own()
         if self.plane.ownership.owns:
             self.begin()
