@@ -118,8 +118,8 @@ class Member:
         """
         with self._state.changed:
             seat = self._seated()
-        told = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
-        self._link.send(m.Unreachable(generation=seat.generation, ranks=told))
+            told = self._state.unreachable = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
+        self._link.send(m.Unreachable(generation=seat.generation, ranks=told))  # again at each new connection
 
     def may_commit(self) -> bool:
         """Has the server been heard of lately enough that nobody can have gone on without this worker?

@@ -8,6 +8,7 @@
                           regroup within join_timeout_s, or 3 of the longest steps, or form_s where it still forms its
                           group; when others cannot reach it (unreachable.py); when it is silent for too long
                           (_judge_silence)
+    a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (signatures.py)
     a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
@@ -127,13 +128,10 @@ class Rules:
         worker.step = max(worker.step, standing.step)
         attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
         if worker.rank is not None:
-            if present.regroup_since is None:
-                present.regroup_since = now
             if present.planned is None and present.over is None:
-                attendance.cancel()
-                present.over = f"rank {worker.rank} ({worker.name}) has stopped for a regroup"
-                attendance.say("over", why=present.over)
-                attendance.tell(m.Over(generation=present.generation, why=present.over), but=id)
+                self._end_generation(f"rank {worker.rank} ({worker.name}) has stopped for a regroup", now, but=id)
+            elif present.regroup_since is None:
+                present.regroup_since = now
             if id in attendance.unwanted and not standing.has_state:
                 # else it is seated, and leaves when it has handed over
                 attendance.dismiss(worker, attendance.unwanted[id])
@@ -405,14 +403,31 @@ class Rules:
 
     def _judge_hanging(self, now: float) -> None:
         attendance, present, timing = self._attendance, self._attendance.present, self._timing
-        if present.regroup_since is None:
-            return
         members = attendance.members()
+        if present.regroup_since is None:
+            late = [w for w in members if w.here and not w.formed and w.standing is None]
+            if not late or now - present.seated_at <= timing.form_s or present.at_end:
+                return
+            if any(w.formed for w in members):
+                for worker in late:
+                    attendance.fence(worker, f"it did not form its group within {timing.form_s:g} s: it hangs", now)
+            else:
+                self._end_generation(f"no member has formed its group within {timing.form_s:g} s", now)
+            return
         limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
         for worker in members:
             forms = not worker.formed and now - present.seated_at <= timing.form_s
             if worker.standing is None and worker.here and not forms and now - present.regroup_since > limit_s:
                 attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+
+    def _end_generation(self, why: str, now: float, but: str | None = None) -> None:
+        attendance, present = self._attendance, self._attendance.present
+        present.over = why
+        if present.regroup_since is None:
+            present.regroup_since = now
+        attendance.cancel()
+        attendance.say("over", why=why)
+        attendance.tell(m.Over(generation=present.generation, why=why), but=but)
 
     def _judge_reports(self, now: float) -> None:
         """Leave out the fewest members such that all others can talk to one another."""

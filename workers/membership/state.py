@@ -103,6 +103,8 @@ class State:
         self.floor = 0
         self.formed = False
         """It has the process group of the seat."""
+        self.unreachable: dict[int, str] = {}
+        """Ranks that it could not talk to in forming that, and why."""
         self.lease = CommitLease()
         self.ended: Ended | None = None
         self.over: str | None = None
@@ -175,7 +177,8 @@ class State:
             case m.Seating() if seat is None or message.seat.generation > seat.generation:
                 self.seat, self.handed_out, self.standing = message.seat, False, None
                 self.over, self.lost, self.store, self.store_port = None, {}, None, None
-                self.promise, self.stop_at, self.formed = None, math.inf, False
+                self.promise, self.stop_at = None, math.inf
+                self.formed, self.unreachable = False, {}
                 self.step, self.longest_step_s = None, 0.0
             case m.StoreAt() if seat is not None and message.generation == seat.generation:
                 self.store = (message.host, message.port)
@@ -198,6 +201,8 @@ class State:
         said: list[m.FromMember] = [self.beat()]
         if self.seat is not None and self.formed:
             said.append(m.Formed(generation=self.seat.generation))
+        elif self.seat is not None and self.unreachable:
+            said.append(m.Unreachable(generation=self.seat.generation, ranks=self.unreachable))
         if self.standing is not None:
             said.append(self.join(self.standing))
         if self.seat is not None and self.store_port is not None:

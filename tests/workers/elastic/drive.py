@@ -39,6 +39,7 @@ def toy(config):
     while True:
         seat = member.join(Standing(generation=generation, rank=rank, step=step, has_state=step > 0))
         generation, rank = seat.generation, seat.rank
+        member.formed()
         step = max(seated.standing.step for seated in seat.members)
         while member.over is None:
             time.sleep(0.05)

@@ -260,6 +260,28 @@ def test_a_member_that_still_forms_its_group_does_not_hang_and_one_that_never_do
     assert a.state.seat.size == 1
 
 
+def test_one_that_does_not_form_its_group_while_others_have_is_fenced():
+    net = Net(1, 2)
+    a, b = net.add(0, 1)
+    b.forms = False
+    net.run(50.0)
+    assert (a.state.ended, b.state.ended) == (None, None)
+    net.run(20.0)
+    assert why(b) == "it did not form its group within 60 s: it hangs"
+    assert a.generation == 2
+
+
+def test_where_nobody_forms_a_group_all_try_again():
+    net = Net(1, 2)
+    a, b = net.add(0, 1)
+    a.forms = b.forms = False  # each waits for the other, because of a word that was lost
+    net.run(60.0)
+    assert a.generation == b.generation == 1
+    net.run(4.0)
+    assert a.generation == b.generation == 2
+    assert net.said("over")[0].fields["why"] == "no member has formed its group within 60 s"
+
+
 def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named():
     net = Net(1, 3)
     a, b, c = net.formed(3)

@@ -74,8 +74,11 @@ class World:
             blameless = not actor.refused and not actor.hangs
             assert not (refusal.verdict == "fenced" and blameless), f"a living member was left out: {refusal.why}"
             self.end(actor)
-        elif actor.joining is not None and actor.connected:
-            self.say_join(actor)
+        elif actor.connected:
+            if actor.seat is not None:
+                self.rules.formed(actor.identity.id, actor.seat.generation, self.now)
+            if actor.joining is not None:
+                self.say_join(actor)
 
     def join(self, actor: Actor) -> None:
         """As a training loop does: as a newcomer, when it is over, or where it stopped as planned."""
@@ -141,6 +144,8 @@ class World:
         actor.seat, actor.joining, actor.over = seat, None, False
         actor.promise, actor.confirmed, actor.cut = None, False, False
         actor.step = max(member.standing.step for member in seat.members)
+        if actor.connected:
+            self.rules.formed(actor.identity.id, seat.generation, self.now)
 
     def die(self, actor: Actor) -> None:
         if actor.connected:
