@@ -99,6 +99,26 @@ class Lab:
         """For each host the PID, on the machine, of the process that holds it: `nsenter -t PID -m -n -p` enters it."""
         return tuple(self.holder.namespaces[network.namespace_of(host)].pid for host in range(self.spec.hosts))
 
+    def cut(self, sender: int, receiver: int) -> None:
+        """Let what one host sends to another vanish, without a word to either: no error, no end of a connection.
+
+        Established connections too. The other direction stays as it is. Raises: LabError where there is no such host.
+        """
+        self._deliver(sender, receiver, arrives=False)
+
+    def mend(self, sender: int, receiver: int) -> None:
+        """Let it arrive again. Raises: LabError where there is no such host."""
+        self._deliver(sender, receiver, arrives=True)
+
+    def _deliver(self, sender: int, receiver: int, *, arrives: bool) -> None:
+        for host in (sender, receiver):
+            self._check(host)
+        network.deliver(self.holder, sender, receiver, arrives=arrives)
+
+    def _check(self, host: int) -> None:
+        if not 0 <= host < self.spec.hosts:
+            raise LabError(f"host {host} is not in this lab: it has hosts 0 to {self.spec.hosts - 1}")
+
     def start(
         self,
         host: int,
@@ -114,8 +134,7 @@ class Lab:
         (rank_env() makes a rank of it). stdin, stdout, stderr: descriptors that it gets copies of; default is an empty
         stdin, and this process's own stdout and stderr. Raises: LabError where there is no such host.
         """
-        if not 0 <= host < self.spec.hosts:
-            raise LabError(f"host {host} is not in this lab: it has hosts 0 to {self.spec.hosts - 1}")
+        self._check(host)
         with open(os.devnull, "rb") as nothing:
             given = nothing.fileno() if stdin is None else stdin
             environment = os.environ if env is None else env

@@ -24,6 +24,8 @@ from thinwire.lab.processes import Holder
 from thinwire.lab.spec import LabError, LabSpec
 
 SWITCH = 0
+NOBODY = "02:54:57:ff:ff:ff"
+"""No host has it: the switch sends such frames to all, and all leave them."""
 INTERFACE = "eth0"
 CONGESTION_CONTROL = "reno"
 TOOL_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
@@ -108,6 +110,13 @@ def build(holder: Holder, spec: LabSpec) -> str:
         _delay_by_timer(holder, spec)
         return "NAPI timer"
     return "none"
+
+
+def deliver(holder: Holder, sender: int, receiver: int, *, arrives: bool) -> None:
+    """Whether frames of one host to another arrive, from now on. They vanish unseen: the switch looks for NOBODY."""
+    mac = _mac(receiver) if arrives else NOBODY
+    told = f"neigh replace {address_of(receiver)} lladdr {mac} dev {INTERFACE} nud permanent"
+    holder.output(namespace_of(sender), [tool("ip"), *told.split()])
 
 
 def kernel_module_hint(module: str) -> str:
