@@ -61,6 +61,9 @@ def form_group(
 
 def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.device, timeout_s: float) -> None:
     transport.begin(attempt)
+    # torch numbers its groups, and names the keys of the store by that. An attempt that failed has counted: a rank that
+    # was in one, and a rank that was not, would look for each other under two names.
+    dist.distributed_c10d._world.group_count = 0
     cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else transport.GLOO,

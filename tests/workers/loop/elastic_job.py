@@ -20,8 +20,8 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
 SECRET = "sixteen-characters-or-more"
 
 
@@ -189,7 +189,7 @@ class ElasticJob:
         for slot in slots:
             spec = {**self.spec, **changes}
             arguments = (self.run_dir, spec, slot, self.server.address, self._pause_s, self._timeout_s, version)
-            process = _FORKSERVER.Process(target=_work, args=arguments)
+            process = FORKSERVER.Process(target=_work, args=arguments)
             process.start()
             self.workers[slot] = process
         return self
