@@ -29,6 +29,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
+from thinwire.service.launch.protocol import LOG_PART_BYTES
 
 _ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
 LARGEST_OFFSET = 2**53 - 1
@@ -160,9 +161,14 @@ def delete(job_id: str, jobs: Jobs) -> None:
 
 
 @operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound))
-def logs(job_id: str, jobs: Jobs, offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET)] = 0) -> Logs:
-    """Log text from `offset` on. Ask again from `next_offset` until `complete`."""
-    return jobs.logs(job_id, offset)
+def logs(
+    job_id: str,
+    jobs: Jobs,
+    offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET)] = 0,
+    limit: Annotated[int, Query(ge=4, le=4 << 20, description="bytes, at most")] = LOG_PART_BYTES,
+) -> Logs:
+    """A part of the log, from byte `offset` on. Ask again from `next_offset` until `complete`."""
+    return jobs.logs(job_id, offset, limit)
 
 
 @operators.get("/jobs/{job_id}/metrics", responses=documented(JobNotFound))

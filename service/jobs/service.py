@@ -31,7 +31,7 @@ from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchStat
 logger = logging.getLogger(__name__)
 
 LOG_OFFSET_BITS = 40
-"""A log offset is (attempt - 1) << 40 plus characters: each attempt has a log of its own."""
+"""A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
 
 
 class JobService:
@@ -189,8 +189,8 @@ class JobService:
             unreadable=len(rows) - len(samples),
         )
 
-    def logs(self, job_id: str, offset: int) -> Logs:
-        """Log text of the current attempt from `offset` on. Raises JobNotFound, Unavailable.
+    def logs(self, job_id: str, offset: int, limit: int) -> Logs:
+        """Log text of the current attempt from `offset` on, up to `limit` bytes. Raises JobNotFound, Unavailable.
 
         An offset into the log of an earlier attempt goes on at the beginning of the current one's.
         """
@@ -203,7 +203,7 @@ class JobService:
         if reason is not None:
             raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
         try:
-            chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base))
+            chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base), limit)
         except LauncherError as error:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
         # An empty chunk of a job that is over is the end: nobody writes any more.

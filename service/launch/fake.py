@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.log_files import decoded
+from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +141,15 @@ class FakeLauncher:
             if submission.status.state not in _OVER and not self.ignore_cancel:
                 submission.status, submission.by_time = LaunchStatus(LaunchState.STOPPED), False
 
-    def logs(self, submission_id: str, offset: int) -> LogChunk:
-        """The log from `offset` on. Raises LauncherError where it is unreachable or the submission unknown."""
+    def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
+        """The log from byte `offset` on. Raises LauncherError where it is unreachable or the submission unknown."""
         self._reach()
         with self._lock:
             submission = self.submissions.get(submission_id)
             if submission is None:
                 raise LauncherError(f"the fake cluster has no submission {submission_id!r}")
             self._advance(submission_id, submission)
-            return LogChunk(submission.log[offset:], max(offset, len(submission.log)))
+            return decoded(submission.log.encode()[offset : offset + limit], offset)
 
     def dashboard_url(self, submission_id: str) -> str | None:
         """None: there is nothing to look at."""

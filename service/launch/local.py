@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.log_files import read_part
+from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk
 from thinwire.service.launch.ray_head import Head, RayHead
 from thinwire.service.launch.ray_jobs import RayJobs
 
@@ -116,9 +117,19 @@ class LocalLauncher:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._jobs().stop(submission_id)
 
-    def logs(self, submission_id: str, offset: int) -> LogChunk:
-        """The driver's output from `offset` characters on. Gone with its head. Raises LauncherError."""
-        return self._jobs().logs(submission_id, offset)
+    def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
+        """The driver's output from byte `offset` on. Gone with its head. Raises LauncherError.
+
+        Out of the file that Ray has it written to: Ray's own API gives a log as a whole, at every poll.
+        """
+        serving = self._serving
+        if serving is None:
+            raise LauncherError(self._trouble)
+        path = serving[0].log_of(submission_id)
+        try:
+            return read_part(path, offset, limit)
+        except OSError as error:
+            raise LauncherError(f"the log {path} cannot be read: {error.strerror or error}") from error
 
     def dashboard_url(self, submission_id: str) -> str | None:
         """The job's page in the Ray dashboard; None while there is no head."""

@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+LOG_PART_BYTES = 1 << 20
+
 
 class LaunchState(StrEnum):
     """What the launcher's cluster says of a submission."""
@@ -37,7 +39,7 @@ class LaunchStatus:
 
 @dataclass(frozen=True, slots=True)
 class LogChunk:
-    """Log text from an offset in characters, and the offset to go on from."""
+    """Log text from an offset in bytes, and the offset to go on from."""
 
     text: str
     next_offset: int
@@ -70,8 +72,11 @@ class Launcher(Protocol):
     def cancel(self, submission_id: str) -> None:
         """Ask for its end. A submission that is over or absent is a success. Raises LauncherError."""
 
-    def logs(self, submission_id: str, offset: int) -> LogChunk:
-        """Log text from `offset` on; empty where there is none yet. Raises LauncherError."""
+    def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
+        """Log text of up to `limit` bytes from byte `offset` on; empty where there is none yet. Raises LauncherError.
+
+        It costs memory for what it gives, not for the whole log.
+        """
 
     def dashboard_url(self, submission_id: str) -> str | None:
         """A page where a person can watch it."""

@@ -70,6 +70,15 @@ class Head(BaseModel):
         """The dashboard, which serves the Jobs API too."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def logs(self) -> Path:
+        """Ray's log files of this head."""
+        return self.temp_dir / "r" / "session_latest" / "logs"
+
+    def log_of(self, submission_id: str) -> Path:
+        """What the driver of a submission writes; no file before it does."""
+        return self.logs / f"job-driver-{submission_id}.log"
+
     def alive(self) -> bool:
         """True while the very keeper that wrote the record lives."""
         return processes.birth_of(self.pid) == self.birth

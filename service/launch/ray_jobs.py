@@ -1,8 +1,9 @@
-"""Ray's Jobs REST API over plain HTTP: submit, ask, stop, logs. Ray itself is never imported here.
+"""Ray's Jobs REST API over plain HTTP: submit, ask, stop. Ray itself is never imported here.
 
 Facts of Ray 2.60 that shape this file: a submission id that is taken is refused with 500 and a traceback, an unknown
-one is 404, stopping what has ended is 200 with {"stopped": false}, and logs come as one whole text. Whoever has the
-token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
+one is 404, stopping what has ended is 200 with {"stopped": false}. A log comes as one whole text, so it is read from
+its file instead (thinwire.service.launch.log_files). Whoever has the token sees entrypoint, metadata and runtime_env
+of every job, so no secret may be in them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ _STATES: Final = {
 class _Job(BaseModel):
     status: str
     message: str | None = None
-
-
-class _Logs(BaseModel):
-    logs: str | None = None
 
 
 class RayJobs:
@@ -125,23 +122,6 @@ class RayJobs:
                 f"Ray at {self.url} did not stop job {submission_id} "
                 f"({answer.status_code}: {_last_line(answer.text)}); try again"
             )
-
-    def logs(self, submission_id: str, offset: int) -> LogChunk:
-        """The driver's log from `offset` characters on; empty for an unknown job. Raises LauncherError."""
-        answer = self._ask("GET", f"/api/jobs/{submission_id}/logs", f"give the log of job {submission_id}")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            return LogChunk("", offset)
-        if not answer.is_success:
-            raise LauncherError(
-                f"Ray at {self.url} did not give the log of job {submission_id} "
-                f"({answer.status_code}: {_last_line(answer.text)}); try again"
-            )
-        try:
-            whole = _Logs.model_validate_json(answer.content).logs or ""
-        except ValidationError as error:
-            raise LauncherError(f"Ray at {self.url} answered what is not a log: {error}") from error
-        text = whole[offset:]
-        return LogChunk(text, offset + len(text))
 
     def _ask(self, method: str, path: str, what: str) -> httpx.Response:
         try:

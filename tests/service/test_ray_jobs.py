@@ -144,21 +144,6 @@ def test_stopping_what_is_over_or_absent_is_a_success(answer):
     assert asked == ["/api/jobs/sub-1/stop"]
 
 
-def test_stop_and_logs_raise_when_ray_is_away():
+def test_stop_raises_when_ray_is_away():
     with pytest.raises(LauncherError, match="stop job sub-1"):
         client(refused).stop("sub-1")
-    with pytest.raises(LauncherError, match="log of job sub-1"):
-        client(refused).logs("sub-1", 0)
-
-
-def test_logs_are_cut_at_the_offset_and_count_characters():
-    jobs = client(lambda _: httpx.Response(200, json={"logs": "a\u00e9b\nnext"}))
-    first = jobs.logs("sub-1", 0)
-    assert (first.text, first.next_offset) == ("a\u00e9b\nnext", 8)
-    assert (jobs.logs("sub-1", 4).text, jobs.logs("sub-1", 8).text) == ("next", "")
-    assert jobs.logs("sub-1", 8).next_offset == 8
-
-
-def test_logs_of_an_absent_job_are_empty():
-    chunk = client(lambda _: httpx.Response(404, text="no")).logs("sub-1", 5)
-    assert (chunk.text, chunk.next_offset) == ("", 5)

@@ -199,7 +199,7 @@ class Client:
         return self._call("POST", _path(job_id, "cancel"), Job)
 
     def logs(self, job_id: str, offset: int = 0) -> Logs:
-        """The job's log from character `offset` on."""
+        """The next part of the job's log from `offset` on: 0, or `next_offset` of the part before."""
         return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
 
     def history(self, job_id: str) -> History:

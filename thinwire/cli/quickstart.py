@@ -38,6 +38,8 @@ CANCEL_S = 15.0
 SUMMARY_S = 10.0
 DYING_S = 1.0
 TAIL_LINES = 25
+TAIL_CHARACTERS = 1 << 16
+"""Of a log, kept while its end is looked for."""
 INTERRUPTED = 130
 _POLL_S = 0.2
 
@@ -235,7 +237,7 @@ class _Quickstart:
         text, offset = "", 0
         try:
             while chunk := self._client.logs(self._job.id, offset):
-                text += chunk.text
+                text = (text + chunk.text)[-TAIL_CHARACTERS:]
                 if chunk.complete or chunk.next_offset <= offset:
                     break
                 offset = chunk.next_offset

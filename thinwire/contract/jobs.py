@@ -142,7 +142,7 @@ class History(BaseModel):
 
 
 class Logs(BaseModel):
-    """GET /v1/jobs/{id}/logs?offset=N: text from character N on. Ask again from next_offset; `complete` ends it."""
+    """GET /v1/jobs/{id}/logs?offset=N: text from byte N on. Ask again from next_offset; `complete` ends it."""
 
     text: str
     next_offset: int
