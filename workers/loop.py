@@ -98,7 +98,7 @@ class Course:
     def __init__(self, spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> None:
         self.step = self.attended = 0
         self._spec, self._run, self._ranks, self._device, self._reporter = spec, run, ranks, device, reporter
-        self._saving = Saving(run.directory, spec.checkpoint, reporter)
+        self._saving = Saving(run.directory, spec.checkpoint, reporter, ranks.may_commit)
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
         self._training: Training | None = None
@@ -142,7 +142,8 @@ class Course:
                     self._training, group, self._run.directory, progress, self._spec.bucket_elements
                 )
                 self._training = told.training
-            self._saving.seated(lost=bool(self._ranks.seat and self._ranks.seat.lost))
+            seat = self._ranks.seat
+            self._saving.seated(seat.generation if seat else None, lost=bool(seat and seat.lost))
         if self._trace is not None:
             self._trace.seated(self._ranks.seat)
             self._training = self._trace.watching(self._training)

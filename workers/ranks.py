@@ -22,7 +22,7 @@ from thinwire.workers.forming.detector import MembershipDetector
 from thinwire.workers.forming.door import Door
 from thinwire.workers.forming.group import close_group, form_group
 from thinwire.workers.forming.pairs import Patience
-from thinwire.workers.membership import JoinTimeout, Member, Seat, Standing
+from thinwire.workers.membership import Fenced, JoinTimeout, Member, Seat, Standing
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,10 @@ class Ranks(Protocol):
         """At any time. Waits while this worker may not commit. Raises: PeerLost where a peer was lost, or this one."""
 
     def may_commit(self) -> bool:
-        """May a step count, or a checkpoint become whole? Where not, others may go on without this worker."""
+        """May a step count, or a checkpoint become whole? Where not, others may go on without this worker.
+
+        From any thread. Raises: Fenced where they have.
+        """
 
     def leave(self) -> None:
         """End well: the others do not wait for this worker any more."""
@@ -121,6 +124,7 @@ class ElasticRanks:
 
     door: where its peers find it, as its identity at the membership says. timeout_s: of a collective; a peer that lives
     and does not come is found by it. patience: with peers while a group forms. ended: has a worker ended the run?
+    floor: the highest generation that outlives the membership, in a checkpoint; the next one has a larger number.
     """
 
     elastic = True
@@ -134,8 +138,9 @@ class ElasticRanks:
         timeout_s: float = 60.0,
         patience: Patience | None = None,
         ended: Callable[[], bool] = lambda: False,
+        floor: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._ended = ended
+        self._ended, self._floor = ended, floor
         self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
         self._patience = patience
         self.seat: Seat | None = None
@@ -151,7 +156,7 @@ class ElasticRanks:
         standing = Standing(
             None if last is None else last.generation, None if last is None else last.rank, step, has_state
         )
-        self.seat = seat = self._join(standing, signature)
+        self.seat = seat = self._join(standing, signature, 0 if has_state else self._read_floor())
         logger.info(
             "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
         )
@@ -194,6 +199,8 @@ class ElasticRanks:
 
     def may_commit(self) -> bool:
         """As Ranks.may_commit."""
+        if self._member.fenced:
+            raise Fenced(self._member.over)
         return self._member.may_commit()
 
     def _wait_to_commit(self, step: int) -> None:
@@ -205,11 +212,19 @@ class ElasticRanks:
         what = "may_commit_again" if self._member.over is None else "counted_out"
         logger.warning("%s step=%d waited_s=%.1f", what, step, time.monotonic() - began)
 
-    def _join(self, standing: Standing, signature: dict[str, str]) -> Seat:
+    def _read_floor(self) -> int:
+        """A place that is away for a moment ends no worker: what begins below what is there is refused later."""
+        try:
+            return self._floor()
+        except OSError as error:
+            logger.warning("generations_not_read reason=%s", error)
+            return 0
+
+    def _join(self, standing: Standing, signature: dict[str, str], floor: int) -> Seat:
         while True:
             if self._ended():
                 raise RunEnded("another worker has ended the run")
             try:
-                return self._member.join(standing, LOOK_S, signature=signature)
+                return self._member.join(standing, LOOK_S, signature=signature, floor=floor)
             except JoinTimeout:  # for as long as it takes
                 continue

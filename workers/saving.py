@@ -1,5 +1,8 @@
 """When is a job saved, what of it, and from what does it go on? The checkpoints of one rank, through all its groups.
 
+A checkpoint is of a generation: that of the membership, which numbers on through all restarts (floor_of), or where
+ranks are fixed one that rank 0 draws when they begin. What is of a newer generation is newer, whatever the step.
+
 What of a job is in a checkpoint: model, optimizer and meter as flat vectors and plain values.
 
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
@@ -20,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.protocol import Group
+from thinwire.comm import PeerLost
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.build import Training
-from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
+from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Superseded, Writer
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.telemetry.meter import Meter
@@ -51,33 +54,41 @@ class ReplicasDiffer(Exception):
 class Saving:
     """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
 
-    def __init__(self, run_dir: Path, settings: Checkpoint, reporter: Reporter) -> None:
-        own, store = RunFolder(run_dir).checkpoints, settings.store
-        where = own if store is None else f"{store.rstrip('/')}/{run_dir.name}"
-        self._writer = Writer(CheckpointStore(where, settings.keep))
+    def __init__(
+        self, run_dir: Path, settings: Checkpoint, reporter: Reporter, may_commit: Callable[[], bool] = lambda: True
+    ) -> None:
+        """may_commit: see Writer."""
+        self._writer = Writer(store_of(run_dir, settings), may_commit=may_commit)
         self._reporter = reporter
-        self._token: int | None = None
+        self._generation: int | None = None
         self._closed = False
 
-    def seated(self, *, lost: bool) -> None:
-        """Checkpoints of these ranks are from here on told from all others. lost: a rank of before has died. Local."""
-        self._token = None
+    def seated(self, generation: int | None, *, lost: bool) -> None:
+        """Checkpoints are of this generation from here on. lost: a rank of before has died. Local.
+
+        generation: None where ranks are fixed: then resume() draws it.
+        """
+        self._generation = generation
         if lost:
             self._writer.hurry(BROKEN_S)
 
     def resume(self, training: Training, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
 
-        Raises: PeerLost; FileNotFoundError where this rank does not see it, OSError; ValueError where ranks have found
-        different ones.
+        What older generations have not saved yet, they save no more.
+        Raises: PeerLost, also where the store knows a newer generation than this; FileNotFoundError where this rank
+        does not see what rank 0 found, OSError; ValueError where ranks have found different ones.
         """
         store, group = self._writer.store, training.group
         with meter.part("control"):
-            found = torch.zeros(2, dtype=torch.int64, device=training.device)
-            if group.rank == 0 and (newest := store.newest_whole()) is not None:
-                found[:] = torch.tensor(newest)
+            found = torch.zeros(3, dtype=torch.int64, device=training.device)
+            if group.rank == 0:
+                found[:] = torch.tensor(self._find())
             group.broadcast_(found)
-        which = CheckpointId(*found.tolist())
+        self._generation, *newest = found.tolist()
+        if not self._generation:
+            raise PeerLost("the store of checkpoints knows a newer generation than this one, says the log of rank 0")
+        which = CheckpointId(*newest)
         if which.step:
             state = restored(store.load(which, training.device))
             training.model.load_state_dict(state["model"])
@@ -93,6 +104,7 @@ class Saving:
         Where the one before is still being written it waits for that, and looks meanwhile.
         Raises: PeerLost; ReplicasDiffer; what `look` raises.
         """
+        assert self._generation is not None, "seated() or resume() comes first"
         with meter.part("checkpoint"):
             self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
@@ -102,21 +114,23 @@ class Saving:
                     "memory. Please report it with the job's spec; the last checkpoint is from before"
                 )
             content = collect(training.model, training.optimizer, meter)
-            group = training.group
-            if self._token is None:  # not before: a store far away takes its time, and peers would wait in a regroup
-                self._token = self._draw_token(group, training.device)
-            self._writer.save(CheckpointId(self._token, step), group.rank, group.size, content)
+            group, which = training.group, CheckpointId(self._generation, step)
+            mark = torch.zeros(1, dtype=torch.int64, device=training.device)
+            if group.rank == 0:
+                mark[0] = self._writer.mark(which)
+            group.broadcast_(mark)
+            look()  # the worker may have been stopped in a step, and the others have gone on without it
+            self._writer.save(which, group.rank, group.size, content, int(mark))
 
-    def _draw_token(self, group: Group, device: torch.device) -> int:
-        token = torch.zeros(1, dtype=torch.int64, device=device)
-        if group.rank == 0:
-            try:
-                token[0] = self._writer.store.draw_token()
-            except OSError as error:  # the save will say so too; the run goes on
-                logger.error("checkpoints_unlisted reason=%s", error)
-                token[0] = round(time.time() * 1000)
-        group.broadcast_(token)
-        return int(token)
+    def _find(self) -> tuple[int, int, int]:
+        """This generation, and the newest checkpoint that is whole; zeros for none. On rank 0. Raises: OSError."""
+        store = self._writer.store
+        try:
+            generation = store.begin(self._generation)
+        except Superseded as reason:
+            logger.warning("generation_superseded reason=%s", reason)
+            return 0, 0, 0
+        return generation, *(store.newest_whole() or (0, 0))
 
     def tell(self) -> None:
         """Report those that have become whole, or have not, since the last time."""
@@ -143,6 +157,20 @@ class Saving:
         if not self._writer.close(timeout_s):
             logger.error("checkpoint_unfinished after_s=%g", timeout_s)
         self.tell()
+
+
+def store_of(run_dir: Path, settings: Checkpoint) -> CheckpointStore:
+    """Where the checkpoints of a run are. Raises: ValueError where nothing opens the place."""
+    own, store = RunFolder(run_dir).checkpoints, settings.store
+    return CheckpointStore(own if store is None else f"{store.rstrip('/')}/{run_dir.name}", settings.keep)
+
+
+def floor_of(run_dir: Path, settings: Checkpoint) -> int:
+    """The highest generation that the checkpoints of a run tell of, 0 for none: the next has a larger number.
+
+    Raises: ValueError where nothing opens the place; OSError where it cannot be listed.
+    """
+    return store_of(run_dir, settings).newest_generation()
 
 
 def collect(model: nn.Module, optimizer: FlatOptimizer[Any], meter: Meter) -> Content:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -66,7 +67,7 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
-    ranks, number = _ranks(config, address, device)
+    ranks, number = _ranks(config, spec, address, device)
     adopt_s = ADOPT_S if ranks.elastic else 0.0
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address, adopt_s=adopt_s)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
@@ -93,13 +94,14 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
     return None
 
 
-def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[Ranks, int]:
+def _ranks(config: dict[str, Any], spec: TrainSpec, address: str, device: torch.device) -> tuple[Ranks, int]:
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
     from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
     from thinwire.workers.forming.door import Door
     from thinwire.workers.membership import Identity, Member
     from thinwire.workers.ranks import ElasticRanks, FixedRanks
+    from thinwire.workers.saving import floor_of
 
     if "elastic" not in config:
         group = TorchGroup()
@@ -109,8 +111,10 @@ def _ranks(config: dict[str, Any], address: str, device: torch.device) -> tuple[
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname(), door.port)
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
-    failure = RunFolder(Path(config["run_dir"])).failure
-    return ElasticRanks(member, door, device, ended=failure.exists), slot
+    run_dir = Path(config["run_dir"])
+    ended = RunFolder(run_dir).failure.exists
+    floor = partial(floor_of, run_dir, spec.checkpoint)
+    return ElasticRanks(member, door, device, ended=ended, floor=floor), slot
 
 
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:

@@ -14,7 +14,7 @@ from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.saving import collect, restored
 from thinwire.workers.telemetry.meter import Meter
 
-TOKEN = 7
+GENERATION = 7
 SIZES = (1, 2, 3, 4, 8)
 AT, AFTER = 9, 6
 
@@ -68,7 +68,7 @@ def saving_run(store, name, size, dtype):
         model, optimizer, meter = make(name, group, dtype)
         train(model, optimizer, group.rank, range(1, AT + 1))
         writer = Writer(store)
-        writer.save(CheckpointId(TOKEN, AT), group.rank, group.size, collect(model, optimizer, meter))
+        writer.save(CheckpointId(GENERATION, AT), group.rank, group.size, collect(model, optimizer, meter))
         then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, group.rank, range(AT + 1, AT + AFTER + 1))
         assert writer.close(30)
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_at_most_a_tenth_larger_than_parameters_m_v_and_r(tmp_pa
         model = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(101, 307), torch.nn.Linear(307, 101))).to(dtype)
         optimizer = OneBitAdam(model.parameters(), warmup=4, group=group)
         writer = Writer(store)
-        writer.save(CheckpointId(TOKEN, 1), group.rank, group.size, collect(model, optimizer, Meter(group.stats)))
+        writer.save(CheckpointId(GENERATION, 1), group.rank, group.size, collect(model, optimizer, Meter(group.stats)))
         assert writer.close(30)
         return sum(param.numel() for param in model.parameters())
 

@@ -19,7 +19,7 @@ was formed. Two attempts at one step have two folders, and shards of different a
 
 from thinwire.workers.checkpoints.manifest import CheckpointId, CheckpointRefused
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot
-from thinwire.workers.checkpoints.store import CheckpointStore
+from thinwire.workers.checkpoints.store import CheckpointStore, Superseded
 from thinwire.workers.checkpoints.writer import Ticket, Writer
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointStore",
     "Content",
     "Snapshot",
+    "Superseded",
     "Ticket",
     "Writer",
 ]

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 from torch import Tensor
 
 FORMAT = 2
-MANIFEST = "manifest.json"
 
 
 class CheckpointRefused(ValueError):
@@ -29,12 +28,13 @@ class CheckpointRefused(ValueError):
 
 
 class CheckpointId(NamedTuple):
-    """Which checkpoint: ordered by the generation that wrote it, then by step, so that the last in time is the largest.
+    """Which checkpoint: ordered by the generation that wrote it, then by step.
 
-    token: what CheckpointStore.draw_token gave to the generation.
+    A worker that belongs to an older generation and writes late is never the newest: its generation says so, and no
+    clock is asked.
     """
 
-    token: int
+    generation: int
     step: int
 
 
@@ -75,7 +75,11 @@ class TensorRecord(_Record):
 
 
 class Manifest(_Record):
-    """What makes a checkpoint whole. Raises ValueError where the shards do not hold every element exactly once."""
+    """What makes a checkpoint whole. Raises ValueError where the shards do not hold every element exactly once.
+
+    token: its generation. Earlier versions drew it by a clock, the milliseconds since 1970: a job that goes on from one
+    of theirs counts its generations on from there.
+    """
 
     step: int
     token: int

@@ -50,18 +50,28 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A rank's part of a checkpoint. `pieces` are in staging memory: the next snapshot there overwrites them."""
+    """A rank's part of a checkpoint. `pieces` are in staging memory: the next snapshot there overwrites them.
+
+    mark: tells the files of this save from those of any other of the same checkpoint; 0 for none.
+    """
 
     which: CheckpointId
     rank: int
     world_size: int
+    mark: int
     pieces: tuple[tuple[Piece, Tensor], ...]
     tensors: dict[str, TensorRecord] = field(repr=False)
     plain: JsonValue = field(repr=False)
 
     @classmethod
     def take(
-        cls, which: CheckpointId, rank: int, world_size: int, content: Content, staging: Staging | None = None
+        cls,
+        which: CheckpointId,
+        rank: int,
+        world_size: int,
+        content: Content,
+        staging: Staging | None = None,
+        mark: int = 0,
     ) -> Snapshot:
         """Copy slice `rank` of every flat tensor, and on rank 0 the buffers and plain values. Local.
 
@@ -86,7 +96,7 @@ class Snapshot:
         for device in {source_N.device for _, source_N in pieces if source_N.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         plain = to_json(dict(content.plain)) if rank == 0 else None
-        return cls(which, rank, world_size, staged, tensors, plain)
+        return cls(which, rank, world_size, mark, staged, tensors, plain)
 
     @property
     def size_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -16,6 +17,9 @@ from typing import Any, BinaryIO, Protocol, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+"""What file systems without hard links say."""
 
 
 class Storage(Protocol):
@@ -32,6 +36,12 @@ class Storage(Protocol):
 
     def write(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Put a file, making its folder. A failure leaves no part of it, and the file of that name as it was."""
+
+    def create(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As `write`, where there is no file of that name. Of several at once only one succeeds, if the place can tell.
+
+        For small files. Raises: FileExistsError; then what is there is untouched.
+        """
 
     def read(self, folder: str, name: str) -> AbstractContextManager[BinaryIO]:
         """Open a file. Raises: FileNotFoundError."""
@@ -88,25 +98,47 @@ class LocalStorage:
 
     def files(self, folder: str) -> dict[str, int]:
         """As Storage says."""
-        try:
-            return {entry.name: entry.stat().st_size for entry in os.scandir(self.path / folder) if entry.is_file()}
-        except FileNotFoundError:
-            return {}
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self.path / folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a partial that was renamed meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def write(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """As Storage says."""
+        with self._partial(folder, name, chunks) as partial:
+            partial.replace(self.path / folder / name)
+
+    def create(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As Storage says. A link is put whole and fails where there is one, on network file systems too."""
+        target = self.path / folder / name
+        with self._partial(folder, name, chunks) as partial:
+            try:
+                os.link(partial, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _copy_new(partial, target)
+            with suppress(OSError):
+                partial.unlink()
+
+    @contextmanager
+    def _partial(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
+        """A file beside the one that it will be, synced. Of its own name: nobody else writes to it."""
         parent = self.path / folder
         if not parent.is_dir():
             parent.mkdir(parents=True, exist_ok=True)
             _sync(self.path)
-        partial = parent / f".{name}.partial"
+        partial = parent / f".{name}.{secrets.token_hex(4)}.partial"
         try:
             with partial.open("wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(parent / name)
+            yield partial
         except BaseException:
             with suppress(OSError):
                 partial.unlink()
@@ -121,8 +153,8 @@ class LocalStorage:
         """As Storage says."""
         for name in names:
             (self.path / folder / name).unlink(missing_ok=True)
-        if not names:
-            with suppress(FileNotFoundError):
+        while not names and (self.path / folder).exists():
+            with suppress(FileNotFoundError):  # somebody else removes it too
                 shutil.rmtree(self.path / folder)
 
 
@@ -158,6 +190,15 @@ class RemoteStorage:
                     self._filesystem.rm_file(path)
                 raise
 
+    def create(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """As Storage says. fsspec's exclusive write: one at a time on S3, GCS and Azure; elsewhere it may only look."""
+        path = f"{self._root}/{folder}/{name}"
+        with _os_errors(path):
+            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            if self._filesystem.exists(path):  # a client may know no exclusive write, and overwrite
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._filesystem.pipe_file(path, b"".join(chunks), mode="create")
+
     @contextmanager
     def read(self, folder: str, name: str) -> Iterator[BinaryIO]:
         """As Storage says."""
@@ -192,6 +233,8 @@ def _os_errors(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    except FileExistsError as error:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
     except (OSError, ValueError):  # ValueError: of who reads and finds what is wrong
         raise
     except Exception as error:
@@ -206,6 +249,18 @@ def _shown(where: str) -> str:
 
 def _name(entry: dict[str, Any]) -> str:
     return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _copy_new(source: Path, target: Path) -> None:
+    """Where there are no links. A crash in between leaves a torn file, which its checksum tells."""
+    with target.open("xb") as file:
+        try:
+            file.write(source.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            target.unlink()
+            raise
 
 
 def _sync(path: Path) -> None:

@@ -1,10 +1,9 @@
-"""One job's checkpoints in one place: which are whole, what they hold, how one becomes whole, which are removed."""
+"""One job's checkpoints in one place: which are whole, what they hold, how one becomes whole."""
 
 from __future__ import annotations
 
 import logging
-import math
-import re
+import secrets
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -13,7 +12,6 @@ from pathlib import Path
 import torch
 
 from thinwire.workers.checkpoints.manifest import (
-    MANIFEST,
     CheckpointId,
     CheckpointRefused,
     Manifest,
@@ -24,38 +22,77 @@ from thinwire.workers.checkpoints.manifest import (
     seal,
     unseal,
 )
+from thinwire.workers.checkpoints.names import (
+    BEGUN,
+    MANIFEST,
+    checkpoints,
+    folder_of,
+    generation_folder,
+    generations,
+    shard_name,
+)
+from thinwire.workers.checkpoints.removal import SETTLE_S, Unfinished, remove_parts, tidy
 from thinwire.workers.checkpoints.shard import DTYPE_OF, Tally, check, chunks, read, take_in
 from thinwire.workers.checkpoints.snapshot import BUFFER, FLAT, Content, Snapshot
 from thinwire.workers.checkpoints.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
-"""What else lies there is not ours and is left alone."""
+
+class Superseded(Exception):
+    """A newer generation has gone on from what is here: the one that writes is over, and knows it not."""
 
 
 class CheckpointStore:
     """The checkpoints of one job. Every rank has one, at the same place.
 
     where: a path, or a URL that fsspec or pyarrow opens. keep: how many are left when a newer one becomes whole.
+    settle_s: for how long what an older generation has not finished must be as it is before it is removed.
     Raises: ValueError where nothing opens `where`.
     """
 
-    def __init__(self, where: str | Path, keep: int) -> None:
+    def __init__(self, where: str | Path, keep: int, settle_s: float = SETTLE_S) -> None:
         self.keep = keep
         self.storage: Storage = open_storage(where)
+        self._unfinished = Unfinished(settle_s)
 
     def address(self, which: CheckpointId) -> str:
         """The path or URL of a checkpoint's folder."""
-        return self.storage.address(_folder(which))
+        return self.storage.address(folder_of(which))
 
-    def draw_token(self) -> int:
-        """A number for a new generation, larger than any here: rank 0 draws it, all are told. Raises: OSError.
+    def newest_generation(self) -> int:
+        """The highest generation that has left anything here; 0 for none. The next one has a larger number.
 
-        The clock makes it differ from that of a generation which has written nothing yet; going by what is here too
-        keeps the order where a clock goes back.
+        Raises: OSError where the place cannot be listed.
         """
-        return max([round(time.time() * 1000), *(which.token + 1 for which in self._all())])
+        folders = self.storage.folders()
+        return max([*generations(folders), *(which.generation for which in checkpoints(folders))], default=0)
+
+    def begin(self, generation: int | None) -> int:
+        """A generation goes on from what is here: what an older one has not saved yet, it saves no more. Rank 0.
+
+        generation: None for the next one; of several that begin at once each gets a number of its own, if the place
+        can tell. Returns it. A place that can be read and not written is named in the log.
+        Raises: Superseded where this generation is not the newest; OSError where the place cannot be listed.
+        """
+        newest = self.newest_generation()
+        if generation is not None and newest >= generation:
+            raise Superseded(f"generation {newest} has been here before generation {generation}")
+        wanted = newest + 1 if generation is None else generation
+        while True:
+            said: list[bytes] = [seal({"generation": wanted, "at": time.time(), "by": secrets.token_hex(8)})]
+            try:
+                self._create(generation_folder(wanted), BEGUN, said[0])
+            except FileExistsError as error:
+                if generation is not None:
+                    raise Superseded(f"another generation {generation} has been here before") from error
+                wanted += 1
+                continue
+            except OSError as error:  # each save will say so too; the run goes on
+                logger.error("generation_not_kept path=%s reason=%s", self.storage.address(""), error)
+            break
+        self._look_around(wanted)
+        return wanted
 
     def newest_whole(self) -> CheckpointId | None:
         """The newest checkpoint whose checksums hold, for rank 0 at a resume; None where there is none. Reads it all.
@@ -63,7 +100,7 @@ class CheckpointStore:
         Those that are torn or corrupt are named in the log, with the reason. Raises: OSError where the place cannot be
         listed.
         """
-        for which in reversed(self._all()):
+        for which in reversed(checkpoints(self.storage.folders())):
             reason = self._defect(which)
             if reason is None:
                 return which
@@ -75,7 +112,7 @@ class CheckpointStore:
 
         Raises: CheckpointRefused naming what is torn or corrupt. FileNotFoundError where this machine does not see it.
         """
-        folder = _folder(which)
+        folder = folder_of(which)
         if not self.storage.files(folder):
             raise FileNotFoundError(
                 f"{self.address(which)}: rank 0 resumes from it, and this worker does not see it; put the service's "
@@ -100,7 +137,7 @@ class CheckpointStore:
 
     def deliver(self, snapshot: Snapshot) -> ShardRecord:
         """Write a rank's shard, then its receipt. Raises: OSError; then nothing of it is left."""
-        folder, name = _folder(snapshot.which), _shard(snapshot.rank, snapshot.world_size)
+        folder, name = folder_of(snapshot.which), _part(snapshot, snapshot.rank)
         tally, file = Tally(), name + ".safetensors"
         pieces: list[Piece] = [piece for piece, _ in snapshot.pieces]
         try:
@@ -118,20 +155,18 @@ class CheckpointStore:
     def refuse(self, snapshot: Snapshot, reason: str) -> None:
         """Leave word that this rank could not write its shard, so that rank 0 need not wait for it. Raises: OSError."""
         refusal = Refusal(rank=snapshot.rank, refused=reason)
-        name = _shard(snapshot.rank, snapshot.world_size) + ".json"
-        self.storage.write(_folder(snapshot.which), name, [seal(refusal.model_dump(mode="json"))])
+        name = _part(snapshot, snapshot.rank) + ".json"
+        self.storage.write(folder_of(snapshot.which), name, [seal(refusal.model_dump(mode="json"))])
 
-    def receipts(
-        self, which: CheckpointId, world_size: int, known: Mapping[int, ShardRecord]
-    ) -> dict[int, ShardRecord | Refusal]:
-        """Receipts by rank that are there now, without those of `known`. A half-written one is not there yet.
+    def answers(self, snapshot: Snapshot, known: Collection[int]) -> dict[int, ShardRecord | Refusal]:
+        """Receipts and refusals by rank that are there now, without those of `known`. Half-written ones are not.
 
         Raises: OSError.
         """
-        folder, found = _folder(which), dict[int, ShardRecord | Refusal]()
+        folder, found = folder_of(snapshot.which), dict[int, ShardRecord | Refusal]()
         files = self.storage.files(folder)
-        for rank in range(world_size):
-            name = _shard(rank, world_size) + ".json"
+        for rank in range(snapshot.world_size):
+            name = _part(snapshot, rank) + ".json"
             if rank not in known and name in files:
                 try:
                     with self.storage.read(folder, name) as stream:
@@ -147,44 +182,79 @@ class CheckpointStore:
     ) -> None:
         """Put the manifest, which makes the checkpoint whole, and remove what is older than the newest `keep`.
 
-        snapshot: that of rank 0, whose tensors are not read. pending: those of which receipts are still waited for.
-        Raises: ValueError where the shards do not add up; OSError. Then no older one is touched.
+        snapshot: that of rank 0, whose tensors are not read. pending: those of which parts are still waited for.
+        Raises: Superseded; ValueError where the shards do not add up; FileExistsError where another writer has made
+        this checkpoint whole; OSError. Then no older one is touched.
         """
-        which = snapshot.which
+        which, folder = snapshot.which, folder_of(snapshot.which)
         manifest = Manifest(
             step=which.step,
-            token=which.token,
+            token=which.generation,
             world_size=snapshot.world_size,
             written_at=time.time(),
             tensors=snapshot.tensors,
             shards=[receipts[rank] for rank in sorted(receipts)],
             plain=snapshot.plain,
         )
-        self.storage.write(_folder(which), MANIFEST, [seal(manifest.model_dump(mode="json"))])
+        begun = max(generations(self.storage.folders()), default=0)
+        if begun > which.generation:
+            raise Superseded(f"generation {begun} has gone on from the checkpoints here; this is {which.generation}")
+        files = self.storage.files(folder)
+        gone = [shard.file for shard in manifest.shards if files.get(shard.file) != shard.size_bytes]
+        if gone:
+            raise FileNotFoundError(f"{', '.join(gone)} in {self.address(which)}: somebody has removed or replaced it")
         try:
-            self._prune(which, pending)
-        except OSError as error:
-            logger.warning("checkpoint_prune_failed path=%s reason=%s", self.address(which), error)
+            self._create(folder, MANIFEST, seal(manifest.model_dump(mode="json")))
+        except FileExistsError as error:
+            raise FileExistsError(f"another writer has made {self.address(which)} whole") from error
+        self._tidy(which, self.keep, range(snapshot.world_size), pending)
 
-    def discard(self, which: CheckpointId) -> None:
-        """Remove a checkpoint; its manifest first, so that half of one is never taken for whole. Raises: OSError."""
-        self.storage.remove(_folder(which), MANIFEST)
-        self.storage.remove(_folder(which))
+    def give_up(self, snapshot: Snapshot, delivered: Collection[int], pending: Collection[CheckpointId]) -> None:
+        """Remove what ranks have left of a save that came to nothing, if they write it no more. Rank 0. Nothing raised.
 
-    def _prune(self, newest: CheckpointId, pending: Collection[CheckpointId]) -> None:
-        """Remove the older than the newest `keep`; what was never whole; and what a later generation went back behind.
-
-        What is only refused stays until it is old: it may be whole for another version, or for who repairs it.
+        delivered: those ranks; each has answered, and so writes no earlier checkpoint of this generation either.
         """
-        kept, earliest = 0, math.inf
-        for which in reversed(self._all()):
-            files = self.storage.files(_folder(which))
-            if kept < self.keep and which.step < earliest and self._is_sound(which, files):
-                kept, earliest = kept + 1, which.step
-                continue
-            is_old = kept == self.keep or which.step >= earliest
-            if (is_old or MANIFEST not in files) and which < newest and which not in pending:
-                self.discard(which)
+        try:
+            remove_parts(self.storage, snapshot.which, delivered, snapshot.mark)
+        except OSError as error:
+            logger.warning("checkpoint_not_removed path=%s reason=%s", self.address(snapshot.which), error)
+        self._tidy(snapshot.which, None, delivered, pending)
+
+    def _tidy(
+        self, which: CheckpointId, keep: int | None, delivered: Collection[int], pending: Collection[CheckpointId]
+    ) -> None:
+        tidy(
+            self.storage,
+            which,
+            keep=keep,
+            is_sound=self._is_sound,
+            delivered=delivered,
+            pending=pending,
+            unfinished=self._unfinished,
+        )
+
+    def _look_around(self, generation: int) -> None:
+        """Begin to count since when older generations have left what they did not finish; forget that they began."""
+        try:
+            folders = self.storage.folders()
+            for which in checkpoints(folders):
+                files = self.storage.files(folder_of(which))
+                if MANIFEST not in files:
+                    self._unfinished.settled(which, files)
+            for older in generations(folders):
+                if older < generation:
+                    self.storage.remove(generation_folder(older))
+        except OSError as error:
+            logger.warning("checkpoints_not_tidied path=%s reason=%s", self.storage.address(""), error)
+
+    def _create(self, folder: str, name: str, data: bytes) -> None:
+        """As Storage.create. What is there and is the same was put by this call: a store's client may try twice."""
+        try:
+            self.storage.create(folder, name, [data])
+        except FileExistsError:
+            with self.storage.read(folder, name) as stream:
+                if stream.read() != data:
+                    raise
 
     def _is_sound(self, which: CheckpointId, files: Mapping[str, int]) -> bool:
         """Is it whole as far as sizes tell? Raises: OSError, but for a file that is not there."""
@@ -200,7 +270,7 @@ class CheckpointStore:
         try:
             for shard in self._manifest(which).shards:
                 tally = Tally()
-                with self.storage.read(_folder(which), shard.file) as stream:
+                with self.storage.read(folder_of(which), shard.file) as stream:
                     for _ in tally.through(read(stream)):
                         pass
                 check(shard, tally)
@@ -210,28 +280,19 @@ class CheckpointStore:
 
     def _manifest(self, which: CheckpointId) -> Manifest:
         """Raises: OSError; ValueError saying what is wrong with it."""
-        with self.storage.read(_folder(which), MANIFEST) as stream:
+        with self.storage.read(folder_of(which), MANIFEST) as stream:
             data = stream.read()
         try:
             manifest = Manifest.model_validate(unseal(data))
         except ValueError as error:
             raise ValueError(f"{MANIFEST} {error}") from error
         if (manifest.token, manifest.step) != which:
-            raise ValueError(f"{MANIFEST} is of step {manifest.step}, token {manifest.token:012x}")
+            raise ValueError(f"{MANIFEST} is of step {manifest.step}, generation {manifest.token}")
         return manifest
 
-    def _all(self) -> list[CheckpointId]:
-        """All that look like a checkpoint, whole or not, oldest first. Raises: OSError."""
-        found = filter(None, map(_FOLDER.fullmatch, self.storage.folders()))
-        return sorted(CheckpointId(int(match[2], 16), int(match[1])) for match in found)
 
-
-def _folder(which: CheckpointId) -> str:
-    return f"step-{which.step:08d}-{which.token:012x}"
-
-
-def _shard(rank: int, world_size: int) -> str:
-    return f"shard-{rank:05d}-of-{world_size:05d}"
+def _part(snapshot: Snapshot, rank: int) -> str:
+    return shard_name(rank, snapshot.world_size, snapshot.mark)
 
 
 def _told(error: Exception) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thinwire.workers.checkpoints.manifest import CheckpointId, Refusal, ShardRecord
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot, Staging
@@ -31,8 +32,8 @@ class Ticket:
     failure: why there is no checkpoint; None where there is, or where it is not over yet.
     """
 
-    def __init__(self, which: CheckpointId, rank: int, address: str) -> None:
-        self.which, self.rank, self.address = which, rank, address
+    def __init__(self, which: CheckpointId, rank: int, address: str, mark: int) -> None:
+        self.which, self.rank, self.address, self.mark = which, rank, address, mark
         self.failure: str | None = None
         self.until = math.inf
         """When it is given up, of time.monotonic, if that is before it is anyway."""
@@ -53,6 +54,8 @@ class Ticket:
         self._over.set()
 
     def _fail(self, reason: str) -> None:
+        if self.over:  # the first reason stands
+            return
         logger.error("checkpoint_failed step=%d path=%s reason=%s", self.which.step, self.address, reason)
         self.failure = reason
         self._over.set()
@@ -60,13 +63,28 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint of which rank 0 waits for receipts until `deadline`, of time.monotonic."""
+    """A checkpoint of which rank 0 waits for the answers of all ranks until `deadline`, of time.monotonic."""
 
     snapshot: Snapshot
     ticket: Ticket
     since: float
     deadline: float
-    receipts: dict[int, ShardRecord] = field(default_factory=dict)
+    answers: dict[int, ShardRecord | Refusal]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return sorted(set(range(self.snapshot.world_size)) - set(self.answers))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why there will be no checkpoint."""
+        return [answer.refused for answer in self.answers.values() if isinstance(answer, Refusal)]
+
+    @property
+    def receipts(self) -> dict[int, ShardRecord]:
+        """Of the shards that are there."""
+        return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, ShardRecord)}
 
 
 class Writer:
@@ -75,11 +93,21 @@ class Writer:
     A rank writes one shard at a time. A save while the one before is still being written waits for it, since the memory
     is the same, and since a rank that left one out would leave all ranks without it; where that has not ended within
     commit_timeout_s of its beginning the new one is refused. The manifest is waited for beside.
+
+    may_commit: is this process still one of those that train? Asked before each manifest; where it says no, the
+    manifest waits, until it says yes or commit_timeout_s are over. May be called by any thread; what it raises is why
+    there will be no checkpoint.
     """
 
-    def __init__(self, store: CheckpointStore, commit_timeout_s: float = COMMIT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.store = store
         self._timeout_s = commit_timeout_s
+        self._may_commit = may_commit
         self._staging = Staging()
         self._begun_at = 0.0
         self._free = threading.Event()
@@ -97,24 +125,25 @@ class Writer:
         rank: int,
         world_size: int,
         content: Content,
+        mark: int = 0,
     ) -> Ticket:
         """Copy this rank's part of `content` and write it in the background. Every rank calls it; not a collective.
 
-        Returns when the copy is made, which waits for the one before until that is given up. A second call for the same
-        checkpoint returns the same ticket. Nothing that a disk or a store does is raised: it is in the ticket and in
-        the log, and older checkpoints are intact.
+        mark: that of rank 0, see mark(). Returns when the copy is made, which waits for the one before until that is
+        given up. A second call for the same checkpoint and mark returns the same ticket. Nothing that a disk or a store
+        does is raised: it is in the ticket and in the log, and older checkpoints are intact.
         Raises: ValueError for content that no checkpoint can hold.
         """
         latest = self._latest
-        if latest is not None and latest.which == which and not latest.failure:
+        if latest is not None and (latest.which, latest.mark) == (which, mark):
             return latest
-        ticket = Ticket(which, rank, self.store.address(which))
+        ticket = Ticket(which, rank, self.store.address(which), mark)
         in_writing_s = time.monotonic() - self._begun_at
         if not self._free.wait(max(0.0, self._timeout_s - in_writing_s)):
             ticket._fail(f"the one before has been in writing for {time.monotonic() - self._begun_at:.0f} s")
             self._tickets.append(ticket)
             return ticket
-        snapshot = Snapshot.take(which, rank, world_size, content, self._staging)
+        snapshot = Snapshot.take(which, rank, world_size, content, self._staging, mark)
         self._latest, self._begun_at = ticket, time.monotonic()
         self._tickets.append(ticket)
         self._free.clear()
@@ -123,6 +152,16 @@ class Writer:
             self._thread.start()
         self._jobs.put((snapshot, ticket))
         return ticket
+
+    def mark(self, which: CheckpointId) -> int:
+        """What tells the files of a save from those of any other: rank 0 draws it, all ranks save with it.
+
+        A checkpoint that is being saved, or is saved, has the one that it has.
+        """
+        latest = self._latest
+        if latest is not None and latest.which == which and not latest.failure:
+            return latest.mark
+        return 1 + secrets.randbelow(2**32 - 1)
 
     def wait_free(self, look: Callable[[], None]) -> None:
         """Wait until save() need not wait, or for commit_timeout_s; look() is called now and then, and may raise."""
@@ -166,54 +205,64 @@ class Writer:
             self._pending = [one for one in self._pending if not self._settle(one)]
             poll_s = min(1.5 * poll_s, LONGEST_POLL_S)
         for one in self._pending:
-            one.ticket._fail("the writer was closed before all ranks had delivered")
+            self._end(one, "the writer was closed before all ranks had delivered")
 
     def _deliver(self, snapshot: Snapshot, ticket: Ticket) -> None:
         """Write this rank's shard; on rank 0 begin to wait for the others'."""
+        answer: ShardRecord | Refusal
         try:
-            self.store.deliver(snapshot)
+            answer = self.store.deliver(snapshot)
         except Exception as error:  # noqa: BLE001 - the border of the thread: training goes on, the ticket says it
-            self._give_up(snapshot, ticket, f"rank {snapshot.rank}: {type(error).__name__}: {error}")
-        else:
-            if snapshot.rank == 0:
-                now = time.monotonic()
-                self._pending.append(_Pending(snapshot, ticket, now, now + self._timeout_s))
-            else:
-                ticket._succeed()
+            answer = Refusal(rank=snapshot.rank, refused=f"rank {snapshot.rank}: {type(error).__name__}: {error}")
         finally:
             self._free.set()
+        if snapshot.rank == 0:
+            now = time.monotonic()
+            self._pending.append(_Pending(snapshot, ticket, now, now + self._timeout_s, {0: answer}))
+        elif isinstance(answer, Refusal):
+            self._refuse(snapshot, ticket, answer.refused)
+        else:
+            ticket._succeed()
 
     def _settle(self, one: _Pending) -> bool:
-        """Make a checkpoint whole if all receipts are there, give it up if one never will be. Returns whether."""
-        snapshot = one.snapshot
+        """Make a checkpoint whole if all its shards are there, give it up if one never will be. Returns whether."""
         try:
-            for rank, receipt in self.store.receipts(snapshot.which, snapshot.world_size, one.receipts).items():
-                if isinstance(receipt, Refusal):
-                    self._give_up(snapshot, one.ticket, receipt.refused)
+            one.answers.update(self.store.answers(one.snapshot, one.answers))
+            if not one.missing:
+                if one.refusals:
+                    self._end(one, one.refusals[0])
                     return True
-                one.receipts[rank] = receipt
-            if len(one.receipts) == snapshot.world_size:
-                self.store.commit(snapshot, one.receipts, [other.snapshot.which for other in self._pending])
-                one.ticket._succeed()
-                return True
+                if self._may_commit():
+                    others = [other.snapshot.which for other in self._pending]
+                    self.store.commit(one.snapshot, one.receipts, others)
+                    one.ticket._succeed()
+                    return True
         except Exception as error:  # noqa: BLE001 - as in _deliver
-            self._give_up(snapshot, one.ticket, f"{type(error).__name__}: {error}")
+            self._end(one, f"{type(error).__name__}: {error}")
             return True
-        missing = sorted(set(range(snapshot.world_size)) - set(one.receipts))
+        if one.refusals:  # told at once; what there is of it is removed when nobody writes it any more
+            one.ticket._fail(one.refusals[0])
         if time.monotonic() < min(one.deadline, one.ticket.until):
             return False
         waited_s = time.monotonic() - one.since
-        reason = f"no shard of rank {', '.join(map(str, missing))} within {waited_s:.1f} s: a worker that died, or "
-        self._give_up(snapshot, one.ticket, reason + "a place that not all workers share")
+        missing = ", ".join(map(str, one.missing))
+        if missing:
+            reason = f"no shard of rank {missing} within {waited_s:.1f} s: a worker that died, or a place that not all "
+            self._end(one, reason + "workers share")
+        else:
+            self._end(one, f"for {waited_s:.1f} s this worker could not tell whether others go on without it")
         return True
 
-    def _give_up(self, snapshot: Snapshot, ticket: Ticket, reason: str) -> None:
-        """No checkpoint will come of it. Rank 0 removes what there is; another rank tells rank 0."""
+    def _end(self, one: _Pending, reason: str) -> None:
+        """On rank 0: no checkpoint will come of it. What nobody writes any more is removed."""
+        others = [other.snapshot.which for other in self._pending if other is not one]
+        self.store.give_up(one.snapshot, set(one.answers), others)
+        one.ticket._fail(reason)
+
+    def _refuse(self, snapshot: Snapshot, ticket: Ticket, reason: str) -> None:
+        """On another rank: tell rank 0."""
         try:
-            if snapshot.rank == 0:
-                self.store.discard(snapshot.which)
-            else:
-                self.store.refuse(snapshot, reason)
+            self.store.refuse(snapshot, reason)
         except OSError as error:
             reason += f" (and then: {error})"
         ticket._fail(reason)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.link import Link
 from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
-from thinwire.workers.membership.state import Ended, GenerationOver, JoinTimeout, NotSeated, State, StoreTimeout
+from thinwire.workers.membership.state import Ended, Fenced, GenerationOver, JoinTimeout, NotSeated, State, StoreTimeout
 
 OUTCOME_S = 30.0
 """How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
@@ -137,6 +137,11 @@ class Member:
             return self._state.may_commit()
 
     @property
+    def fenced(self) -> bool:
+        """Has the server gone on without this member? Then it may never commit again."""
+        return isinstance(self._state.ended, Fenced)
+
+    @property
     def over(self) -> str | None:
         """Why the present generation is over without being planned, in words; None while it stands."""
         return self._state.over
@@ -182,6 +187,8 @@ class Member:
 
     def finish(self) -> None:
         """Leave for good, at a clean end: nobody counts this member as lost. A server that is away is not told."""
+        with self._state.changed:
+            self._state.left = self._state.left or self._state.ended is None
         self._leave("finished", m.Goodbye(reason="finished", clean=True))
 
     def fail(self, reason: str) -> None:

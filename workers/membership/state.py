@@ -107,6 +107,8 @@ class State:
         """Ranks that it could not talk to in forming that, and why."""
         self.lease = CommitLease()
         self.ended: Ended | None = None
+        self.left = False
+        """Well: the others do not count it as lost."""
         self.over: str | None = None
         self.lost: dict[int, str] = {}
         self.store: tuple[str, int] | None = None
@@ -143,8 +145,11 @@ class State:
         return m.Join(after=after, standing=standing, signature=self.signature, floor=self.floor)
 
     def may_commit(self) -> bool:
-        """The lease holds, and this member has not ended. Under the lock."""
-        return self.ended is None and self.lease.holds(self._clock())
+        """The lease holds, and this member has not ended, or has left well. Under the lock.
+
+        Whoever has left well may still have a checkpoint to finish: the others go on from what is in it.
+        """
+        return (self.ended is None or self.left) and self.lease.holds(self._clock())
 
     def give_up_lease(self) -> None:
         """This member is about to end its connection, for which the server will take it to be dead."""

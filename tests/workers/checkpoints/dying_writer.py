@@ -6,7 +6,7 @@ python -m tests.workers.checkpoints.dying_writer DIRECTORY HELD
 import sys
 import threading
 
-from tests.workers.checkpoints.states import TOKEN, save, state
+from tests.workers.checkpoints.states import GENERATION, save, state
 from tests.workers.checkpoints.storages import Gated
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 
@@ -15,7 +15,7 @@ save(store, 10)
 gated = store.storage = Gated(store.storage.path, sys.argv[2])
 writers = [Writer(store) for _ in range(2)]
 for rank, writer in enumerate(writers):
-    writer.save(CheckpointId(TOKEN, 20), rank, 2, state(20))
+    writer.save(CheckpointId(GENERATION, 20), rank, 2, state(20))
 assert gated.reached.wait(60)
 print("half", flush=True)
 threading.Event().wait()

@@ -6,7 +6,7 @@ import torch
 
 from thinwire.workers.checkpoints import CheckpointId, Content, Snapshot
 
-TOKEN = 0x019AB3C4D5E6
+GENERATION = 7
 SIZES = (1, 2, 3, 4, 8)
 CPU = torch.device("cpu")
 
@@ -43,12 +43,12 @@ def state(seed=0):
     return Content(flat, buffers, {**PLAIN, "seed": seed})
 
 
-def save(store, step, size=2, token=TOKEN, content=None):
+def save(store, step, size=2, generation=GENERATION, content=None):
     """A whole checkpoint, as `size` ranks write it. Returns which."""
-    which, content = CheckpointId(token, step), content or state(step)
+    which, content = CheckpointId(generation, step), content or state(step)
     snapshots = [Snapshot.take(which, rank, size, content) for rank in range(size)]
     records = {snapshot.rank: store.deliver(snapshot) for snapshot in snapshots}
-    assert store.receipts(which, size, {}) == records
+    assert store.answers(snapshots[0], ()) == records
     store.commit(snapshots[0], records, [])
     return which
 

@@ -16,6 +16,9 @@ class Gated(LocalStorage):
     def write(self, folder, name, chunks):
         super().write(folder, name, self._slowly(chunks) if self.held in name else chunks)
 
+    def create(self, folder, name, chunks):
+        super().create(folder, name, self._slowly(chunks) if self.held in name else chunks)
+
     def _slowly(self, chunks):
         for chunk in chunks:
             half = len(chunk) // 2
@@ -34,6 +37,9 @@ class Full(LocalStorage):
 
     def write(self, folder, name, chunks):
         super().write(folder, name, self._half(chunks) if self.refused and self.refused in name else chunks)
+
+    def create(self, folder, name, chunks):
+        super().create(folder, name, self._half(chunks) if self.refused and self.refused in name else chunks)
 
     def _half(self, chunks):
         first = next(iter(chunks))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.workers.checkpoints.states import TOKEN, assert_same, state
+from tests.workers.checkpoints.states import GENERATION, assert_same, state
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Content, Writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -16,7 +16,7 @@ def on(device, content):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_what_a_gpu_held_when_save_returned_comes_back_to_it(tmp_path, size):
-    store, which = CheckpointStore(tmp_path, keep=1), CheckpointId(TOKEN, 10)
+    store, which = CheckpointStore(tmp_path, keep=1), CheckpointId(GENERATION, 10)
     content = on("cuda", state(10))
     content.flat["large"] = torch.arange(50_000_000, device="cuda", dtype=torch.float32)
     kept = on("cpu", content)

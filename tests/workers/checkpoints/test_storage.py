@@ -1,7 +1,10 @@
 """Where checkpoints lie: the same behaviour on a local disk, in an fsspec store, and in one that pyarrow opens."""
 
 import errno
+import os
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -54,14 +57,47 @@ def test_files_are_put_listed_read_and_removed(storage):
     assert "store" in storage.address("a")
 
 
-def test_a_write_that_fails_leaves_no_part_of_it(storage):
+@pytest.mark.parametrize("how", ["write", "create"])
+def test_a_write_that_fails_leaves_no_part_of_it(storage, how):
     def chunks():
         yield b"half"
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        storage.write("a", "one", chunks())
+        getattr(storage, how)("a", "one", chunks())
     assert storage.files("a") == {}
+
+
+def test_a_file_is_created_once_and_what_is_there_stays(storage):
+    storage.create("a", "one", [b"12", b"3"])
+    with pytest.raises(FileExistsError):
+        storage.create("a", "one", [b"other"])
+    assert storage.files("a") == {"one": 3}
+    with storage.read("a", "one") as stream:
+        assert stream.read() == b"123"
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_of_many_who_create_a_file_one_succeeds(tmp_path, monkeypatch, links):
+    def link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    barrier = threading.Barrier(8)
+
+    def attempt(number):
+        barrier.wait()
+        try:
+            LocalStorage(tmp_path).create("a", "one", [bytes([number]) * 1000])
+        except FileExistsError:
+            return None
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        (winner,) = [number for number in pool.map(attempt, range(8)) if number is not None]
+    assert (tmp_path / "a" / "one").read_bytes() == bytes([winner]) * 1000
+    assert LocalStorage(tmp_path).files("a") == {"one": 1000}
 
 
 def test_a_local_file_that_is_written_again_is_the_old_one_until_the_new_one_is_whole(tmp_path):

@@ -2,15 +2,14 @@
 
 import json
 import logging
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.workers.checkpoints.states import CPU, SIZES, TOKEN, assert_same, save, state
-from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Snapshot
+from tests.workers.checkpoints.states import CPU, GENERATION, SIZES, assert_same, save, state
+from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Snapshot, Superseded
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_reasons_name_the_file_and_what_is_wrong_with_it(store, caplog):
 
 
 def test_shards_that_do_not_add_up_make_no_checkpoint(store):
-    which = CheckpointId(TOKEN, 10)
+    which = CheckpointId(GENERATION, 10)
     snapshots = [Snapshot.take(which, rank, 3, state(1)) for rank in range(3)]
     records = {snapshot.rank: store.deliver(snapshot) for snapshot in snapshots}
     with pytest.raises(ValueError, match="2 shards of 3 ranks"):
@@ -154,15 +153,14 @@ def test_shards_that_do_not_add_up_make_no_checkpoint(store):
 def test_two_attempts_at_one_step_never_mix_and_the_later_is_used(store):
     """The first died after its manifest, or before it; either way its shards are in a folder of their own."""
     store.keep = 1
-    first = save(store, 20, 3, token=TOKEN, content=state(1))
-    dead = CheckpointId(TOKEN + 1, 20)
+    first = save(store, 20, 3, generation=GENERATION, content=state(1))
+    dead = CheckpointId(GENERATION + 1, 20)
     store.deliver(Snapshot.take(dead, 1, 2, state(2)))
     assert store.newest_whole() == first
-    again = save(store, 20, 2, token=TOKEN + 2, content=state(3))
+    again = save(store, 20, 2, generation=GENERATION + 2, content=state(3))
     assert store.newest_whole() == again
     assert_same(store.load(again, CPU), state(3))
     assert not folder(store, first).exists()
-    assert not folder(store, dead).exists()
 
 
 def test_what_a_later_generation_went_back_behind_is_removed_and_never_what_it_went_back_to(store):
@@ -171,32 +169,87 @@ def test_what_a_later_generation_went_back_behind_is_removed_and_never_what_it_w
     flip(folder(store, three) / "shard-00000-of-00002.safetensors", 100)
     assert store.newest_whole() == two
     store.keep = 2
-    again = save(store, 25, 3, token=TOKEN + 1)
+    again = save(store, 25, 3, generation=GENERATION + 1)
     assert {p.name for p in Path(store.storage.path).iterdir()} == {folder(store, w).name for w in (two, again)}
     assert not folder(store, one).exists()
 
 
-def test_a_write_that_was_cut_short_is_removed_by_the_next_that_succeeds(store):
-    save(store, 10)
-    dead, ahead = CheckpointId(TOKEN, 20), CheckpointId(TOKEN, 40)
-    for which in (dead, ahead):
-        store.deliver(Snapshot.take(which, 1, 2, state(2)))
-    waited_for = CheckpointId(TOKEN, 25)
-    store.deliver(Snapshot.take(waited_for, 1, 2, state(2)))
-    which, content = CheckpointId(TOKEN, 30), state(3)
-    snapshot = Snapshot.take(which, 0, 1, content)
-    store.commit(snapshot, {0: store.deliver(snapshot)}, [which, waited_for])
-    assert not folder(store, dead).exists()
-    assert folder(store, waited_for).exists()
-    assert folder(store, ahead).exists(), "another rank may be ahead of rank 0"
+def test_generations_number_on_from_what_is_there_and_no_two_that_begin_have_the_same(store):
+    assert store.newest_generation() == 0
+    assert [store.begin(None), store.begin(None)] == [1, 2]
+    save(store, 10, generation=5)
+    assert store.newest_generation() == 5
+    assert store.begin(None) == 6
+    assert store.begin(9) == 9
+    for older in (8, 9):
+        with pytest.raises(Superseded, match=f"generation 9 has been here before generation {older}"):
+            store.begin(older)
+    assert [path.name for path in Path(store.storage.path).glob("generation-*")] == ["generation-000000000009"]
 
 
-def test_a_token_is_larger_than_all_before_also_where_the_clock_went_back(store):
-    now_ms = time.time() * 1000
-    assert abs(store.draw_token() - now_ms) < 60_000
-    future = round(now_ms) + 10**9
-    save(store, 10, token=future)
-    assert store.draw_token() == future + 1
+def test_two_that_begin_at_the_same_moment_get_two_numbers(store, monkeypatch):
+    """Each has listed the place before the other has written."""
+    first, second = store, CheckpointStore(store.storage.path, keep=2)
+    monkeypatch.setattr(second, "newest_generation", lambda: 0)
+    assert (first.begin(None), second.begin(None)) == (1, 2)
+    monkeypatch.setattr(second, "newest_generation", lambda: 2)
+    assert first.begin(3) == 3
+    with pytest.raises(Superseded, match="another generation 3"):
+        second.begin(3)
+
+
+def test_a_job_that_an_earlier_version_began_goes_on_above_the_numbers_of_its_clock(store):
+    drawn_at = 0x019AB3C4D5E6  # milliseconds since 1970
+    old = save(store, 10, generation=drawn_at)
+    assert store.begin(None) == drawn_at + 1
+    new = save(store, 5, generation=drawn_at + 1)
+    assert store.newest_whole() == new > old
+
+
+def test_what_an_older_generation_has_not_saved_when_a_newer_goes_on_from_the_store_it_saves_no_more(store):
+    older = save(store, 10)
+    late = CheckpointId(GENERATION, 20)
+    snapshot = Snapshot.take(late, 0, 1, state(2))
+    receipts = {0: store.deliver(snapshot)}
+    store.begin(GENERATION + 1)
+    with pytest.raises(Superseded, match="generation 8 has gone on from the checkpoints here; this is 7"):
+        store.commit(snapshot, receipts, [])
+    assert store.newest_whole() == older
+
+
+def test_of_two_writers_of_one_checkpoint_only_the_first_succeeds_and_its_own_is_loaded(store):
+    """Two groups with one number, by a defect or a store that cannot tell: their parts never mix."""
+    which = CheckpointId(GENERATION, 20)
+    takes = [[Snapshot.take(which, rank, 2, state(mark), mark=mark) for rank in range(2)] for mark in (1, 2)]
+    receipts = [{one.rank: store.deliver(one) for one in snapshots} for snapshots in takes]
+    store.commit(takes[1][0], receipts[1], [])
+    with pytest.raises(FileExistsError, match="another writer has made"):
+        store.commit(takes[0][0], receipts[0], [])
+    store.give_up(takes[0][0], (0, 1), [])
+    assert store.newest_whole() == which
+    assert_same(store.load(which, CPU), state(2))
+
+
+def test_a_manifest_that_the_store_says_is_there_and_is_the_same_was_put_by_this_writer(store, monkeypatch):
+    """The answer to the first try was lost, and the store's client tried again."""
+    create = store.storage.create
+
+    def twice(*arguments):
+        create(*arguments)
+        create(*arguments)
+
+    monkeypatch.setattr(store.storage, "create", twice)
+    assert save(store, 10) == store.newest_whole()
+
+
+def test_a_checkpoint_whose_parts_were_removed_meanwhile_does_not_become_whole(store):
+    which = CheckpointId(GENERATION, 20)
+    snapshot = Snapshot.take(which, 0, 1, state(2))
+    receipts = {0: store.deliver(snapshot)}
+    store.storage.remove(folder(store, which).name)
+    with pytest.raises(FileNotFoundError, match=r"shard-00000-of-00001\.safetensors in .*somebody has removed"):
+        store.commit(snapshot, receipts, [])
+    assert not folder(store, which).exists()
 
 
 def test_what_is_no_checkpoint_is_left_alone(store):
@@ -216,7 +269,7 @@ def test_what_is_no_checkpoint_is_left_alone(store):
 
 def test_a_checkpoint_this_machine_does_not_see_is_explained(store):
     with pytest.raises(FileNotFoundError, match="all nodes share"):
-        store.load(CheckpointId(TOKEN, 10), CPU)
+        store.load(CheckpointId(GENERATION, 10), CPU)
 
 
 def test_a_checkpoint_of_format_one_is_left_alone_and_not_read(store):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.checkpoints.states import CPU, SIZES, TOKEN, assert_same, save, state
+from tests.workers.checkpoints.states import CPU, GENERATION, SIZES, assert_same, save, state
 from tests.workers.checkpoints.storages import Full, Gated, Raising
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 
-FIRST, SECOND, THIRD = (CheckpointId(TOKEN, step) for step in (10, 20, 30))
+FIRST, SECOND, THIRD = (CheckpointId(GENERATION, step) for step in (10, 20, 30))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_save_waits_for_the_shards_of_others_beside_the_next_one(store, writer
     """Rank 1 died in writing the first: the next, of those who are left, is not held up by it."""
     left = Writer(store, commit_timeout_s=600)
     first = left.save(FIRST, 0, 2, state(10))
-    second = left.save(CheckpointId(TOKEN + 1, 20), 0, 1, state(20))
+    second = left.save(CheckpointId(GENERATION + 1, 20), 0, 1, state(20))
     assert second.wait(30)
     assert second.failure is None
     assert not first.over
@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_leaves_the_one_before_intact_and_the_next_save_succ
     assert f"rank {full_rank}: OSError: [Errno 28] No space left on device" in tickets[0].failure
     assert "checkpoint_failed" in caplog.text
     assert store.newest_whole().step == 5
-    assert_same(store.load(CheckpointId(TOKEN, 5), CPU), state(5))
+    assert_same(store.load(CheckpointId(GENERATION, 5), CPU), state(5))
     assert not {name for name in files(store) if "partial" in name}
     full.refused = ""
     assert save_by(ranks, SECOND)[0].wait(30)
@@ -225,11 +225,82 @@ def test_saving_a_step_again_when_all_leave_is_the_save_that_there_is(store, wri
 def test_the_number_of_ranks_and_the_rank_may_change_from_save_to_save(store, writers):
     ranks = writers(3)
     assert save_by(ranks, FIRST)[0].wait(30)
-    later = CheckpointId(TOKEN + 1, 20)
+    later = CheckpointId(GENERATION + 1, 20)
     assert save_by(ranks[:0:-1], later)[0].wait(30)  # those that were 2 and 1 are now 0 and 1
     assert store.newest_whole() == later
     assert_same(store.load(later, CPU), state(20))
     assert_same(store.load(FIRST, CPU), state(10))
+
+
+def test_a_manifest_waits_until_this_worker_may_commit(store, writers):
+    allowed, asked = threading.Event(), threading.Event()
+
+    def may_commit():
+        asked.set()
+        return allowed.is_set()
+
+    ranks = writers(2, may_commit=may_commit)
+    tickets = save_by(ranks, FIRST)
+    assert asked.wait(30)
+    assert not tickets[0].over
+    assert store.newest_whole() is None
+    allowed.set()
+    assert tickets[0].wait(30)
+    assert store.newest_whole() == FIRST
+
+
+def test_a_worker_that_may_not_commit_for_long_gives_the_checkpoint_up_and_removes_it(store, writers):
+    ranks = writers(2, may_commit=lambda: False, commit_timeout_s=0.2)
+    tickets = save_by(ranks, FIRST)
+    assert tickets[0].wait(30)
+    assert "could not tell whether others go on without it" in tickets[0].failure
+    assert files(store) == set()
+
+
+def test_a_worker_that_is_told_that_it_may_never_commit_gives_the_checkpoint_up_at_once(store, writers):
+    def fenced():
+        raise RuntimeError("the others have gone on")
+
+    (writer,) = writers(1, may_commit=fenced, commit_timeout_s=600)
+    ticket = writer.save(FIRST, 0, 1, state(10))
+    assert ticket.wait(30)
+    assert ticket.failure == "RuntimeError: the others have gone on"
+    assert files(store) == set()
+
+
+def test_a_refusal_is_told_at_once_and_what_another_rank_still_writes_stays_until_it_has_written(store, writers):
+    gated = Gated(store.storage.path, "shard-00002")
+    slow, failing, first = CheckpointStore(store.storage.path, 2), CheckpointStore(store.storage.path, 2), store
+    slow.storage, failing.storage = gated, Full(store.storage.path, "shard-00001-of-00003.safetensors")
+    ranks = [Writer(one) for one in (first, failing, slow)]
+    try:
+        tickets = save_by(ranks, FIRST)
+        assert gated.reached.wait(30)
+        assert tickets[0].wait(30)
+        assert "rank 1: OSError: [Errno 28]" in tickets[0].failure
+        assert any("shard-00002" in name for name in files(store)), "it is being written"
+        gated.gate.set()
+        assert tickets[2].wait(30)
+        failing.storage.refused = ""
+        assert save_by(ranks, SECOND)[0].wait(30)
+        assert not Path(store.address(FIRST)).exists()
+        assert store.newest_whole() == SECOND
+    finally:
+        gated.gate.set()
+        assert all(writer.close(10) for writer in ranks)
+
+
+def test_what_failed_is_saved_again_by_all_ranks_when_all_leave_at_that_step(store, writers):
+    full = store.storage = Full(store.storage.path, "shard-00000")
+    ranks = writers(2)
+    for attempt in range(2):
+        mark = ranks[0].mark(FIRST)
+        tickets = [writer.save(FIRST, rank, 2, state(10), mark) for rank, writer in enumerate(ranks)]
+        assert tickets[0].wait(30)
+        assert bool(tickets[0].failure) is (attempt == 0)
+        full.refused = ""
+    assert ranks[0].mark(FIRST) == mark
+    assert store.newest_whole() == FIRST
 
 
 def test_closing_gives_up_what_is_not_over_in_time(store, writers):
@@ -256,11 +327,11 @@ def test_a_process_killed_in_the_middle_of_writing_leaves_the_one_before(tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "half\n"
         child.kill()
-    store = CheckpointStore(directory, keep=2)
-    assert list(directory.rglob(f".{held}.partial")), "it was half-way"
+    store = CheckpointStore(directory, keep=2, settle_s=0)
+    assert list(directory.rglob(f".{held}.*.partial")), "it was half-way"
     assert store.newest_whole() == FIRST
     assert_same(store.load(FIRST, CPU), state(10))
-    again = save(store, 20, 3, token=store.draw_token())
+    again = save(store, 20, 3, generation=store.begin(None))
     assert store.newest_whole() == again
     assert not list(directory.rglob("*.partial"))
-    assert len(list(directory.iterdir())) == 2
+    assert len(list(directory.glob("step-*"))) == 2

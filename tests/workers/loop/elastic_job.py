@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import uuid
+from functools import partial
 from pathlib import Path
 
 from tests.workers.small_job import SMALL, Recording
@@ -70,6 +71,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
     from thinwire.workers.forming.door import Door
     from thinwire.workers.ranks import ElasticRanks, RunEnded
+    from thinwire.workers.saving import floor_of
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
@@ -113,7 +115,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     heed_sigterm(30.0, lambda: True)
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
-    ranks = ElasticRanks(member, door, torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists)
+    floor = partial(floor_of, run_dir, TrainSpec.model_validate(spec).checkpoint)
+    ranks = ElasticRanks(member, door, torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists, floor=floor)
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:

@@ -28,8 +28,8 @@ def newest(folder):
 
 
 def load(folder, step):
-    token = int(saved(folder, step).name.rpartition("-")[2], 16)
-    return CheckpointStore(folder, 10).load(CheckpointId(token, step), torch.device("cpu"))
+    generation = int(saved(folder, step).name.rpartition("-")[2], 16)
+    return CheckpointStore(folder, 10).load(CheckpointId(generation, step), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

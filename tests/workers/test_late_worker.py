@@ -1,0 +1,117 @@
+"""A worker that was stopped, and wakes when the others have gone on without it: nothing that it saves counts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.optim.seeded import seeded
+from tests.workers.checkpoints.states import CPU, bits
+from thinwire.comm import PeerLost, SoloGroup
+from thinwire.contract.spec import Checkpoint
+from thinwire.optim import OneBitAdam
+from thinwire.workers.checkpoints import CheckpointStore
+from thinwire.workers.saving import Saving, floor_of
+from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.reporter import Silent
+
+KEEP = 2
+
+
+class Worker:
+    """The only one of its generation, so that it needs nobody to come to a step at which it saves."""
+
+    def __init__(self, run_dir, generation, seed, may_commit=lambda: True):
+        self.group = SoloGroup()
+        model = seeded(seed, lambda: torch.nn.Linear(31, 17))
+        optimizer = OneBitAdam(model.parameters(), warmup=4, group=self.group)
+        self.training = SimpleNamespace(model=model, optimizer=optimizer, group=self.group, device=CPU)
+        self.meter = Meter(self.group.stats)
+        self.told = []
+        reporter = Silent()
+        reporter.event = lambda kind, step, **fields: self.told.append((kind.value, step, fields.get("reason", "")))
+        self.saving = Saving(run_dir, Checkpoint(every_steps=10, keep=KEEP), reporter, may_commit)
+        self.saving.seated(generation, lost=False)
+
+    def resume(self):
+        return self.saving.resume(self.training, self.meter)
+
+    def save(self, step, look=lambda: None):
+        self.saving.save(self.training, self.meter, step, look)
+        self.saving.wait(lambda: None)
+        self.saving.tell()
+        return self.told[-1]
+
+    @property
+    def parameters(self):
+        return bits(self.training.optimizer.space.p_N)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints", KEEP)
+
+
+def folders(store):
+    return sorted(path.name for path in Path(store.storage.path).glob("step-*"))
+
+
+def resumed_by(run_dir, generation):
+    worker = Worker(run_dir, generation, seed=99)
+    return worker.resume(), worker.parameters
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["from the store", "from a peer's state"])
+def test_what_a_late_worker_saves_is_not_resumed_from_and_removes_nothing_of_the_living(tmp_path, store, anew):
+    late = Worker(tmp_path, 1, seed=1)
+    late.resume()
+    assert late.save(10)[0] == "checkpoint_saved"
+    living = Worker(tmp_path, 2, seed=2)
+    if anew:
+        assert living.resume() == 10
+    for step in (20, 30, 40):
+        assert living.save(step)[0] == "checkpoint_saved"
+    held = folders(store)
+    kind, _, reason = late.save(20)  # before it looks: it has heard nothing yet
+    if anew:
+        assert (kind, reason[:26]) == ("checkpoint_failed", "Superseded: generation 2 h")
+    else:
+        assert kind == "checkpoint_saved"
+    assert set(held) <= set(folders(store))
+    assert store.newest_whole() == (2, 40)
+    assert living.save(50)[0] == "checkpoint_saved"
+    assert len(folders(store)) == KEEP
+    assert resumed_by(tmp_path, 3) == (50, living.parameters)
+
+
+def test_a_late_worker_of_fixed_ranks_is_told_by_the_store(tmp_path, store):
+    late = Worker(tmp_path, None, seed=1)
+    assert late.resume() == 0
+    living = Worker(tmp_path, None, seed=2)
+    assert living.resume() == 0
+    assert "Superseded: generation 2 has gone on" in late.save(10)[2]
+    assert living.save(10)[0] == "checkpoint_saved"
+    assert "Superseded" in late.save(20)[2]
+    assert resumed_by(tmp_path, None) == (10, living.parameters)
+
+
+def test_a_generation_below_one_that_the_store_knows_does_not_begin(tmp_path):
+    worker = Worker(tmp_path, 5, seed=1)
+    worker.resume()
+    worker.save(10)
+    assert floor_of(tmp_path, Checkpoint()) == 5
+    for generation in (4, 5):
+        with pytest.raises(PeerLost, match="newer generation"):
+            Worker(tmp_path, generation, seed=1).resume()
+    assert Worker(tmp_path, 6, seed=1).resume() == 10
+
+
+def test_a_worker_looks_before_it_saves(tmp_path, store):
+    def over():
+        raise PeerLost("the others have gone on")
+
+    worker = Worker(tmp_path, 1, seed=1)
+    with pytest.raises(PeerLost):
+        worker.save(10, over)
+    assert folders(store) == []
