@@ -29,7 +29,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.build import Training
-from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Superseded, Writer
+from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Superseded, Writer
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.telemetry.meter import Meter
@@ -76,26 +76,37 @@ class Saving:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
 
         What older generations have not saved yet, they save no more.
-        Raises: PeerLost, also where the store knows a newer generation than this; FileNotFoundError where this rank
-        does not see what rank 0 found, OSError; ValueError where ranks have found different ones.
+        Raises: PeerLost, also where the store knows a newer generation than this, or another rank cannot load what rank
+        0 has found twice; FileNotFoundError where this rank does not see it, CheckpointRefused where it reads something
+        else; OSError.
         """
-        store, group = self._writer.store, training.group
-        with meter.part("control"):
-            found = torch.zeros(3, dtype=torch.int64, device=training.device)
-            if group.rank == 0:
-                found[:] = torch.tensor(self._find())
-            group.broadcast_(found)
-        self._generation, *newest = found.tolist()
-        if not self._generation:
-            raise PeerLost("the store of checkpoints knows a newer generation than this one, says the log of rank 0")
-        which = CheckpointId(*newest)
-        if which.step:
-            state = restored(store.load(which, training.device))
-            training.model.load_state_dict(state["model"])
-            training.optimizer.load_state_dict(state["optimizer"])
-            meter.load(state["meter"])
-            with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
-                training.optimizer.agree_on_load()
+        group, refused, before = training.group, None, None
+        while True:
+            with meter.part("control"):
+                found = torch.zeros(3, dtype=torch.int64, device=training.device)
+                if group.rank == 0:
+                    found[:] = torch.tensor(self._find(begins=before is None))
+                group.broadcast_(found)
+            self._generation, *newest = found.tolist()
+            which = CheckpointId(*newest)
+            if not self._generation:
+                raise PeerLost("the store of checkpoints knows a newer generation than this, says the log of rank 0")
+            if not which.step:
+                return 0
+            if which == before:
+                raise refused or PeerLost(f"another rank cannot load {self._writer.store.address(which)}: see its log")
+            content, refused = self._load(which, training.device)
+            with meter.part("control"):
+                if _all_have(content is not None, training):
+                    break
+            before = which  # whoever goes on late may have removed it: there is a newer one then
+        assert content is not None
+        state = restored(content)
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        meter.load(state["meter"])
+        with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
+            training.optimizer.agree_on_load()
         return which.step
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
@@ -122,15 +133,24 @@ class Saving:
             look()  # the worker may have been stopped in a step, and the others have gone on without it
             self._writer.save(which, group.rank, group.size, content, int(mark))
 
-    def _find(self) -> tuple[int, int, int]:
+    def _find(self, *, begins: bool) -> tuple[int, int, int]:
         """This generation, and the newest checkpoint that is whole; zeros for none. On rank 0. Raises: OSError."""
-        store = self._writer.store
+        store, generation = self._writer.store, self._generation
         try:
-            generation = store.begin(self._generation)
+            if begins or generation is None:
+                generation = store.begin(generation)
         except Superseded as reason:
             logger.warning("generation_superseded reason=%s", reason)
             return 0, 0, 0
         return generation, *(store.newest_whole() or (0, 0))
+
+    def _load(self, which: CheckpointId, device: torch.device) -> tuple[Content | None, Exception | None]:
+        """The checkpoint, or why this rank cannot load it."""
+        try:
+            return self._writer.store.load(which, device), None
+        except (CheckpointRefused, FileNotFoundError) as error:
+            logger.warning("checkpoint_refused path=%s reason=%s", self._writer.store.address(which), error)
+            return None, error
 
     def tell(self) -> None:
         """Report those that have become whole, or have not, since the last time."""
@@ -157,6 +177,13 @@ class Saving:
         if not self._writer.close(timeout_s):
             logger.error("checkpoint_unfinished after_s=%g", timeout_s)
         self.tell()
+
+
+def _all_have(mine: bool, training: Training) -> bool:
+    """Does every rank say so? Collective. Raises: PeerLost."""
+    said = torch.full((1,), float(mine), device=training.device)
+    training.group.mean_(said)
+    return float(said) == 1.0
 
 
 def store_of(run_dir: Path, settings: Checkpoint) -> CheckpointStore:

@@ -115,3 +115,31 @@ def test_a_worker_looks_before_it_saves(tmp_path, store):
     with pytest.raises(PeerLost):
         worker.save(10, over)
     assert folders(store) == []
+
+
+def test_what_is_removed_between_the_choice_and_the_loading_is_chosen_anew(tmp_path, store):
+    """By the rank 0 of before, which had looked before this generation began, and was stopped in between."""
+    writer = Worker(tmp_path, 1, seed=1)
+    for step in (10, 20):
+        writer.save(step)
+    worker = Worker(tmp_path, 2, seed=3)
+    found, newest_whole = [], worker.saving._writer.store.newest_whole
+
+    def late():
+        found.append(newest_whole())
+        if len(found) == 1:
+            store.storage.remove(Path(store.address(found[0])).name)
+        return found[-1]
+
+    worker.saving._writer.store.newest_whole = late
+    assert worker.resume() == 10
+    assert found == [(1, 20), (1, 10)]
+    assert worker.parameters == writer.parameters
+
+
+def test_what_a_rank_does_not_see_ends_the_resume_with_the_place(tmp_path):
+    Worker(tmp_path, 1, seed=1).save(10)
+    worker = Worker(tmp_path, 2, seed=3)
+    worker.saving._writer.store.newest_whole = lambda: (1, 20)
+    with pytest.raises(FileNotFoundError, match="all nodes share"):
+        worker.resume()

@@ -1,20 +1,24 @@
 """Checkpoints of a job: every rank writes a slice while training goes on; the manifest, written last, makes one whole.
 
-    checkpoints/step-00000100-019ab3c4d5e6/shard-00000-of-00002.safetensors    rank 0's slice of every flat vector
-    checkpoints/step-00000100-019ab3c4d5e6/shard-00000-of-00002.json           its receipt: size, sha256, what it holds
-    checkpoints/step-00000100-019ab3c4d5e6/shard-00001-of-00002.safetensors    rank 1's
-    checkpoints/step-00000100-019ab3c4d5e6/shard-00001-of-00002.json
-    checkpoints/step-00000100-019ab3c4d5e6/manifest.json                       names the shards; plain values; sealed
+    checkpoints/generation-000000000003/begun.json            generation 3 has gone on from what was here
+    checkpoints/step-00000100-000000000003/                   its checkpoint of step 100
+        shard-00000-of-00002-5a0c91d2.safetensors             rank 0's slice of every flat vector
+        shard-00000-of-00002-5a0c91d2.json                    its receipt: size, sha256, what it holds
+        shard-00001-of-00002-5a0c91d2.safetensors             rank 1's
+        shard-00001-of-00002-5a0c91d2.json
+        manifest.json                                         names the shards; plain values; sealed
 
 The protocol needs no collective, so that a thread of its own can follow it:
 
 1. Every rank writes its shard, and then its receipt.
-2. Rank 0 waits for all receipts, for a bounded time, and puts the manifest. A rank that never delivers leaves a
-   checkpoint that is never whole; it is named in the log and removed.
-3. Rank 0 removes what is older than the newest `keep`.
+2. Rank 0 waits for all receipts, for a bounded time, and until it may commit, and creates the manifest. A rank that
+   never delivers leaves a checkpoint that is never whole; it is named in the log and removed.
+3. Rank 0 removes what is older than the newest `keep`, and what is left of saves that failed (removal.py).
 
-The last part of a folder's name is the token of the generation that wrote it: a number that rank 0 drew when the group
-was formed. Two attempts at one step have two folders, and shards of different attempts never mix.
+Checkpoints are ordered by generation, then by step. A worker of a generation that is over may wake and write: what it
+writes is older than what the living have written, it removes nothing of theirs, and once a generation has gone on from
+what is here it puts no manifest any more. The eight digits are the mark of one save, which rank 0 draws: parts of two
+saves never mix, whoever writes them.
 """
 
 from thinwire.workers.checkpoints.manifest import CheckpointId, CheckpointRefused

@@ -71,6 +71,24 @@ def discard(storage: Storage, which: CheckpointId) -> None:
     storage.remove(folder_of(which))
 
 
+def bury(storage: Storage, which: CheckpointId) -> None:
+    """Remove one without a manifest, unless it gets one at this moment. Raises: OSError.
+
+    An empty manifest is put first. Of two who put one only the first succeeds: either it is whole and stays, or whoever
+    would make it whole is told.
+    """
+    folder = folder_of(which)
+    try:
+        storage.create(folder, MANIFEST, [])
+    except FileExistsError:
+        return
+    except OSError as error:  # a disk may be so full that nothing can be put, and this makes room
+        logger.warning("checkpoint_removed_without_a_mark path=%s reason=%s", storage.address(folder), error)
+    parts = [name for name in storage.files(folder) if name != MANIFEST]
+    storage.remove(folder, *parts)
+    storage.remove(folder)
+
+
 def tidy(
     storage: Storage,
     which: CheckpointId,
@@ -114,6 +132,6 @@ def tidy(
             elif other.generation == which.generation:
                 remove_parts(storage, other, delivered)
             elif unfinished.settled(other, files):
-                discard(storage, other)
+                bury(storage, other)
         except OSError as error:
             logger.warning("checkpoint_not_removed path=%s reason=%s", storage.address(folder_of(other)), error)

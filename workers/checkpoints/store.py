@@ -184,7 +184,7 @@ class CheckpointStore:
 
         snapshot: that of rank 0, whose tensors are not read. pending: those of which parts are still waited for.
         Raises: Superseded; ValueError where the shards do not add up; FileExistsError where another writer has made
-        this checkpoint whole; OSError. Then no older one is touched.
+        this checkpoint whole, or removes it; OSError. Then no older one is touched.
         """
         which, folder = snapshot.which, folder_of(snapshot.which)
         manifest = Manifest(
@@ -206,7 +206,7 @@ class CheckpointStore:
         try:
             self._create(folder, MANIFEST, seal(manifest.model_dump(mode="json")))
         except FileExistsError as error:
-            raise FileExistsError(f"another writer has made {self.address(which)} whole") from error
+            raise FileExistsError(f"another writer has made {self.address(which)} whole, or is removing it") from error
         self._tidy(which, self.keep, range(snapshot.world_size), pending)
 
     def give_up(self, snapshot: Snapshot, delivered: Collection[int], pending: Collection[CheckpointId]) -> None:

@@ -73,6 +73,61 @@ def test_of_an_older_generation_goes_what_has_not_changed_for_long(store, clock)
     assert not left.exists()
 
 
+def test_what_becomes_whole_while_it_is_being_removed_stays(store, clock, monkeypatch):
+    left = CheckpointId(GENERATION, 20)
+    snapshot = Snapshot.take(left, 0, 1, state(20))
+    receipts = {0: store.deliver(snapshot)}
+    store._unfinished.settled(left, store.storage.files(Path(store.address(left)).name))
+    clock.now = 101.0
+    create = store.storage.create
+
+    def late(folder, name, chunks):
+        monkeypatch.setattr(store.storage, "create", create)
+        store.commit(snapshot, receipts, [])
+        create(folder, name, chunks)
+
+    failed = Snapshot.take(CheckpointId(GENERATION + 1, 30), 0, 1, state(30))
+    monkeypatch.setattr(store.storage, "create", late)
+    store.give_up(failed, {0}, [])
+    assert store.newest_whole() == left
+
+
+def test_what_is_being_removed_does_not_become_whole(store, clock, monkeypatch):
+    left = CheckpointId(GENERATION, 20)
+    snapshot = Snapshot.take(left, 0, 1, state(20))
+    receipts = {0: store.deliver(snapshot)}
+    store._unfinished.settled(left, store.storage.files(Path(store.address(left)).name))
+    clock.now = 101.0
+    remove, told = store.storage.remove, []
+
+    def late(folder, *names):
+        if folder != Path(store.address(left)).name:
+            return
+        monkeypatch.setattr(store.storage, "remove", remove)
+        with pytest.raises(FileExistsError, match=r"another writer has made .* whole, or is removing it") as error:
+            store.commit(snapshot, receipts, [])
+        told.append(error)
+        remove(folder, *names)
+
+    monkeypatch.setattr(store.storage, "remove", late)
+    store.give_up(Snapshot.take(CheckpointId(GENERATION + 1, 30), 0, 1, state(30)), {0}, [])
+    assert told
+    assert not Path(store.address(left)).exists()
+
+
+def test_a_disk_on_which_nothing_can_be_put_is_freed_all_the_same(store, clock, monkeypatch):
+    left = part(store, GENERATION, 20, rank=0)
+    store.begin(GENERATION + 1)
+    clock.now = 101.0
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.storage, "create", full)
+    store.give_up(Snapshot.take(CheckpointId(GENERATION + 1, 30), 0, 1, state(30)), {0}, [])
+    assert not left.exists()
+
+
 def test_a_generation_that_goes_on_from_the_store_counts_from_when_it_began(store, clock):
     left = part(store, GENERATION, 20, rank=1)
     store.begin(GENERATION + 1)

@@ -104,7 +104,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     def held(store, snapshot):
         while (run_dir / f"hold-{slot}").exists():
             time.sleep(0.005)
-        deliver(store, snapshot)
+        return deliver(store, snapshot)
 
     CheckpointStore.deliver = held
     if (run_dir / f"die-{slot}").exists():
