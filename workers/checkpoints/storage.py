@@ -191,7 +191,7 @@ class RemoteStorage:
                 raise
 
     def create(self, folder: str, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """As Storage says. fsspec's exclusive write: one at a time on S3, GCS and Azure; elsewhere it may only look."""
+        """As Storage says, by fsspec's exclusive write. Where a client has none it looks first, and then overwrites."""
         path = f"{self._root}/{folder}/{name}"
         with _os_errors(path):
             self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
