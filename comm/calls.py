@@ -99,6 +99,11 @@ class Telling(Protocol):
         """Of this rank, of both communicators."""
 
 
+def interrupted(error: BaseException, calls: Calls) -> str:
+    """Why a rank leaves where this was raised in it: what its peers are told."""
+    return f"{type(error).__name__} in {calls.told()}"
+
+
 def calls_of(group: Group) -> Calls:
     """Those that the group tells its other ranks; of a group that tells nothing, ones that nobody reads."""
     return group.calls if isinstance(group, Telling) else Calls()

@@ -110,6 +110,14 @@ class Relaying(Protocol):
         """x of all ranks on the path <- x of its first. All may call it; those not on it return. Raises: PeerLost."""
 
 
+@runtime_checkable
+class Leavable(Protocol):
+    """A Group that a rank can leave while its process lives."""
+
+    def leave(self, reason: str = ...) -> None:
+        """Say that this rank stops: peers that wait for it raise PeerLost, and so does it. The first reason stands."""
+
+
 class RowCodec(Protocol):
     """Encodes one chunk of a vector as a row of bytes, and back. Pure: no communication, no memory."""
 
@@ -218,6 +226,9 @@ class FullMeans(Protocol):
     def abandon(self) -> None:
         """End a mean that nobody will use; x is undefined. Collective. Raises PeerLost."""
 
+    def forget(self) -> None:
+        """As Reducer.forget."""
+
     def launch_refused(self, k: int) -> None:
         """In place of launch: this rank takes no part. Every rank raises Refused in finish()."""
 
@@ -279,7 +290,10 @@ class Reducer(Protocol):
         """Undo what was launched, where anything was. Collective. Raises PeerLost."""
 
     def forget(self) -> None:
-        """After an interruption inside a step: close what is open, where no peer may wait for it. Local."""
+        """After an error inside a step: undo and close what is open. Where peers may wait for it, leave the group.
+
+        Not collective: peers raise PeerLost. Takes a few seconds at most.
+        """
 
     def last(self, memory: ErrorMemory) -> Result | None:
         """The last committed result, where it is of this memory and nobody has restored that since."""

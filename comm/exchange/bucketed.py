@@ -10,6 +10,10 @@ for it, serves and starts the all-gather on the group's second communicator, so 
 The same collective as CompressedAllReduce, for scale x sign with the 2-norm, whose errors are never written to memory
 (kept_sums.py). Kept sums are written in place on the way, and undone where the exchange fails: c <- c' - z, exact to
 rounding (4 ulp of the largest |c|). The result takes the place of the last one only at commit().
+
+A signal is handled where others are waited for (comm/signals.py). What it raises, as any error of this rank alone,
+undoes the exchange too, and this rank leaves the group, so that nobody waits for it. Where an error comes while sums
+are written, as one out of memory may, they are torn: that is said by whoever would use them.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline, ThreadPipeline
 from thinwire.comm.exchange.rows import Received, rows_of
-from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Group, Pending
+from thinwire.comm.signals import deferred
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +98,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._second: list[Pending | None] = [None] * len(buckets)
         self._given: list[Given] = []
         self._num_served = 0
-        self._error: Exception | None = None
+        self._writing: set[str] = set()
+        """What writes kept sums now. Some of it still does after an error: then they are torn."""
+        self._error: BaseException | None = None
         self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
 
     @property
@@ -112,6 +119,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def begin(self, memory: ErrorMemory) -> None:
         """As Stepwise.begin; what was lost before can no longer be redone."""
+        if isinstance(memory, KeptSums):
+            memory.refuse_torn()
         super().begin(memory)
         self._lost = None
 
@@ -138,8 +147,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._open()
         self._expect(k)
         self._refuses = True
-        self._rows[k].refuse()
-        self._send(k, Given(None))
+        with whole_or_left(self._group, self._break_off):
+            self._rows[k].refuse()
+            self._given.append(Given(None))
+            self._send(k)
 
     def finish(self) -> None:
         """Wait for all buckets, and see that every rank could write all of its rows. Waits for the device once.
@@ -153,26 +164,29 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 f"{len(self._given)} of {len(self.buckets)} buckets launched, finished = {self._finished}: launch "
                 "every bucket, then finish() once"
             )
-        self._settle()
-        if self._error is not None:
-            error = self._error
-            self._lost = (memory, tuple(self._given), self._num_served)
-            self._undo(memory)
-            raise error
-        if not self._results[1 - self._last].all_finite():
-            own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
-            if self._refuses:
-                own.fill_(REFUSED)
-            self._undo(memory)
-            raise non_finite(gather_flags(self._group, own))
-        self._finished = True
+        with whole_or_left(self._group, self._break_off):
+            self._settle()
+            if self._error is not None:
+                error = self._error
+                if isinstance(error, CommError):
+                    self._lose(memory)
+                raise error
+            if not self._results[1 - self._last].all_finite():
+                own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
+                if self._refuses:
+                    own.fill_(REFUSED)
+                self._undo(memory)
+                raise non_finite(gather_flags(self._group, own))
+            self._finished = True
 
     def commit(self) -> None:
         """Keep it: result is last() from now on, and what was launched may change. Local; ends the exchange."""
         memory = self._require_finished()
-        self._follow(memory)
-        self._keep(memory)
-        self._close()
+        with whole_or_left(self._group, self._break_off):
+            self._writing.add("commit()")
+            self._follow(memory)
+            self._keep(memory)
+            self._close()
 
     def abandon(self) -> None:
         """Undo what was launched; nothing happens where no exchange is open. Ends the exchange.
@@ -184,22 +198,30 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         memory = self._memory
         if memory is None:
             return
-        if self._finished:
+        with whole_or_left(self._group, self._break_off):
+            if self._finished:
+                self._undo(memory)
+                return
+            for k in range(len(self._given), len(self.buckets)):
+                self._rows[k].refuse()
+                self._given.append(Given(None))
+                self._send(k)
+            try:
+                self.finish()
+            except NonFiniteInput:
+                return
             self._undo(memory)
-            return
-        for k in range(len(self._given), len(self.buckets)):
-            self._rows[k].refuse()
-            self._send(k, Given(None))
-        try:
-            self.finish()
-        except NonFiniteInput:
-            return
-        self._undo(memory)
 
     def forget(self) -> None:
-        """Close an exchange of which nothing was launched. What was launched stays open, for peers may wait for it."""
-        if not self._given:
-            self._close()
+        """Undo and close what is open, the mean too. Leaves the group where buckets were launched: peers wait for them.
+
+        Takes a few seconds at most. Nothing happens where none is open.
+        """
+        with deferred(to_the_end=True):
+            if self._given:
+                leave(self._group)
+            self._break_off()
+            self.full.forget()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
@@ -271,8 +293,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
-        self._encode(memory, k, given)
-        self._send(k, given)
+        with whole_or_left(self._group, self._break_off):
+            self._writing.add("launch")
+            self._encode(memory, k, given)
+            self._given.append(given)
+            self._writing.discard("launch")
+            self._send(k)
 
     def _expect(self, k: int) -> None:
         if k != len(self._given):
@@ -289,8 +315,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             parts, last = self._parts_of(k, given), rows.gathered[self._last]
             self._kernels.encode_lerp(kept.sum_c, kept.scale_b, parts, given.weight, last, rows.table, rows.sent)
 
-    def _send(self, k: int, given: Given) -> None:
-        self._given.append(given)
+    def _send(self, k: int) -> None:
         if self._error is not None or self._pipeline.failed:
             return  # a peer is lost: nobody will answer
         try:
@@ -314,8 +339,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if (replicated := self._replicated[k]) is not None:  # who has the result knows that all have these rows
             replicated.wait()
             self._replicated[k] = None
+        self._writing.add("serving")
         self._serve_rows(memory, k)
         self._num_served = k + 1
+        self._writing.discard("serving")
         rows = self._rows[k]
         gathered_nB = rows.gathered_nB[1 - self._last]
         self._second[k] = self._second_communicator.start_all_gather(gathered_nB, rows.served_B)
@@ -364,7 +391,25 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                         self._error = self._error or error
                     pendings[k] = None
 
+    def _lose(self, memory: KeptSums) -> None:
+        """Undo, and remember what was undone, for another rank may have the whole result (redone)."""
+        self._lost = (memory, tuple(self._given), self._num_served)
+        self._undo(memory)
+
+    def _break_off(self) -> None:
+        """Undo what this rank alone does not go on with, unless sums are torn. Where nothing is open, nothing."""
+        memory = self._memory
+        if memory is None:
+            return
+        self._settle()
+        if self._writing:
+            memory.torn = f"an error came in {' and '.join(sorted(self._writing))} of an exchange"
+            self._close()
+        else:
+            self._lose(memory)
+
     def _undo(self, memory: KeptSums) -> None:
+        self._writing.add("undoing")
         self._undo_kept(memory, self._given, self._num_served)
         self._close()
 
@@ -389,3 +434,4 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._memory, self._error, self._finished, self._num_served = None, None, False, 0
         self._refuses = False
         self._given.clear()
+        self._writing.clear()

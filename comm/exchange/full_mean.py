@@ -8,12 +8,13 @@ In place and uncompressed: after a failure x is undefined, and there is nothing 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import Group, Pending
 
@@ -54,35 +55,44 @@ class FullMean:
             raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
         if x_N.shape != (self._spans[0][1],) or not x_N.is_contiguous():
             raise ValueError(f"vector of {list(x_N.shape)}: must be contiguous, of {self._spans[0][1]} elements")
-        self._start(slice(*self._spans[k]), x_N)
+        with whole_or_left(self._group, self._end):
+            self._start(slice(*self._spans[k]), x_N)
 
     def launch_refused(self, k: int) -> None:
         """Send NaN in place of bucket k, because this rank takes no part: every rank raises Refused in finish()."""
         if not self.is_open or k != len(self._launched):
             raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
         self._refuses = True
-        self._start_nan(k)
+        with whole_or_left(self._group, self._end):
+            self._start_nan(k)
 
     def finish(self) -> None:
         """Wait for all buckets, and divide. Waits for the device once.
 
         Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then. No mean is open after it.
         """
-        launched, self._launched = self._launched, []
-        complete = self.is_open and len(launched) == len(self._spans)
-        pending, self._pending = self._pending, []
-        error, self._error = self._error, None
-        refuses, self._refuses = self._refuses, False
-        self.is_open = False
+        with whole_or_left(self._group, self._end):
+            self._finish()
+
+    def forget(self) -> None:
+        """End a mean of which nothing was launched; where peers may wait for it, leave the group."""
+        if self._launched:
+            leave(self._group)
+        self._end()
+
+    def _finish(self) -> None:
+        launched, complete = self._launched, self.is_open and len(self._launched) == len(self._spans)
         torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
-        for k, one in enumerate(pending):
+        for k, one in enumerate(self._pending):
             try:
                 one.wait()
             except CommError as lost:
-                error = error or lost
-            if error is None and complete:  # while the next ones are on the wire
+                self._error = self._error or lost
+            if self._error is None and complete:  # while the next ones are on the wire
                 launched[k].div_(self._size)
                 torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
+        error, refuses = self._error, self._refuses
+        self._close()
         if error is not None:
             raise error
         if not complete:
@@ -100,12 +110,24 @@ class FullMean:
         """
         if not self.is_open:
             return
-        for k in range(len(self._launched), len(self._spans)):
-            self._start_nan(k)
-        try:
-            self.finish()
-        except NonFiniteInput:
-            return
+        with whole_or_left(self._group, self._end):
+            for k in range(len(self._launched), len(self._spans)):
+                self._start_nan(k)
+            try:
+                self._finish()
+            except NonFiniteInput:
+                return
+
+    def _end(self) -> None:
+        """Wait until no collective touches x, as far as it can be known, and close."""
+        for one in self._pending:
+            with suppress(CommError):  # this rank has left
+                one.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._launched, self._pending, self._error = [], [], None
+        self.is_open = self._refuses = False
 
     def _start_nan(self, k: int) -> None:
         start, stop = self._spans[k]

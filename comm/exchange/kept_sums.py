@@ -41,7 +41,8 @@ class KeptSums:
 
     worker[k]: of bucket k, what goes to the servers. server[k]: of this rank's own chunk of bucket k. replica[k]: where
     they are kept, the server's sums of the rank before this one, bit-equal to that rank's; else empty.
-    version: changes whenever the sums are written from outside of an exchange.
+    version: changes whenever the sums are written from outside of an exchange. torn: what was raised while they were
+    being written, and where, after which nobody knows what they hold; "" where they are whole.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class KeptSums:
         "replica",
         "server",
         "server_scale_b",
+        "torn",
         "version",
         "worker",
         "worker_scale_b",
@@ -60,7 +62,7 @@ class KeptSums:
     def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor) -> None:
         self._rows = rows
         self._group = group
-        self.version = 0
+        self.version, self.torn = 0, ""
         numel = rows[0].layout.numel
         self._sum_N = torch.zeros(numel, dtype=like.dtype, device=like.device)
         self._sum_s = self._sum_N.new_zeros(sum(one.own_table.numel for one in rows))
@@ -73,6 +75,14 @@ class KeptSums:
         self.server = [Kept(sum_c, scale_b) for sum_c, scale_b in zip(sums, scales, strict=True)]
         tables = [one.replica.table for one in rows if one.replica is not None]
         self.replica = [Kept(like.new_zeros(table.numel), like.new_zeros(table.num_blocks)) for table in tables]
+
+    def refuse_torn(self) -> None:
+        """Raises: RuntimeError where something was raised while the sums were written. restore() makes them whole."""
+        if self.torn:
+            raise RuntimeError(
+                f"the error memory of this rank is half written: {self.torn}. Make the optimizer anew and load a "
+                "checkpoint, or let this process end: the others go on without it"
+            )
 
     @property
     def worker_N(self) -> Tensor:
@@ -105,6 +115,7 @@ class KeptSums:
 
         missing: ranks that are gone: their server errors are added by those that keep them too.
         """
+        self.refuse_torn()
         part_N = self.worker_N.div_(holders)
         for rows, kept in zip(self._rows, self.replica, strict=False):
             if rows.replica is not None and rows.replica.before in missing:
@@ -129,7 +140,7 @@ class KeptSums:
                 f"residual of {tuple(residual_N.shape)} does not fit error memory of {tuple(self._sum_N.shape)}: "
                 "it was saved by a model with other parameters"
             )
-        self.version += 1
+        self.version, self.torn = self.version + 1, ""
         self._sum_N.zero_()
         self.worker_scale_b.zero_()
         self.server_scale_b.zero_()
@@ -142,6 +153,7 @@ class KeptSums:
 
     def held(self) -> Held:
         """All that this rank holds, as it is: errors, not sums. Local; modifies nothing; new tensors."""
+        self.refuse_torn()
         numel, served = self._sum_N.numel(), tuple((one.own.start, one.own.stop) for one in self._rows)
         server = [kept.sum_c - kept.sent(one.own_table) for one, kept in zip(self._rows, self.server, strict=True)]
         none = nothing(self._sum_N)

@@ -2,7 +2,7 @@
 
 Stages are given in order and run in that order, one at a time; the first that raises ends them: those behind it do not
 run, and `drain` hands the exception over. The stages wait for the wire and run kernels without the interpreter's lock,
-so a thread of their own takes nothing from the caller.
+so a thread of their own takes nothing from the caller. A drain that a signal has cut short may be called again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
+
+from thinwire.comm.signals import armed
 
 Stage = Callable[[int], None]
 """One stage of bucket k."""
@@ -28,7 +30,7 @@ class Pipeline(Protocol):
     def submit(self, stage: Stage, bucket: int) -> None:
         """Run stage(bucket) after all that was submitted before."""
 
-    def drain(self) -> Exception | None:
+    def drain(self) -> BaseException | None:
         """Wait until nothing is left to run. Returns what the first stage that failed has raised, and forgets it."""
 
 
@@ -50,7 +52,7 @@ class InlinePipeline:
         self._waiting.append((stage, bucket))
         self._run(self._lag)
 
-    def drain(self) -> Exception | None:
+    def drain(self) -> BaseException | None:
         """Run all that waits."""
         self._run(0)
         error, self._error = self._error, None
@@ -70,50 +72,51 @@ class ThreadPipeline:
     """A daemon thread, started at the first submit; it ends with this object."""
 
     def __init__(self) -> None:
-        self._todo: SimpleQueue[tuple[Stage, int] | None] = SimpleQueue()
-        self._done: SimpleQueue[Exception | None] = SimpleQueue()
-        self._submitted = 0
-        self._failed = threading.Event()
+        self._todo: SimpleQueue[tuple[Stage, int] | threading.Lock | None] = SimpleQueue()
+        self._raised = _Raised()
         self._started = False
 
     @property
     def failed(self) -> bool:
         """Has a stage raised since the last drain?"""
-        return self._failed.is_set()
+        return self._raised.first is not None
 
     def submit(self, stage: Stage, bucket: int) -> None:
         """Hand it to the thread."""
         if not self._started:
             self._started = True
-            arguments = (self._todo, self._done, self._failed)
+            arguments = (self._todo, self._raised)
             threading.Thread(target=_serve, args=arguments, name="thinwire-exchange", daemon=True).start()
             weakref.finalize(self, self._todo.put, None)
-        self._submitted += 1
         self._todo.put((stage, bucket))
 
-    def drain(self) -> Exception | None:
+    def drain(self) -> BaseException | None:
         """Wait for the thread to have done, or passed over, all that was submitted."""
-        first = None
-        for _ in range(self._submitted):
-            error = self._done.get()
-            first = first or error
-        self._submitted = 0
-        self._failed.clear()
+        if not self._started:
+            return None
+        reached = threading.Lock()
+        reached.acquire()
+        self._todo.put(reached)  # behind all that was submitted; the thread releases it when it is there
+        with armed():
+            reached.acquire()
+        first, self._raised.first = self._raised.first, None
         return first
 
 
-def _serve(
-    todo: SimpleQueue[tuple[Stage, int] | None], done: SimpleQueue[Exception | None], failed: threading.Event
-) -> None:
-    # Knows the queues only: a reference to the exchange would keep it, and this thread, alive for good.
+class _Raised:
+    """What the first stage that failed has raised."""
+
+    first: BaseException | None = None
+
+
+def _serve(todo: SimpleQueue[tuple[Stage, int] | threading.Lock | None], raised: _Raised) -> None:
+    # Knows these two only: a reference to the exchange would keep it, and this thread, alive for good.
     while (item := todo.get()) is not None:
-        error = None
-        if not failed.is_set():
+        if not isinstance(item, tuple):
+            item.release()
+        elif raised.first is None:
             try:
                 item[0](item[1])
-            except Exception as raised:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
-                error = raised
-                failed.set()
+            except BaseException as error:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
+                raised.first = error
         item = None
-        done.put(error)
-        del error

@@ -19,7 +19,7 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
 from thinwire.comm.exchange.full_mean import FullMean
-from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, lerp_, non_finite
+from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, leave, lerp_, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
@@ -106,22 +106,24 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
             raise RuntimeError(
                 f"launched = {self._num_launched}, finished = {self._finished}: launch, then finish once"
             )
-        try:
-            self._finish(memory)
-        except BaseException as error:
-            self._lost = memory if isinstance(error, CommError) and not isinstance(error, NonFiniteInput) else None
-            self._close()
-            raise
-        self._finished = True
+        with whole_or_left(self._group, self._close):
+            try:
+                self._finish(memory)
+            except BaseException as error:
+                self._lost = None if isinstance(error, NonFiniteInput) else memory
+                self._close()
+                raise
+            self._finished = True
 
     def commit(self) -> None:
         """Keep it: the errors become what the encodings left out. Local; ends the exchange."""
         memory = self._require_finished()
-        self._keep_errors(memory)
-        self._keep(memory)
-        self._sent_of = memory
-        self._results[1 - self._last].changed()  # nobody reads it any more: its floats are not kept
-        self._close()
+        with whole_or_left(self._group, self._close):
+            self._keep_errors(memory)
+            self._keep(memory)
+            self._sent_of = memory
+            self._results[1 - self._last].changed()  # nobody reads it any more: its floats are not kept
+            self._close()
 
     def abandon(self) -> None:
         """End the exchange as if it had not begun; nothing happens where none is open.
@@ -142,8 +144,11 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._close()
 
     def forget(self) -> None:
-        """Close the exchange; nothing has been written yet."""
+        """Close the exchange: nothing has been written yet. Where peers may wait for it, leave the group."""
+        if self._num_launched:
+            leave(self._group)
         self._close()
+        self.full.forget()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
@@ -213,10 +218,11 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._decode_rows(wire_nB, out_N)
 
     def _launch(self, memory: ErrorFeedback, x_N: Tensor) -> None:
-        self._arrange_(self._sum_N, x_N, memory)
-        self._sum_N.add_(memory.worker_N)
-        self._sent_nB[:, 0] = self._encode_rows(self._sum_N, self._sent_nB)
-        self._send()
+        with whole_or_left(self._group, self._close):
+            self._arrange_(self._sum_N, x_N, memory)
+            self._sum_N.add_(memory.worker_N)
+            self._sent_nB[:, 0] = self._encode_rows(self._sum_N, self._sent_nB)
+            self._send()
 
     def _send(self) -> None:
         self._num_launched, self._has_served, self._sent_of = 1, False, None

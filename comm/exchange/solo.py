@@ -71,6 +71,10 @@ class OwnMean:
         """End it."""
         self._x_N, self.is_open = None, False
 
+    def forget(self) -> None:
+        """End it."""
+        self.abandon()
+
 
 class SoloReducer(Stepwise[ErrorFeedback, Values]):
     """A Reducer of one rank, for vectors of one layout."""
@@ -128,7 +132,7 @@ class SoloReducer(Stepwise[ErrorFeedback, Values]):
     def forget(self) -> None:
         """Close what is open, the mean too: there are no peers to wait for it."""
         self._close()
-        self.full.abandon()
+        self.full.forget()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:

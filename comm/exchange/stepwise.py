@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import NonFiniteInput, Refused
+from thinwire.comm.calls import calls_of, interrupted
+from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import ErrorMemory, FullMeans, Group, Result, Stats
+from thinwire.comm.protocol import ErrorMemory, FullMeans, Group, Leavable, Result, Stats
+from thinwire.comm.signals import deferred
 
 REFUSED = 2
 """The flag of a rank that refuses an exchange; 1: what it gave is finite, 0: it is not."""
@@ -81,7 +84,7 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
 
     @abstractmethod
     def forget(self) -> None:
-        """Close what is open, where no peer may wait for it."""
+        """Undo and close what is open; leave the group where peers may wait for it."""
 
     @abstractmethod
     def launch_refused(self, k: int) -> None:
@@ -108,16 +111,17 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         a failure its R is as before, to rounding (4 ulp of the largest kept sum). out is bit-identical on every rank.
         Raises: PeerLost; NonFiniteInput, alike on every rank. Source: Tang et al. 2021, Alg. 1, l. 7-11.
         """
-        self.begin(memory)
-        try:
-            for k in range(len(self.buckets)):
-                self.launch_sum(k, x_N)
-            self.finish()
-            self.result.decode_(x_N)
-        except BaseException:
-            self.forget()
-            raise
-        self.commit()
+        with deferred():
+            self.begin(memory)
+            try:
+                for k in range(len(self.buckets)):
+                    self.launch_sum(k, x_N)
+                self.finish()
+                self.result.decode_(x_N)
+            except BaseException:
+                self.forget()
+                raise
+            self.commit()
 
     def _open(self) -> Memory:
         if self._memory is None:
@@ -140,6 +144,30 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         """The result of the finished exchange is the last one from now on."""
         self._last = 1 - self._last
         self._last_of = (memory, memory.version)
+
+
+def leave(group: Group, error: BaseException | None = None) -> None:
+    """This rank goes no further in what it has begun: its peers raise PeerLost. error: why, where it is known."""
+    if group.size > 1 and isinstance(group, Leavable):
+        group.leave("a step of it was cut short" if error is None else interrupted(error, calls_of(group)))
+
+
+@contextmanager
+def whole_or_left(group: Group, undo: Callable[[], None]) -> Iterator[None]:
+    """Inside, signals wait until others are waited for; any error of this rank alone makes it leave, then undo.
+
+    A CommError is everybody's, and whoever raises it has undone what there was.
+    """
+    with deferred():
+        try:
+            yield
+        except CommError:
+            raise
+        except BaseException as error:
+            with deferred(to_the_end=True):  # a second Ctrl-C waits for the end of this, a few seconds at most
+                leave(group, error)
+                undo()
+            raise
 
 
 def lerp_(r_N: Tensor, x_N: Tensor, weight: float, layout: VectorLayout, runs: Sequence[Tensor | None] = ()) -> None:

@@ -22,12 +22,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place
-from thinwire.comm.errors import CallMismatch, PeerLost
+from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place, interrupted
+from thinwire.comm.errors import CallMismatch, CommError, PeerLost
 from thinwire.comm.groups.failure_detector import FailureDetector, StoreDetector
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
+from thinwire.comm.signals import armed
 
 # torch 2.13 renames it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +41,8 @@ _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakre
 _unending: list[dist.ProcessGroup] = []
 """Process groups with collectives that will never end. To let go of one waits for those, until their time-out: so a
 destroy_process_group() after a CallMismatch, as in a `finally`, would hide for half an hour what was raised."""
+LEFT_S = 0.01
+"""How long a rank that has left waits for what it has begun before: it may be done, or never come."""
 PIECE_ELEMENTS = 1 << 20
 """What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
 
@@ -156,8 +159,11 @@ class TorchGroup:
         """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
 
         For all TorchGroups of this process group, second communicators too. Not collective. The process group itself
-        stays, to be destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it.
+        stays, to be destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it. The first
+        reason stands. A rank leaves by itself where a signal's handler raises while it waits for the others.
         """
+        if self._detector.left is not None:
+            return
         self._detector.leave(reason)
         if "nccl" in dist.get_backend_config(self._process_group()):
             self._process_group().abort()
@@ -165,7 +171,7 @@ class TorchGroup:
     def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
         process_group, detector = self._process_group(), self._detector
         if detector.left is not None:
-            raise PeerLost(f"rank {self.rank} of {self.size} has left the group: {detector.left}", self.rank)
+            raise self._has_left()
         if detector.calls.mismatch:
             raise CallMismatch(detector.calls.mismatch)
         at = NOWHERE
@@ -177,6 +183,9 @@ class TorchGroup:
         if at is not NOWHERE:
             detector.calls.begin(at)
         return TorchPending(self, collective, at, work, x.device)
+
+    def _has_left(self) -> PeerLost:
+        return PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._detector.left}", self.rank)
 
     def _process_group(self) -> dist.ProcessGroup:
         process_group = dist.group.WORLD if self._given is None else self._given()
@@ -190,6 +199,8 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
+            if self._detector.left is not None:
+                raise self._has_left() from error
             lost = self._detector.find_lost(self._answer_s, at)
             if lost.mismatch:
                 _unending.extend(dist.distributed_c10d._world.pg_map)
@@ -213,22 +224,34 @@ class TorchPending:
         self._group.abandoned.append(work)
         if self._group.calls.mismatch:
             raise CallMismatch(self._group.calls.mismatch)
-        with self._group._peers(self._collective, self._at):
-            # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
-            if self._device.type != "cpu":
-                work.wait()
-            elif not _done_within(work, self._group._detector.look_s):
-                self._wait_and_watch(work)
+        try:
+            with self._group._peers(self._collective, self._at):
+                self._wait(work)
+        except CommError:
+            raise
+        except BaseException as error:  # a signal's: the others wait for what this rank does not go on with
+            self._group.leave(interrupted(error, self._group.calls))
+            raise
         self._group.abandoned.remove(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        detector = self._group._detector
+        # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
+        if self._device.type != "cpu":
+            work.wait()
+        elif not _done_within(work, detector.look_s if detector.left is None else LEFT_S):
+            self._wait_and_watch(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
         waits = self._group.calls.waits
         waits.add(self._at)
         watch = self._group._detector.watch(self._at)
         try:
-            while not _done_within(work, self._group._detector.look_s):
-                if watch.seen:
+            while True:
+                if watch.seen or self._group._detector.left is not None:
                     raise RuntimeError("a peer has failed, so what this rank waits for will not come")
+                if _done_within(work, self._group._detector.look_s):
+                    return
         finally:
             waits.discard(self._at)
             watch.stop()
@@ -237,7 +260,8 @@ class TorchPending:
 def _done_within(work: dist.Work, seconds: float) -> bool:
     """Wait so long. Raises what the collective raised."""
     try:
-        work.wait(timedelta(seconds=seconds))
+        with armed():
+            work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if work.is_completed():
             work.wait()  # the collective's own error, which this one may not be

@@ -28,13 +28,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.protocol import Group, Pending, Stats
+from thinwire.comm.protocol import Group, Leavable, Pending, Stats
 
 
 class When(Enum):
@@ -79,14 +78,6 @@ class Fault:
 
 
 COLLECTIVES = ("all_to_all", "all_gather", "sum", "mean", "broadcast")
-
-
-@runtime_checkable
-class Leavable(Protocol):
-    """A group that a rank can leave while its process lives."""
-
-    def leave(self, reason: str = ...) -> None:
-        """Make the peers fail."""
 
 
 class Armed:

@@ -14,11 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.calls import NOWHERE, Calls, Place, mismatch
+from thinwire.comm.calls import NOWHERE, Calls, Place, interrupted, mismatch
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
+from thinwire.comm.signals import armed
 
 T = TypeVar("T")
 
@@ -123,9 +124,13 @@ class ThreadGroup(Blocking):
         if not self._meeting.barrier.broken:  # who comes after the others gave up has not come: they ask who is missing
             self._meeting.came[self.rank] += 1
         try:
-            self._meeting.barrier.wait()
+            with armed():
+                self._meeting.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise self._lost() from error
+        except BaseException as error:  # a signal's: the others wait for what this rank does not go on with
+            self.leave(interrupted(error, self.calls))
+            raise
 
     def _lost(self) -> PeerLost:
         came = self._meeting.came

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -19,9 +19,11 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
+from thinwire.comm.exchange.stepwise import leave
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.signals import deferred
 from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
@@ -103,7 +105,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
         self._first = FirstStep(self)
-        with self.calling("__init__()"):
+        with self._calls.within(f"{type(self).__name__}.__init__()"):
             self._lay_out("__init__()")
         self._holders.note(self.space.tensors)
 
@@ -287,6 +289,10 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         alike on every rank. Parameters, state and step count are then as before the call, bit for bit, error memory to
         rounding; gradients are not. With overlap also RuntimeError, for gradients that were written after they had
         been sent.
+
+        A signal whose handler raises, as Ctrl-C's, does so where this rank waits for others or when the step is over
+        (comm.signals). In the first case parameters and state are as after the errors above, and this rank has left the
+        group: the others raise PeerLost, at once, and so does its own next step.
         """
         loss = None
         if closure is not None:
@@ -297,7 +303,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 self._step_once()
         except BaseException:
             forget_scaler(self)
-            self.reduce.forget()  # an interrupt, say: nothing stays open that no peer waits for
             raise
         return loss
 
@@ -440,9 +445,14 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
-    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
-        return self._calls.within(f"{type(self).__name__}.{call}", remedy)
+    @contextmanager
+    def calling(self, call: str, remedy: str = "") -> Iterator[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls.
+
+        Signals wait until this rank waits for others, or for the end (comm.signals).
+        """
+        with deferred(), self._calls.within(f"{type(self).__name__}.{call}", remedy):
+            yield
 
     def refuse_to_be_alone(self) -> None:
         """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
@@ -558,12 +568,26 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
             self.steps_skipped += 1
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
             return
+        except BaseException as error:
+            self._end_exchange(error)
+            raise
         finally:
-            self.overlap.abandon()  # nothing is left of it, unless something was refused before the exchange was over
+            self.overlap.abandon()  # nothing is left of it by now
         self.num_steps += 1
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
+
+    def _end_exchange(self, error: BaseException) -> None:
+        """After an error: undo what hooks have sent, with the other ranks, and what is still open, without them."""
+        try:
+            self.overlap.abandon()
+        except PeerLost as lost:
+            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or told by the next call
+        finally:
+            if not isinstance(error, CommError | ValueError | RuntimeError | TypeError):  # of none that step() names
+                leave(self._group, error)
+            self.reduce.forget()
 
     def _begin_beside(self, plan: StepPlan) -> None:
         """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.

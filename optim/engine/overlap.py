@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError, PeerLost
 from thinwire.comm.layout import Span
+from thinwire.comm.signals import deferred
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace
 
@@ -238,10 +239,11 @@ class Overlap:
     @_disable_dynamo
     @torch.no_grad()
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
-        while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
-            self._take_arrived(here)
-            exchange.launch(here.num_launched)
-            here.num_launched += 1
+        with deferred():
+            while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
+                self._take_arrived(here)
+                exchange.launch(here.num_launched)
+                here.num_launched += 1
 
     def _take_arrived(self, here: _Round) -> None:
         """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
