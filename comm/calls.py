@@ -20,6 +20,7 @@ import torch
 from thinwire.comm.errors import CallMismatch
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
+from thinwire.comm.signals import deferred
 
 ON_THE_WIRE = {"mean": "all_reduce", "sum": "all_reduce"}
 """Collectives that are another one on the wire: a rank in either can be answered by one in the other."""
@@ -73,15 +74,19 @@ class Calls:
 
     @contextmanager
     def within(self, call: str, remedy: str = "") -> Iterator[None]:
-        """Inside, this rank is in `call`. remedy: what its user is to do where other ranks are in another one."""
+        """Inside, this rank is in `call`. remedy: what its user is to do where other ranks are in another one.
+
+        Signals are handled where it waits for others, or at the end (comm.signals).
+        """
         before, begun = (self.now, self.remedy), sum(self.begun)
-        self.now, self.remedy = call, remedy
-        try:
-            yield
-            if sum(self.begun) > begun:  # else it was this rank's own affair
-                self.last = call
-        finally:
-            self.now, self.remedy = before
+        with deferred():
+            self.now, self.remedy = call, remedy
+            try:
+                yield
+                if sum(self.begun) > begun:  # else it was this rank's own affair
+                    self.last = call
+            finally:
+                self.now, self.remedy = before
 
     def told(self) -> str:
         """Where this rank is, in words."""

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optim import adam_math
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, Runs
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Descent, Divisor, Momentum, next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -118,7 +118,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K])
         m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)
 
-        def form(at: slice, runs: Runs) -> None:
+        def form(at: slice, runs: LeftGradients) -> None:
             for part, group in self.groups_in(at):
                 next_momentum_(z_N[part], m_N[part], g_N[part], group["betas"][0])
 

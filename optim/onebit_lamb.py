@@ -28,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftInPlace, Runs
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
@@ -83,7 +83,9 @@ def step(
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
 
 
-def propose_(g_N: Tensor, s: OneBitLambState, tensors: Iterable[TensorPart], beta1: float, runs: Runs = ()) -> None:
+def propose_(
+    g_N: Tensor, s: OneBitLambState, tensors: Iterable[TensorPart], beta1: float, runs: LeftGradients = ()
+) -> None:
     """z <- k (beta1 m + (1 - beta1) g) in parts of tensors. z: modified. runs: read in place of g."""
     for tensor, offset, part in tensors:
         z, g, m = s.z_N[part], g_N[part], s.m_N[part]
@@ -233,7 +235,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
 
-        def form(at: slice, runs: Runs) -> None:
+        def form(at: slice, runs: LeftGradients) -> None:
             for part, group in self.groups_in(at):
                 propose_(g_N, s, self._tensors_in(part), group["betas"][0], runs)
 

@@ -25,10 +25,10 @@ from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
+from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.retention import Retention
-from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import Launcher, LauncherError

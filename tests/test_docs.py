@@ -156,3 +156,22 @@ def test_the_table_has_the_metrics_of_the_service():
     names = {name for name in exported if not name.endswith("_created")}
     named = {name for name in rows(ROOT / "docs/operations.md") if name.startswith("thinwire_service_")}
     assert named == names
+
+
+def walks() -> list[tuple[str, list[str]]]:
+    """The lists of files under the walks: each begins with its folders, which end in a slash."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    section = text[text.index("## Five walks") : text.index("## The run folder")]
+    lists = re.findall(r"^\* (.*(?:\n  .*)*)", section, flags=re.MULTILINE)
+    return [(" ".join(one.split())[:60], re.findall(r"`([\w/]+(?:/|\.py))`", one)) for one in lists]
+
+
+def test_every_file_of_the_walks_exists():
+    assert sum(len(named) for _, named in walks()) > 100
+    for where, named in walks():
+        folders = [""]
+        for name in named:
+            if name.endswith("/"):
+                folders += [name, *(folder + name for folder in folders)]
+            else:
+                assert any((ROOT / folder / name).is_file() for folder in folders), f"{where}: {name}"

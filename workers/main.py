@@ -31,7 +31,8 @@ from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_fai
 logger = logging.getLogger(__name__)
 
 
-LOOK_S = 0.5
+WANTED_LOOK_S = 0.5
+"""Between two looks at workers.json."""
 UNTOLD = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 
@@ -110,7 +111,7 @@ def wanted_workers(run_dir: Path, workers: Workers) -> WantedWorkers:
 
 
 class WantedFollower:
-    """Looks at workers.json every LOOK_S, in a thread, and hands on what has changed. `tell` may raise; then again."""
+    """Looks at workers.json now and then, in a thread, and hands on what has changed. `tell` may raise; then again."""
 
     def __init__(self, run_dir: Path, workers: Workers, tell: Callable[[WantedWorkers], None]) -> None:
         self._run_dir, self._workers, self._tell = run_dir, workers, tell
@@ -125,7 +126,7 @@ class WantedFollower:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(WANTED_LOOK_S):
             now = wanted_workers(self._run_dir, self._workers)
             if now == self._told:
                 continue

@@ -31,6 +31,7 @@ from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.build import Training
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Superseded, Writer
 from thinwire.workers.checkpoints.snapshot import Content
+from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 50.0
 """How long the end of a run waits for its last checkpoint: its peers wait in a collective meanwhile, at most 60 s."""
-LOOK_S = 0.1
 BROKEN_S = 5.0
 """How long a checkpoint is waited for of which a worker that was lost may owe a part."""
 LEAVE_S = 25.0
@@ -166,7 +166,7 @@ class Saving:
         A peer that died owes its part: rank 0 would wait for it for all that time.
         """
         until = time.monotonic() + CLOSE_S
-        while not self._writer.wait(LOOK_S) and time.monotonic() < until:
+        while not self._writer.wait(PEERS_LOOK_S) and time.monotonic() < until:
             look()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:

@@ -86,7 +86,7 @@ class ThreadPipeline:
         if not self._started:
             self._started = True
             arguments = (self._todo, self._raised)
-            threading.Thread(target=_serve, args=arguments, name="thinwire-exchange", daemon=True).start()
+            threading.Thread(target=_run, args=arguments, name="thinwire-exchange", daemon=True).start()
             weakref.finalize(self, self._todo.put, None)
         self._todo.put((stage, bucket))
 
@@ -109,7 +109,7 @@ class _Raised:
     first: BaseException | None = None
 
 
-def _serve(todo: SimpleQueue[tuple[Stage, int] | threading.Lock | None], raised: _Raised) -> None:
+def _run(todo: SimpleQueue[tuple[Stage, int] | threading.Lock | None], raised: _Raised) -> None:
     # Knows these two only: a reference to the exchange would keep it, and this thread, alive for good.
     while (item := todo.get()) is not None:
         if not isinstance(item, tuple):

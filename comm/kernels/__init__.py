@@ -2,7 +2,8 @@
 
 reference           signs to bits and back, scales: what the codecs use
 fused_reference     the kernels of the exchange in plain torch: the definition, and what runs on other devices
-cpu, cpu_loops      the same in numba, on the short vectors of `vectors` and the views of `arrays`
+cpu, cpu_loops      the same in numba, on the short vectors of `vectors` and the views of `arrays`; signs become bits in
+                    cpu_loops._pack, 8 or 64 at a time
 blocks              where the blocks of a bucket lie, in its vector and in wire memory
 choose              which of them a vector gets
 """

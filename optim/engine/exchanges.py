@@ -37,7 +37,7 @@ class Exchange(Protocol):
         """Undo what was launched. Collective. Raises: PeerLost."""
 
 
-Runs = Sequence[Tensor | None]
+LeftGradients = Sequence[Tensor | None]
 """Of each tensor: its gradient, float[elements], where it is not in g_N."""
 
 
@@ -102,7 +102,7 @@ class CompressedSum:
         reduce: Reducer,
         memory: ErrorMemory,
         z_N: Tensor,
-        form: Callable[[slice, Runs], None],
+        form: Callable[[slice, LeftGradients], None],
         where: LeftInPlace | None = None,
     ) -> None:
         self._reduce = reduce

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -19,11 +19,9 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
-from thinwire.comm.exchange.stepwise import leave
+from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
-from thinwire.comm.signals import deferred
 from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
@@ -88,9 +86,8 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.non_finite = checked.non_finite
         self.saves = checked.saves
         self.model = checked.model
-        self.steps_skipped = 0
+        self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
-        self._steps_without_gradient = 0  # in a row, on this rank
         self._holders = Holders()
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages: list[Age] = []
@@ -105,7 +102,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
         self._first = FirstStep(self)
-        with self._calls.within(f"{type(self).__name__}.__init__()"):
+        with self.calling("__init__()"):
             self._lay_out("__init__()")
         self._holders.note(self.space.tensors)
 
@@ -288,11 +285,8 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         Raises: PeerLost, and NonFiniteInput unless such steps are skipped, as they are under a torch.amp.GradScaler;
         alike on every rank. Parameters, state and step count are then as before the call, bit for bit, error memory to
         rounding; gradients are not. With overlap also RuntimeError, for gradients that were written after they had
-        been sent.
-
-        A signal whose handler raises, as Ctrl-C's, does so where this rank waits for others or when the step is over
-        (comm.signals). In the first case parameters and state are as after the errors above, and this rank has left the
-        group: the others raise PeerLost, at once, and so does its own next step.
+        been sent. Ctrl-C raises when the step is over, or where others are waited for (comm.signals): then it is undone
+        too, and this rank has left the group, so that the others raise PeerLost.
         """
         loss = None
         if closure is not None:
@@ -445,14 +439,9 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
-    @contextmanager
-    def calling(self, call: str, remedy: str = "") -> Iterator[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls.
-
-        Signals wait until this rank waits for others, or for the end (comm.signals).
-        """
-        with deferred(), self._calls.within(f"{type(self).__name__}.{call}", remedy):
-            yield
+    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
+        return self._calls.within(f"{type(self).__name__}.{call}", remedy)
 
     def refuse_to_be_alone(self) -> None:
         """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
@@ -510,8 +499,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.set_ages(self.ages)
         self.reduce = self.make_reducer(self._group, self.block)
-        self.saved: dict[str, Any] = {}
-        self.evidence: dict[str, Any] = {}
+        self.saved, self.evidence = {}, {}
         self.buffers, self._beside_due = Buffers(self.model), False
         self.vectors = self.make_state()
         self.begin()
@@ -560,6 +548,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 self.space.shorten_gradient(self.max_grad_norm)
             self.update(plan, self.hypers(self.num_steps + 1))
         except NonFiniteInput as error:
+            self.overlap.abandon()
             self.space.clear_dead()
             if isinstance(error, Refused):
                 self._refuse_other_models("step()")  # raises, for they have changed there and not here
@@ -569,25 +558,13 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
             return
         except BaseException as error:
-            self._end_exchange(error)
+            self.overlap.undo(error, self.reduce, self._group)
             raise
-        finally:
-            self.overlap.abandon()  # nothing is left of it by now
+        self.overlap.abandon()  # of a local step: nothing of it was sent
         self.num_steps += 1
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
-
-    def _end_exchange(self, error: BaseException) -> None:
-        """After an error: undo what hooks have sent, with the other ranks, and what is still open, without them."""
-        try:
-            self.overlap.abandon()
-        except PeerLost as lost:
-            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or told by the next call
-        finally:
-            if not isinstance(error, CommError | ValueError | RuntimeError | TypeError):  # of none that step() names
-                leave(self._group, error)
-            self.reduce.forget()
 
     def _begin_beside(self, plan: StepPlan) -> None:
         """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.

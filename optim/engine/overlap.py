@@ -27,7 +27,9 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError, PeerLost
+from thinwire.comm.exchange.stepwise import leave
 from thinwire.comm.layout import Span
+from thinwire.comm.protocol import Group, Reducer
 from thinwire.comm.signals import deferred
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace
@@ -176,6 +178,20 @@ class Overlap:
         here, self._round = self._round, None
         if here is not None and here.exchange is not None:
             here.exchange.abandon()
+
+    def undo(self, error: BaseException, reduce: Reducer, group: Group) -> None:
+        """After this error of a step: undo what hooks have sent, with the others, and then what is open, without them.
+
+        After one that step() does not name, such as a signal's, this rank has left: the others are to wait no more.
+        """
+        if not isinstance(error, CommError | ValueError | RuntimeError | TypeError):
+            leave(group, error)
+        try:
+            self.abandon()
+        except PeerLost as lost:
+            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or told by the next call
+        finally:
+            reduce.forget()
 
     def close(self) -> None:
         """Remove the hooks: the parameters have another optimizer now."""

@@ -37,9 +37,9 @@ from thinwire.service.jobs.decide import (
     Wait,
     decide,
 )
+from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, transition_all
-from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, LaunchStatus

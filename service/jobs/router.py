@@ -93,7 +93,15 @@ def _json_body(request: Request) -> None:
 
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
-Rank = Annotated[int, Path(ge=0, lt=MOST_WORKERS)]
+Rank = Annotated[
+    int,
+    Path(
+        ge=0,
+        lt=MOST_WORKERS,
+        description="which worker: its slot where workers are replaced one by one, so that a replacement has the same; "
+        "else its rank",
+    ),
+]
 IdempotencyKey = Annotated[
     str | None,
     Header(

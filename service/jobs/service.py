@@ -21,9 +21,9 @@ from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobNotOver, JobOver, Unavailable
+from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
-from thinwire.service.jobs.run_folder import RunFolders
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState

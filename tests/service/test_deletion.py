@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_removed_keeps_its_job(service: Service, monkeyp
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("thinwire.service.jobs.run_folder.shutil.rmtree", refuse)
+        patched.setattr("thinwire.service.jobs.job_folder.shutil.rmtree", refuse)
         answer = service.client.delete(f"/v1/jobs/{job}")
     assert answer.status_code == 503
     assert "Permission denied" in answer.json()["message"]

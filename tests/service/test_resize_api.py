@@ -13,8 +13,8 @@ from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.jobs import service as jobs_service
+from thinwire.service.jobs.job_folder import JobFolder
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.run_folder import JobFolder
 from thinwire.service.launch.protocol import LaunchState
 
 ELASTIC = {"min": 2, "max": 4}

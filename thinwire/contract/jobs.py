@@ -150,7 +150,10 @@ class Logs(BaseModel):
 
 
 class TargetGroup(BaseModel):
-    """One entry of GET /v1/metrics/targets, in the form of Prometheus HTTP service discovery."""
+    """One entry of GET /v1/metrics/targets, in the form of Prometheus HTTP service discovery.
+
+    The label `__meta_thinwire_rank` is the number a worker has registered with: its slot in an elastic job.
+    """
 
     targets: list[str]
     labels: dict[str, str]

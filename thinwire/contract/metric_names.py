@@ -22,7 +22,10 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of METRICS. `labels` come after job_id and rank, which every worker metric has."""
+    """One row of METRICS. `labels` come after job_id and rank, which every worker metric has.
+
+    rank: the worker's place in the job, its slot, where workers are replaced one by one (contract.reports).
+    """
 
     name: str
     kind: MetricKind

@@ -7,6 +7,12 @@ the three calls below and nothing else:
     POST /v1/jobs/{id}/telemetry        Telemetry            (rank 0, in batches; idempotent by attempt and step)
     DELETE /v1/jobs/{id}/workers/{rank}?attempt=N            (at a clean end; an older attempt's changes nothing)
 
+What is called `rank` in the addresses above, in labels of metrics and in their targets is what a worker is called for
+people and dashboards. Where workers are replaced one by one (workers.elastic: in_place) it is the worker's slot: its
+place in the job, which whoever replaces it takes over, so that its graphs go on. With workers.elastic: restart it is
+its rank in the group of the attempt. But "rank 0" is always the worker that is first in its group at the time, in
+whatever slot: it alone posts telemetry and writes the files of the run.
+
 The run folder is the other border: contract/run_folder.py.
 """
 

@@ -22,8 +22,8 @@ COMMIT_TIMEOUT_S = 60.0
 """How long rank 0 waits for the shards of the others, from when its own is written."""
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
-LOOK_S = 0.1
-"""Between two looks of whoever waits."""
+PEERS_LOOK_S = 0.1
+"""Between two looks at its peers of whoever waits for a checkpoint."""
 
 
 class Ticket:
@@ -166,7 +166,7 @@ class Writer:
     def wait_free(self, look: Callable[[], None]) -> None:
         """Wait until save() need not wait, or for commit_timeout_s; look() is called now and then, and may raise."""
         until = time.monotonic() + self._timeout_s
-        while not self._free.wait(LOOK_S) and time.monotonic() < until:
+        while not self._free.wait(PEERS_LOOK_S) and time.monotonic() < until:
             look()
 
     def hurry(self, within_s: float) -> None:

@@ -24,7 +24,7 @@ from thinwire.workers.telemetry.history import HistoryError
 
 START_S = 300.0
 """How long a job may take to its first step."""
-LOOK_S = 0.2
+JOB_LOOK_S = 0.2
 STOP_S = 60.0
 GLOBAL_BATCH = 16
 
@@ -128,7 +128,7 @@ class Job:
             if time.monotonic() > until:
                 raise DrillFailed(f"no step with {workers} workers in {START_S:g} s:\n{self.why_it_ended()}")
             say(f"starting a job of {workers} workers", 0.0)
-            time.sleep(LOOK_S)
+            time.sleep(JOB_LOOK_S)
 
     def until_step(self, steps: int, say: Say) -> None:
         """Wait until it has made so many. Raises: DrillFailed."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from thinwire.contract.drill import PICTURE_NAME, Account, Drill, DrillFailed, Say
 from thinwire.workers.drill.account import Kill, account, draw
-from thinwire.workers.drill.job import GLOBAL_BATCH, LOOK_S, Job, made_by, own_ray, small_gpt
+from thinwire.workers.drill.job import GLOBAL_BATCH, JOB_LOOK_S, Job, made_by, own_ray, small_gpt
 
 FIGURES_NAME = "drill.json"
 
@@ -58,7 +58,7 @@ def _disturb(drill: Drill, job: Job, say: Say) -> Killer:
             kill = killer.look()
             if kill is not None:
                 say(f"killed worker {kill.slot} (rank {kill.rank})", 1 - left_s / (60 * drill.minutes))
-            time.sleep(LOOK_S)
+            time.sleep(JOB_LOOK_S)
     return killer
 
 

@@ -19,7 +19,8 @@ from thinwire.workers.telemetry.history import keep_event
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+MEMBERSHIP_LOOK_S = 0.5
+"""Between two questions to the membership."""
 START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
 LAST_WORDS_S = 10.0
@@ -43,7 +44,7 @@ def waiting(snapshot: dict[str, Any], begun_s: float) -> Waiting | None:
 
 
 class WaitingTeller:
-    """Looks every LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
+    """Looks every MEMBERSHIP_LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
     also through an outage of it.
 
     look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
@@ -70,7 +71,7 @@ class WaitingTeller:
             self._client.close()
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(MEMBERSHIP_LOOK_S):
             try:
                 snapshot = self._look()
             except Exception:  # whatever Ray raises: the actor is being started again, or has gone
