@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -147,7 +148,8 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
 
 
 def leave(group: Group, error: BaseException | None = None) -> None:
-    """This rank goes no further in what it has begun: its peers raise PeerLost. error: why, where it is known."""
+    """This rank goes no further in what it has begun: its peers raise PeerLost. error: why; None: what is handled now."""
+    error = error or sys.exception()
     if group.size > 1 and isinstance(group, Leavable):
         group.leave("a step of it was cut short" if error is None else interrupted(error, calls_of(group)))
 

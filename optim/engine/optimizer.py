@@ -39,7 +39,6 @@ from thinwire.optim.engine.parameters import compute_dtype, without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, replicated
-from thinwire.optim.engine.tensor_states import TensorState
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self._scaled: bool | None = None  # not known before a step
         self._holders = Holders()
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
-        self.ages: list[Age] = []
-        self.parked: dict[Tensor, TensorState] = {}
+        self.ages, self.parked = [], {}
         self._has_misfits = False
         self.num_steps = 0
         self.frozen_at: int | None = None
