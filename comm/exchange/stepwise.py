@@ -148,7 +148,7 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
 
 
 def leave(group: Group, error: BaseException | None = None) -> None:
-    """This rank goes no further in what it has begun: its peers raise PeerLost. error: why; None: what is handled now."""
+    """This rank goes no further in what it has begun: its peers raise PeerLost. error: why, or what is handled."""
     error = error or sys.exception()
     if group.size > 1 and isinstance(group, Leavable):
         group.leave("a step of it was cut short" if error is None else interrupted(error, calls_of(group)))
