@@ -87,7 +87,7 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
         failure = failure_of(error, ranks.step)
         if ranks.elastic:  # which has told the others
             reporter.close(timeout_s=2.0)
-            return Failed(failure.kind, failure.message, ranks.step, ranks.seat.generation if ranks.seat else 0)
+            return _failed(failure, ranks, error)
         write_failure(run_dir, failure)
         ranks.fail(failure.message)
         reporter.close(failure=failure)
@@ -115,6 +115,18 @@ def _ranks(config: dict[str, Any], spec: TrainSpec, address: str, device: torch.
     ended = RunFolder(run_dir).failure.exists
     floor = partial(floor_of, run_dir, spec.checkpoint)
     return ElasticRanks(member, door, device, ended=ended, floor=floor), slot
+
+
+def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
+    from thinwire.comm import NonFiniteInput
+    from thinwire.workers.telemetry.step_log import NonFiniteLoss
+
+    seat = ranks.seat
+    if seat is None:
+        return Failed(failure.kind, failure.message, ranks.step)
+    # Without ranks it is the mean over all that is not finite.
+    of_all = isinstance(error, NonFiniteInput | NonFiniteLoss) and len(error.ranks) in (0, seat.size)
+    return Failed(failure.kind, failure.message, ranks.step, seat.generation, of_all)
 
 
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:

@@ -42,7 +42,10 @@ _SLOW_POLL_S = 1.0
 
 @dataclass
 class Unit:
-    """A slot that is filled: its worker and its placement group. started: when its train function began, monotonic."""
+    """A slot that is filled: its worker and its placement group.
+
+    started: when its train function began, monotonic. seated: it has been a member of a generation.
+    """
 
     slot: int
     name: str
@@ -50,6 +53,7 @@ class Unit:
     worker: Any
     started: float
     adopted: bool
+    seated: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ MEMBER_UNAVAILABLE_S = 60.0
 """As long as Ray lets a node be cut off from its head; by then no lease holds (workers/membership/commit_lease.py)."""
 LONGEST_MESSAGE = 4000
 """Characters of an error."""
+LONGEST_PAUSE_S = 300.0
+"""Before a slot is filled again whose workers end soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,17 @@ class EarlyDeaths:
         self._most = most
         self._in_a_row: dict[int, int] = {}
 
-    def died(self, slot: int, started: float, why: str) -> None:
-        """A worker that was started at this monotonic time is gone. Raises: WorkersKeepDying."""
+    def died(self, slot: int, started: float, why: str, *, spared: bool = False) -> None:
+        """A worker that was started at this monotonic time is gone.
+
+        spared: it was never seated, and the job can do without: then its next one only waits longer.
+        Raises: WorkersKeepDying.
+        """
         if time.monotonic() - started > self._early_s:
             self._in_a_row[slot] = 0
             return
         self._in_a_row[slot] = self._in_a_row.get(slot, 0) + 1
-        if self._in_a_row[slot] > self._most:
+        if self._in_a_row[slot] > self._most and not spared:
             raise WorkersKeepDying(
                 f"slot {slot} died {self._in_a_row[slot]} times in a row within {self._early_s:g} s of its start, more "
                 f"than the {self._most} that are borne: mend what kills it (see its log) and submit the job again. "
@@ -117,7 +123,7 @@ class EarlyDeaths:
     def pause_s(self, slot: int) -> float:
         """How long to wait before the next worker of this slot: nothing at first, then longer."""
         in_a_row = self._in_a_row.get(slot, 0)
-        return 0.0 if in_a_row <= 1 else min(0.5 * 2.0 ** (in_a_row - 2), 8.0)
+        return 0.0 if in_a_row <= 1 else min(0.5 * 2.0 ** (in_a_row - 2), LONGEST_PAUSE_S)
 
     def in_a_row(self, slot: int) -> int:
         """Early deaths of this slot since a worker of it lived longer."""

@@ -4,7 +4,8 @@ What an error says of itself does not tell: a full disk, a NaN or a CUDA error m
 an error that is the job's comes to every worker that tries the same step. So:
 
     the worker's    others get past the step at which it failed
-    the job's       every worker that is there has failed at a step that nobody has got past: at once, with that error.
+    the job's       all ranks had it and told each other so, as where training has diverged to NaN
+                    every worker that is there has failed at a step that nobody has got past: at once, with that error.
                     For one alone, which nobody can be compared with: where nothing has been committed yet; else when
                     it fails there again
                     so many generations have tried one step, and in each a worker failed: who fails may be whoever
@@ -26,6 +27,7 @@ from thinwire.workers.elastic.worker_side import Failed
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 300.0
+"""Before the slot of a worker that was never seated is filled again: its machine may be mended meanwhile."""
 
 
 class JobFailed(RuntimeError):
@@ -85,9 +87,9 @@ class Failures:
         now = max(one.at for one in new)
         self._recent = [one for one in (*self._recent, *new) if now - one.at <= plan.failures_s]
         self._open = [one for one in (*self._open, *new) if one.error.step >= others.step]
-        last = list(new)[-1]
-        if others.finished:
-            raise JobFailed(last.error.kind, last.error.message, last.error.step)
+        for one in new:
+            if one.error.of_all or others.finished:
+                raise JobFailed(one.error.kind, one.error.message, one.error.step)
         self._refuse_what_all_have(others)
         for one in new:
             self._refuse_too_many(one, others)

@@ -122,6 +122,8 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._health = Health(self.plan.leave_s)
         self._vacant: dict[int, tuple[str, Any]] = {}
         """Placement groups of the dead, by slot, with their names: the next worker of the slot takes them."""
+        self._has_enough = False
+        """Are there as many workers as the job needs, as far as is known?"""
         self._swept = False
         self._drains_seen_at = 0.0
 
@@ -214,7 +216,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 continue
             if unit is None:
                 logger.warning("bring_up_failed slot=%d why=%s", arrival.slot, arrival.why)
-                self._deaths.died(arrival.slot, arrival.started, arrival.why)
+                self._deaths.died(arrival.slot, arrival.started, arrival.why, spared=self._has_enough)
                 continue
             pid, node = unit.worker.metadata.pid, unit.worker.metadata.node_ip
             took_s = time.monotonic() - arrival.started
@@ -227,6 +229,10 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _judge(self, statuses: list[Any]) -> WorkerGroupPollStatus:
         """What the controller is told, after those that are gone were dropped and others started."""
         headcount = self._link.headcount()
+        if headcount is not None:
+            self._has_enough = headcount.enough
+            for unit in self._units:
+                unit.seated |= unit.slot in headcount.seated
         kept: list[tuple[Unit, Any]] = []
         lost: list[tuple[Unit, Loss, Any]] = []
         failed: list[tuple[Unit, Failed]] = []
@@ -246,7 +252,8 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 kept.append((unit, counted))
         for unit, loss, _ in lost:
             logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
-            self._deaths.died(unit.slot, unit.started, loss.why)
+            spared = self._has_enough and not unit.seated
+            self._deaths.died(unit.slot, unit.started, loss.why, spared=spared)
         if failed and headcount is not None:
             self._judge_failures(failed, kept, headcount)
         adopting = any(coming.adopts for coming in self._coming.values())

@@ -49,12 +49,14 @@ class Failed:
     """What a train function returns that ended with an error of its own. Whose error that is says failures.py.
 
     kind: the error's class. step: the last that it has committed, generation: the last in which it was seated; 0: none.
+    of_all: the ranks of that generation have told each other that it is the error of every one of them.
     """
 
     kind: str
     message: str
     step: int = 0
     generation: int = 0
+    of_all: bool = False
 
 
 def seat(facts: dict[str, Any]) -> None:

@@ -84,6 +84,15 @@ def test_more_early_deaths_of_one_slot_than_are_borne_raise_with_the_last_cause(
         deaths.died(0, time.monotonic(), "third")
 
 
+def test_what_a_job_can_do_without_ends_it_never_and_is_tried_ever_later():
+    deaths = EarlyDeaths(early_s=30.0, most=2)
+    for _ in range(20):
+        deaths.died(0, time.monotonic(), "its machine", spared=True)
+    assert deaths.pause_s(0) == 300.0
+    with pytest.raises(WorkersKeepDying):  # now the job waits for it
+        deaths.died(0, time.monotonic(), "its machine")
+
+
 def test_a_worker_that_lived_long_ends_the_row():
     deaths = EarlyDeaths(early_s=30.0, most=1)
     for _ in range(5):

@@ -45,6 +45,12 @@ def test_an_error_of_every_worker_is_the_jobs_at_once_in_its_own_words():
     assert str(pickle.loads(pickle.dumps(raised.value))) == "KeyError: the bug"
 
 
+def test_what_all_ranks_had_is_the_jobs_whoever_is_on_the_way():
+    error = Failed("NonFiniteInput", "all of it", 50, 3, of_all=True)
+    with pytest.raises(JobFailed, match="all of it"):
+        Failures(PLAN).judge([Failure(0, "host", error, 1.0)], Others([0, 1, 2], 50, enough=True))
+
+
 def test_before_anything_was_committed_all_that_are_there_decide_however_few_they_are():
     with pytest.raises(JobFailed, match="no"):
         Job().fails(0, step=0, generation=0, enough=False)

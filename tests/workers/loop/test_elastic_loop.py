@@ -328,7 +328,7 @@ def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path
         job.allow(12)
         job.start(0, 1)
         job.until(lambda: job.server.snapshot().last_step == 12)
-        (tmp_path / "failure.json").write_text("{}")  # as train_worker does before it leaves
+        (tmp_path / "failure.json").write_text("{}")  # as a driver does
         job.kill(1)
         job.allow(30)
         job.wait()
