@@ -107,7 +107,7 @@ def test_the_first_replacement_waits_for_nothing_and_further_ones_longer_and_lon
     for _ in range(8):
         pauses.append(deaths.pause_s(0))
         deaths.died(0, time.monotonic(), "early")
-    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 @pytest.mark.parametrize(
