@@ -157,7 +157,8 @@ class Net:
                 self.end_connection(node)
 
     def end_connection(self, node: Node) -> None:
-        """Its system, or something on the way, ends its connection."""
+        """It, or its system, ends its connection. A process that lives gives up its lease before it does that."""
+        node.state.give_up_lease()
         node.connected = False
         self.open.discard(node.id)
         self.rules.gone(node.id, "its connection ended", self.now)
