@@ -164,11 +164,12 @@ class MembershipActor:
         self._owner = owner
 
     def begin(self) -> None:
-        """Ray knows of no worker: what the server knows of members and of an end is void. It starts again.
+        """Ray knows of no worker: a job that had finished begins again.
 
-        A worker that Ray has lost sight of may still live, and commit: the next generation waits until that is over.
+        One that had not goes on where it was: a worker that Ray has lost sight of may still live, and commit, and the
+        server knows when that is over.
         """
-        if self._server.snapshot().generation:
+        if self._server.snapshot().status == "finished":
             quiet_s, self._generation = self._server.vacant_in_s(), self._server.highest
             self._server.close()
             self._server = self._open_server(quiet_s)
