@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -22,6 +22,8 @@ Strict, or 1.0, which says "all steps", would be read as one step.
 """
 
 
+Auto = Annotated[Literal["auto"], WithJsonSchema({"type": "string", "enum": ["auto"]})]
+"""As an enum of one: of a constant in a union, openapi-python-client makes a reader that takes nothing else."""
 _Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
 LARGEST_STEP = 10**9
@@ -104,7 +106,7 @@ class _TrustRatio(_Frozen):
 
 
 class _Freezing(_Frozen):
-    warmup: Literal["auto"] | StepsOrFraction = Field(
+    warmup: Auto | StepsOrFraction = Field(
         "auto", description="uncompressed steps, their fraction of all steps, or auto: until the variance is stable"
     )
 
@@ -133,7 +135,7 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     """0/1 Adam (arXiv 2202.06009): local steps; at some the sum of updates is exchanged in one bit."""
 
     name: Literal["zero_one_adam"]
-    var_freeze: Literal["auto"] | StepsOrFraction = Field(
+    var_freeze: Auto | StepsOrFraction = Field(
         "auto",
         description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup",
     )
@@ -262,13 +264,15 @@ class TrainSpec(_Frozen):
         le=1 << 32,
         description="the most that is sent at a time; null: chosen at the start of the run, for the network it finds",
     )
-    recipe: Recipe = GptRecipe()
-    data: Data = PythonStdlib()
+    # By a factory: a default that is an object cannot be read by generators of clients, and says what the object's
+    # own fields say.
+    recipe: Recipe = Field(default_factory=GptRecipe, description="default: a GPT")
+    data: Data = Field(default_factory=PythonStdlib, description="default: the Python standard library's source")
     optimizer: Optimizer
-    lr_schedule: LrSchedule = LrSchedule()
-    workers: Workers = Workers()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
+    lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
+    workers: Workers = Field(default_factory=Workers)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
 
     @property
     def warmup_steps(self) -> int | None:
