@@ -25,7 +25,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.lease import Lease
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.membership import LEASE_S, Limits, MembershipEvent, MembershipServer
+from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class MembershipActor:
         self._generation, self._vacant = int(saved.get("generation", 0)), bool(saved.get("vacant", True))
         self._port = int(saved.get("port", 0))
         # A driver's workers, and the members of a server before this one: who may still commit is waited for.
-        self._server = self._open_server(0.0 if self._vacant else LEASE_S + 1.0)
+        self._server = self._open_server(0.0 if self._vacant else LEASE_END_S)
         self._save()
         self._wanted = Lease(plan.lease_s, self._let_all_go, repeats=True)  # another driver may come, and go too
         self._lease = Lease(plan.lease_s + plan.grace_s + JANITOR_S, self._clean_up)

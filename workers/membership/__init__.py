@@ -7,6 +7,7 @@ Neither torch nor ray: a member speaks to the server over one TCP connection, an
 of the member.
 """
 
+from thinwire.workers.membership.attendance import LEASE_END_S
 from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.member import Member
 from thinwire.workers.membership.seats import (
@@ -35,6 +36,7 @@ from thinwire.workers.membership.state import (
 )
 
 __all__ = [
+    "LEASE_END_S",
     "LEASE_S",
     "Change",
     "Dismissed",

@@ -38,24 +38,30 @@ from thinwire.workers.membership.seats import (
     worker_name,
 )
 
+LEASE_END_S = 1.05 * LEASE_S + 1.0
+"""After so long without a word of it a lease has ended, also by a clock that is 5 % slower than this one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How long the rules wait.
 
-    beat_timeout_s: then a worker is silent. quiet_s: a server that was restarted seats nobody without members for so
-    long. return_s: a process that lives comes back in it, when its connection was ended. form_s: a member may take so
-    long for its process group. lease_s: of a member's lease, and what two clocks may differ in that time.
+    beat_timeout_s: then a worker is silent. join_timeout_s: then one that is heard of, and does not come to a regroup,
+    hangs; longer than a connection lasts over which it cannot be told (lines.py). quiet_s: a server that was restarted
+    seats nobody without members for so long. return_s: a process that lives comes back in it, when its connection was
+    ended; in reset_s, when it was reset and could reach this server just before. form_s: a member may take so long for
+    its process group. lease_s: then a lease has ended.
     """
 
     start_wait_s: float = 20.0
     beat_timeout_s: float = 10.0
-    join_timeout_s: float = 10.0
+    join_timeout_s: float = 15.0
     adopt_s: float = 5.0
     quiet_s: float = 0.0
     return_s: float = 5.0
     form_s: float = 60.0
-    lease_s: float = LEASE_S + 1.0
+    lease_s: float = LEASE_END_S
+    reset_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +219,15 @@ class Attendance:
         self.unwanted.pop(worker.identity.id, None)
         self.say("lost", slot=worker.identity.slot, id=worker.identity.id, rank=None, why=why)
 
-    def lose(self, worker: Worker, why: str, kind: str, now: float, *, commits_until: float) -> None:
-        """It is gone without a clean goodbye. commits_until: when its lease has ended in any case."""
+    def lose(
+        self, worker: Worker, why: str, kind: str, now: float, *, commits_until: float, past: m.Refusal | None = None
+    ) -> None:
+        """It is gone without a clean goodbye.
+
+        commits_until: when its lease has ended in any case. past: what it is told when it comes back.
+        """
         who = worker.identity
-        self.remove(worker, m.Refusal(verdict="fenced", why=f"it was counted as lost: {why}"))
+        self.remove(worker, past or m.Refusal(verdict="fenced", why=f"it was counted as lost: {why}"))
         self.say(kind, slot=who.slot, id=who.id, rank=worker.rank, why=why)
         if worker.rank is not None:
             self.present.released[who.id] = commits_until
@@ -283,7 +294,8 @@ class Attendance:
     def _turn_out(self, worker: Worker, refusal: m.Refusal, kind: str, now: float) -> None:
         self.send(worker.identity.id, refusal)
         self.effects.append(Close(worker.identity.id))
-        self.lose(worker, refusal.why, kind, now, commits_until=self.lease_end(worker))
+        past = refusal if refusal.verdict == "refused" else None
+        self.lose(worker, refusal.why, kind, now, commits_until=self.lease_end(worker), past=past)
 
     def _count_lost(self, who: Identity, rank: int, why: str, now: float) -> None:
         present = self.present

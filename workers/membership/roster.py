@@ -18,7 +18,8 @@ class Worker:
     """A worker that is not gone (attendance.py).
 
     rank: in the present generation, None for a newcomer. standing: from its join() until it is seated. connected: it
-    has a connection. silent, awaited: as there. formed: it has its process group. signature: what it joined to train.
+    has a connection; reset: it was, until when it may come back, and why. silent, awaited: as there. has_state: it
+    holds the parameters, as far as is known. formed: it has its process group. signature: what it joined to train.
     """
 
     identity: Identity
@@ -29,8 +30,10 @@ class Worker:
     step: int = 0
     longest_step_s: float = 0.0
     connected: bool = True
+    reset: tuple[float, str] | None = None
     silent: bool = False
     awaited: bool = False
+    has_state: bool = False
     formed: bool = False
     signature: dict[str, str] | None = None
 

@@ -7,7 +7,7 @@
     a member is lost      when its side ends its connection; when it hangs: it is heard of, but does not come to a
                           regroup within join_timeout_s, or 3 of the longest steps, or form_s where it still forms its
                           group; when others cannot reach it (unreachable.py); when it is silent for too long
-                          (_judge_silence)
+                          (silence.py)
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (signatures.py)
@@ -28,8 +28,11 @@ from thinwire.workers.membership import roster, signatures
 from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
+from thinwire.workers.membership.silence import Silence
 from thinwire.workers.membership.unreachable import left_out
 
+JUST_NOW = 0.15
+"""Of the time after which a worker is silent: a beat or two."""
 PAUSE_S = 2.0
 """Between two ticks: more than that, and this process itself was stopped, so that nobody's silence counts."""
 
@@ -53,14 +56,12 @@ class Rules:
         self._began = now
         self._quiet_until = now + timing.quiet_s
         self._ticked_at = now
-        self._adopt_until = now
         self._highest = after  # generation that anybody has told of
         self._signature: dict[str, str] | None = None  # of the job, while it has members
-        self._all_silent = False
-        self._judge_from = now
         self._reports: dict[int, dict[int, str]] = {}
         self._reported_at = now
         self._attendance = Attendance(timing)
+        self._silence = Silence(self._attendance, now)
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
@@ -72,8 +73,7 @@ class Rules:
     def hello(self, identity: Identity, told: Seat | None, now: float) -> m.Refusal | None:
         """A worker came; told is its seat. The answer where it is not taken."""
         attendance = self._attendance
-        back = attendance.present.returning.get(identity.id)
-        if back is not None and told is not None and told.generation == attendance.present.generation:
+        if back := attendance.present.returning.get(identity.id):  # it may not have read yet that it is seated
             attendance.take_back(back)
         elif past := attendance.past.get(identity.id):
             return past
@@ -88,7 +88,7 @@ class Rules:
             known = attendance.workers.get(identity.id)
         worker = known or Worker(identity, now)
         attendance.workers[identity.id] = worker
-        worker.connected, worker.awaited = True, False
+        worker.connected, worker.awaited, worker.reset = True, False, None
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
         self._hear(identity.id, None, 0.0, now)
@@ -220,19 +220,13 @@ class Rules:
 
     def gone(self, id: str, why: str, now: float) -> None:
         """The connection of a worker was ended at its side: its process is dead, or comes back within return_s."""
-        attendance, worker = self._attendance, self._attendance.workers.get(id)
+        worker = self._attendance.workers.get(id)
         if worker is None:
             return
         if now - worker.heard_at > self._timing.beat_timeout_s / 2:
             self.cut(id, why, now)  # its system may have given up a connection that was cut, and the process lives
-            return
-        if worker.rank is None:
-            attendance.forget(worker, why)
         else:
-            worker.connected = False
-            attendance.lose(worker, why, "lost", now, commits_until=now + self._timing.return_s)
-            attendance.present.returning[id] = worker
-        self._settle(now)
+            self._lose(worker, why, now)
 
     def cut(self, id: str, why: str, now: float) -> None:
         """The connection of a worker broke, and not at its side. It may live, and know nothing of it."""
@@ -247,6 +241,17 @@ class Rules:
             attendance.cancel()
         self._settle(now)
 
+    def reset(self, id: str, why: str, now: float) -> None:
+        """The connection of a worker was reset: its process has ended, or its system had given the connection up.
+
+        One that lives comes back; at once, if it was heard of just now, and so can reach this server. Else it is gone.
+        """
+        self.cut(id, why, now)
+        if worker := self._attendance.workers.get(id):
+            timing = self._timing
+            just_now = now - worker.heard_at <= JUST_NOW * timing.beat_timeout_s
+            worker.reset = (now + (timing.reset_s if just_now else timing.return_s), why)
+
     def misspoke(self, id: str, why: str, now: float) -> None:
         """A worker does not speak the protocol: it is fenced, and its connection is ended at this side."""
         if worker := self._attendance.workers.get(id):
@@ -259,8 +264,12 @@ class Rules:
         paused_s, self._ticked_at = now - self._ticked_at, now
         if paused_s > PAUSE_S:
             self._forgive(paused_s)
-        self._note_silence(now)
-        self._judge_silence(now)
+        for worker in attendance.members():
+            if worker.reset is not None and now >= worker.reset[0]:
+                self._lose(worker, worker.reset[1], now)
+        for worker in self._silence.note(now):
+            self._refuse_doubles(worker, now)
+        self._silence.judge(self.limits.min, now)
         self._judge_hanging(now)
         if self._reports and now >= self._reported_at + REPORTS_S:
             self._judge_reports(now)
@@ -298,6 +307,16 @@ class Rules:
         """The highest generation that anybody has told of."""
         return max(self._highest, self._attendance.present.generation)
 
+    def _lose(self, worker: Worker, why: str, now: float) -> None:
+        """Its process is taken to be dead; it may come back within return_s."""
+        if worker.rank is None:
+            self._attendance.forget(worker, why)
+        else:
+            worker.connected, worker.reset = False, None
+            self._attendance.lose(worker, why, "lost", now, commits_until=now + self._timing.return_s)
+            self._attendance.present.returning[worker.identity.id] = worker
+        self._settle(now)
+
     def _let_go(self, worker: Worker, reason: str, now: float) -> None:
         attendance = self._attendance
         if worker.rank is None:
@@ -327,29 +346,12 @@ class Rules:
         attendance, worker = self._attendance, self._attendance.workers[id]
         worker.heard_at = now
         worker.step = max(worker.step, step or 0)
+        worker.has_state = worker.has_state or step is not None
         worker.longest_step_s = max(worker.longest_step_s, seconds)
         if worker.rank is None:
             return
         attendance.present.furthest = max(attendance.present.furthest, worker.step)
-        if self._all_silent:  # this server was cut off, and the others are about to come back too
-            self._all_silent = False
-            self._judge_from = now + self._timing.beat_timeout_s
-
-    def _note_silence(self, now: float) -> None:
-        """Who is silent, and who is not any more."""
-        attendance = self._attendance
-        for worker in list(attendance.workers.values()):
-            due = self._adopt_until if worker.awaited else worker.heard_at + self._timing.beat_timeout_s
-            silent = now >= due if worker.awaited else now > due
-            if silent == worker.silent or worker.identity.id not in attendance.workers:
-                continue
-            worker.silent = silent
-            who = worker.identity
-            attendance.say("silent" if silent else "heard", slot=who.slot, id=who.id, rank=worker.rank)
-            if silent and worker.rank is not None:
-                attendance.cancel()
-            if not silent:
-                self._refuse_doubles(worker, now)
+        self._silence.heard(now)
 
     def _refuse_doubles(self, worker: Worker, now: float) -> None:
         """It is there again, and while it was silent a new process may have come for its slot."""
@@ -362,44 +364,6 @@ class Rules:
                 self._attendance.refuse(double, why, now)
         elif any(double.here for double in doubles):
             self._attendance.refuse(worker, why, now)
-
-    def _judge_silence(self, now: float) -> None:
-        """May the others go on without those that are silent?
-
-        Silent are all members: this server is cut off, and nobody is lost by that. Unless nobody of this generation can
-        commit any more, and newcomers wait, or the job is at its end.
-        Half of the members, or more, are heard of: the others are fenced.
-        Less than half are: the greater part may still train, and is waited for, each until its lease has ended.
-        """
-        attendance, timing = self._attendance, self._timing
-        for worker in list(attendance.workers.values()):
-            if worker.rank is None and worker.silent and now >= attendance.lease_end(worker):
-                attendance.fence(worker, f"it has not been heard of for {timing.lease_s:g} s", now)
-        silent = [w for w in attendance.members() if w.silent]
-        heard = [w for w in attendance.members() if not w.silent]
-        self._all_silent = bool(silent) and not heard
-        if not silent or now < self._judge_from:
-            return
-        if not heard:
-            enough = len(roster.waiting_slots(attendance.workers.values())) >= self.limits.min
-            if now >= attendance.vacant_at() and (enough or attendance.present.at_end):
-                self._fence_silent(silent, now)
-        elif len(heard) >= len(silent):
-            self._fence_silent(silent, now)
-        elif ended := [w for w in silent if now >= attendance.lease_end(w)]:
-            ahead = max(w.step for w in ended) - max(w.step for w in heard)
-            attendance.say("minority", heard=len(heard), silent=len(silent), steps_given_up=max(ahead, 0))
-            self._fence_silent(ended, now)
-
-    def _fence_silent(self, silent: list[Worker], now: float) -> None:
-        for worker in silent:
-            if worker.awaited:
-                why = (
-                    f"it did not come back within {self._timing.adopt_s:g} s after the membership server was restarted"
-                )
-            else:
-                why = f"it has not been heard of for {self._timing.beat_timeout_s:g} s"
-            self._attendance.fence(worker, why, now)
 
     def _judge_hanging(self, now: float) -> None:
         attendance, present, timing = self._attendance, self._attendance.present, self._timing
@@ -445,8 +409,7 @@ class Rules:
     def _forgive(self, paused_s: float) -> None:
         """This process was stopped: nobody's silence counts."""
         present = self._attendance.present
-        self._adopt_until += paused_s
-        self._judge_from += paused_s
+        self._silence.forgive(paused_s)
         present.seated_at += paused_s
         if present.regroup_since is not None:
             present.regroup_since += paused_s
@@ -507,6 +470,7 @@ class Rules:
         self._begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end, seated_at=now))
         attendance.effects.append(Keep(self._highest, vacant=False))
         for rank, worker in enumerate(chosen):
+            worker.has_state = seats[rank].standing.has_state
             worker.rank, worker.standing, worker.longest_step_s, worker.formed = rank, None, 0.0, False
             attendance.send(worker.identity.id, attendance.present.seating(rank))
         slots: list[JsonValue] = [w.identity.slot for w in chosen]
@@ -515,7 +479,7 @@ class Rules:
 
     def _begin(self, present: Present) -> None:
         self._attendance.begin(present)
-        self._reports, self._all_silent = {}, False
+        self._reports, self._silence.of_all = {}, False
 
     def _plan(self, members: list[Worker], now: float) -> None:
         attendance = self._attendance
@@ -562,7 +526,7 @@ class Rules:
         attendance = self._attendance
         attendance.cancel()
         self._begin(Present(told.generation, told.members, told.reason, told.lost, seated_at=now))
-        self._adopt_until = now + self._timing.adopt_s
+        self._silence.adopt_until = now + self._timing.adopt_s
         attendance.say("adopted", size=told.size)
         ranks = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
         for worker in list(attendance.workers.values()):
@@ -577,6 +541,7 @@ class Rules:
             )
             attendance.workers[seated.identity.id] = worker
             worker.rank, worker.standing, worker.step = rank, None, seated.standing.step
+            worker.has_state = seated.standing.has_state
             if worker.connected:
                 self._tell_all(worker, 0)
 

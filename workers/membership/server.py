@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.attendance import Close, Happened, Keep, Send, Timing
-from thinwire.workers.membership.commit_lease import LEASE_S
+from thinwire.workers.membership.attendance import LEASE_END_S, Close, Happened, Keep, Send, Timing
 from thinwire.workers.membership.lines import BadLine, Lines
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
@@ -35,8 +34,8 @@ HELLO_S = 5.0
 MAX_STRANGERS = 64
 """Connections at a time that have not yet. Further ones are closed."""
 TICK_S = 0.05
-ENDED_BY_PEER = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
-"""By its process or its system, which knows of no such connection. Other errors say that nothing came through."""
+RESET = (ConnectionResetError, ConnectionAbortedError)
+"""The peer's system knows of no such connection."""
 
 
 class MembershipServer:
@@ -58,12 +57,12 @@ class MembershipServer:
         port: int = 0,
         start_wait_s: float = 20.0,
         beat_timeout_s: float = 10.0,
-        join_timeout_s: float = 10.0,
+        join_timeout_s: float = 15.0,
         adopt_s: float = 5.0,
         quiet_s: float = 0.0,
         return_s: float = 5.0,
         form_s: float = 60.0,
-        lease_s: float = LEASE_S + 1.0,
+        lease_s: float = LEASE_END_S,
         after: int = 0,
         keep: Callable[[int, bool], None] | None = None,
         on_event: Callable[[MembershipEvent], None] | None = None,
@@ -154,7 +153,8 @@ class MembershipServer:
         lines = Lines(connection)
         with self._lock:
             self._open.add(lines)
-        id, why, how = None, "its connection ended", self._rules.gone
+        id, why = None, "its connection ended"
+        how: Callable[[str, str, float], None] = self._rules.gone
         try:
             try:
                 if not self._closing.is_set():
@@ -165,7 +165,7 @@ class MembershipServer:
                 self._heard(id, lines, message)
         except OSError as error:
             why = f"its connection broke: {error.strerror or error}"
-            how = self._rules.gone if isinstance(error, ENDED_BY_PEER) else self._rules.cut
+            how = self._broke(error)
         except BadLine as error:
             why, how = str(error), self._rules.misspoke
             logger.warning("membership_bad_line peer=%s:%d why=%r", peer[0], peer[1], why)
@@ -235,12 +235,18 @@ class MembershipServer:
                 del self._outboxes[id]
                 outbox.end()
                 if not self._closing.is_set():
-                    if outbox.broke is not None and not isinstance(outbox.broke, ENDED_BY_PEER):
-                        how = self._rules.cut  # then the thread that reads sees an end as if it were the peer's
+                    if outbox.broke is not None:  # then the thread that reads sees an end as if it were the peer's
+                        how = self._broke(outbox.broke)
                     how(id, why, time.monotonic())
                     self._do()
         lines.end()
         lines.close()
+
+    def _broke(self, error: OSError) -> Callable[[str, str, float], None]:
+        """What the rules are told of a connection with this error."""
+        if isinstance(error, BrokenPipeError):
+            return self._rules.gone  # it was written to after its peer had closed it (Linux: tcp_reset)
+        return self._rules.reset if isinstance(error, RESET) else self._rules.cut
 
     def _do(self) -> None:
         """What the rules ask for. Under the lock."""

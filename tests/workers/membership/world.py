@@ -156,6 +156,8 @@ class World:
     def finish(self, actor: Actor) -> None:
         if actor.connected and actor.seat is not None:
             self.rules.finished_by(actor.identity.id, "finished", self.now)
+        elif actor.connected:
+            self.rules.gone(actor.identity.id, "its connection ended", self.now)
         self.end(actor)
         self.deliver()
 

@@ -1,0 +1,149 @@
+"""Who is silent, and who only seems to be: what proves no death ends nobody, and nobody waits for ever."""
+
+import pytest
+
+from thinwire.workers.membership import Identity, Limits, Standing
+from thinwire.workers.membership.attendance import Happened, Send, Timing
+from thinwire.workers.membership.messages import Refusal, Seating
+from thinwire.workers.membership.rules import Rules
+
+TIMING = Timing(start_wait_s=0.2)
+
+
+class Told:
+    """The rules, with what they said so far."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.rules = Rules(Limits(least, most), TIMING, 0.0)
+        self.seats, self.refusals, self.events = {}, {}, []
+
+    def take(self) -> None:
+        for effect in self.rules.take():
+            match effect:
+                case Send(to, Seating(seat=seat)):
+                    self.seats[to] = seat
+                case Send(to, Refusal() as refusal):
+                    self.refusals[to] = refusal
+                case Happened():
+                    self.events.append(effect)
+
+    def come(self, id: str, slot: int, now: float, signature: dict[str, str] | None = None) -> None:
+        assert self.rules.hello(Identity(id, slot, "h", 1), None, now) is None
+        self.join(id, now, signature=signature)
+
+    def join(self, id: str, now: float, signature: dict[str, str] | None = None) -> None:
+        seat, has = self.seats.get(id), id in self.seats
+        standing = Standing(seat.generation if has else None, seat.rank if has else None, 0, has)
+        self.rules.join(id, seat.generation if has else 0, standing, now, signature=signature)
+        self.take()
+
+    def run(self, since: float, until: float, beating: dict[str, float], step: int | None = 1) -> None:
+        """Beats each second, at the given part of it, and ticks."""
+        for tick in range(round(since * 20), round(until * 20)):
+            now = tick / 20
+            for id, part in beating.items():
+                if tick % 20 == round(part * 20):
+                    self.rules.beat(id, 1, step, 0.1, now)
+            self.rules.tick(now)
+            self.take()
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+def formed(size: int, most: int | None = None) -> Told:
+    told = Told(1, most or size)
+    for slot in range(size):
+        told.come(f"w{slot}", slot, 0.0)
+    told.run(0.0, 0.5, {})
+    assert [seat.size for seat in told.seats.values()] == [size] * size
+    for id in told.seats:
+        told.rules.formed(id, 1, 0.5)
+    return told
+
+
+def test_a_server_that_is_cut_off_fences_nobody_though_beats_are_not_simultaneous():
+    told = formed(5)
+    told.run(0.5, 20.0, {f"w{slot}": slot / 5 for slot in range(5)})
+    told.run(20.0, 50.0, {})
+    assert told.refusals == {}
+    told.run(50.0, 80.0, {f"w{slot}": slot / 5 for slot in range(5)})
+    assert told.refusals == {}
+
+
+def test_one_that_is_silent_is_fenced_while_the_others_are_heard():
+    told = formed(3)
+    told.run(0.5, 20.0, {"w0": 0.0, "w1": 0.3})
+    assert list(told.refusals) == ["w2"]
+
+
+def test_a_new_process_in_the_slot_of_the_only_member_is_seated_once_that_one_cannot_commit_any_more():
+    told = formed(1)
+    told.run(0.5, 12.0, {})
+    told.come("new", 0, 12.0)
+    told.run(12.0, TIMING.lease_s - 1.0, {"new": 0.0})
+    assert "new" not in told.seats
+    told.run(TIMING.lease_s - 1.0, TIMING.lease_s + 2.0, {"new": 0.0})
+    assert told.seats["new"].generation == 2
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_half_of_the_members_go_on_at_once_only_if_they_hold_the_state(has_begun):
+    told = formed(1, most=2)
+    told.run(0.5, 2.0, {"w0": 0.0})
+    told.come("new", 1, 2.0)
+    told.rules.answer("w0", 1, yes=True, step=1, now=2.1)
+    told.join("w0", 2.2)
+    assert told.seats["new"].size == 2
+    told.run(3.0, 20.0, {"new": 0.0}, step=2 if has_begun else None)
+    assert ("w0" in told.refusals) is has_begun
+    told.run(20.0, TIMING.lease_s + 4.0, {"new": 0.0}, step=None)
+    assert "w0" in told.refusals
+
+
+def test_a_newcomer_that_is_silent_for_long_may_come_back():
+    told = formed(1)
+    told.come("new", 1, 1.0)
+    told.run(1.0, TIMING.lease_s + 5.0, {"w0": 0.0})
+    assert "new" not in told.refusals
+    told.come("new", 1, TIMING.lease_s + 5.0)
+
+
+def test_a_member_that_comes_back_before_it_has_read_its_seat_is_given_it_again():
+    told = formed(2)
+    del told.seats["w1"]
+    told.rules.gone("w1", "its connection ended", 1.0)
+    told.come("w1", 1, 1.1)
+    assert told.seats["w1"].generation == 1
+
+
+def test_a_connection_that_was_reset_costs_nothing_where_the_worker_comes_back_at_once():
+    told = formed(2)
+    told.rules.reset("w1", "its connection broke", 1.0)
+    told.run(1.0, 1.3, {"w0": 0.0})
+    assert told.rules.hello(Identity("w1", 1, "h", 1), told.seats["w1"], 1.3) is None
+    told.run(1.3, 8.0, {"w0": 0.0, "w1": 0.0})
+    assert "lost" not in told.kinds()
+
+
+@pytest.mark.parametrize(("heard_before_s", "waits_s"), [(0.5, TIMING.reset_s), (3.0, TIMING.return_s)])
+def test_a_connection_that_was_reset_is_a_loss_where_the_worker_does_not_come_back(heard_before_s, waits_s):
+    told = formed(2)
+    told.rules.beat("w1", 1, 1, 0.1, 1.0)
+    at = 1.0 + heard_before_s
+    told.run(1.0, at, {"w0": 0.0})
+    told.rules.reset("w1", "its connection broke", at)
+    told.run(at, at + waits_s - 0.1, {"w0": 0.0})
+    assert "lost" not in told.kinds()
+    told.run(at + waits_s - 0.1, at + waits_s + 0.1, {"w0": 0.0})
+    assert told.events[-1].kind == "lost"
+
+
+def test_who_was_refused_is_told_the_same_when_it_comes_back():
+    told = Told(1, 1)
+    told.come("w0", 0, 0.0, {"model": "a"})
+    told.run(0.0, 0.5, {})
+    told.come("w1", 1, 1.0, {"model": "b"})
+    refusal = told.refusals["w1"]
+    assert refusal.verdict == "refused"
+    assert told.rules.hello(Identity("w1", 1, "h", 1), None, 2.0) == refusal
