@@ -1,6 +1,7 @@
 """Saving in the background: training goes on; a failure is told and costs that checkpoint, a crash no more."""
 
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -323,9 +324,7 @@ def test_closing_gives_up_what_is_not_over_in_time(store, writers):
 )
 def test_a_process_killed_in_the_middle_of_writing_leaves_the_one_before(tmp_path, held):
     directory = tmp_path / "checkpoints"
-    command = [sys.executable, "-m", "tests.workers.checkpoints.dying_writer", str(directory), held]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "half\n"
+    with half_way(directory, held) as child:
         child.kill()
     store = CheckpointStore(directory, keep=2, settle_s=0)
     assert list(directory.rglob(f".{held}.*.partial")), "it was half-way"
@@ -335,3 +334,28 @@ def test_a_process_killed_in_the_middle_of_writing_leaves_the_one_before(tmp_pat
     assert store.newest_whole() == again
     assert not list(directory.rglob("*.partial"))
     assert len(list(directory.glob("step-*"))) == 2
+
+
+def test_a_process_stopped_before_its_manifest_wakes_and_takes_nothing_from_those_that_went_on(tmp_path):
+    """It has looked whether it may, and has not put it yet: nothing can keep it from that any more."""
+    directory = tmp_path / "checkpoints"
+    with half_way(directory, "manifest.json") as child:
+        child.send_signal(signal.SIGSTOP)
+        store = CheckpointStore(directory, keep=2)
+        newer = [save(store, step, generation=GENERATION + 1) for step in (11, 12)]
+        child.send_signal(signal.SIGCONT)
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "None\n", "it does not know better"
+    assert (Path(store.address(SECOND)) / "manifest.json").exists(), "it was late, and it was put"
+    assert store.newest_whole() == newer[-1]
+    for which in newer:
+        assert_same(store.load(which, CPU), state(which.step))
+
+
+def half_way(directory, held):
+    """A process that stands still in the middle of writing the file of its second checkpoint."""
+    command = [sys.executable, "-m", "tests.workers.checkpoints.dying_writer", str(directory), held]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "half\n"
+    return child

@@ -3,6 +3,7 @@
 import time
 
 from tests.workers.membership.members import Job, eventually
+from thinwire.workers.membership import Fenced
 from thinwire.workers.membership.commit_lease import CommitLease
 
 
@@ -50,6 +51,19 @@ def test_a_server_that_ends_leaves_the_lease_running(job: Job):
     job.server.close()
     eventually(lambda: a._link._lines is None)
     assert a.may_commit()
+
+
+def test_a_member_that_has_left_well_may_finish_its_checkpoint_and_one_that_was_fenced_may_not(job: Job):
+    job.serve(1, 2, start_wait_s=60)
+    (a, b), _ = job.seated(0, 1)
+    assert a.wait_to_commit(5.0)
+    assert b.wait_to_commit(5.0)
+    a.finish()
+    assert a.may_commit()
+    assert not a.fenced
+    b._state.end(Fenced("the others have gone on"))
+    assert not b.may_commit()
+    assert b.fenced
 
 
 def test_to_ask_whether_one_may_commit_costs_under_10_us(job: Job):
