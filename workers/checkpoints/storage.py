@@ -50,6 +50,19 @@ class Storage(Protocol):
         """Remove files of a folder, or without names the folder; what is not there is no error."""
 
 
+def put_once(storage: Storage, folder: str, name: str, data: bytes) -> None:
+    """As Storage.create. A file that is there and is the same was put by this call: a store's client may try twice.
+
+    Raises: FileExistsError, OSError.
+    """
+    try:
+        storage.create(folder, name, [data])
+    except FileExistsError:
+        with storage.read(folder, name) as stream:
+            if stream.read() != data:
+                raise
+
+
 def open_storage(where: str | Path) -> Storage:
     """The storage at a path or URL: /path, file:///path, s3://bucket/path, memory://name, ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from thinwire.workers.checkpoints import beginning
 from thinwire.workers.checkpoints.manifest import (
     CheckpointId,
     CheckpointRefused,
@@ -23,7 +23,6 @@ from thinwire.workers.checkpoints.manifest import (
     unseal,
 )
 from thinwire.workers.checkpoints.names import (
-    BEGUN,
     MANIFEST,
     checkpoints,
     folder_of,
@@ -34,13 +33,9 @@ from thinwire.workers.checkpoints.names import (
 from thinwire.workers.checkpoints.removal import SETTLE_S, Unfinished, remove_parts, tidy
 from thinwire.workers.checkpoints.shard import DTYPE_OF, Tally, check, chunks, read, take_in
 from thinwire.workers.checkpoints.snapshot import BUFFER, FLAT, Content, Snapshot
-from thinwire.workers.checkpoints.storage import Storage, open_storage
+from thinwire.workers.checkpoints.storage import Storage, open_storage, put_once
 
 logger = logging.getLogger(__name__)
-
-
-class Superseded(Exception):
-    """A newer generation has gone on from what is here: the one that writes is over, and knows it not."""
 
 
 class CheckpointStore:
@@ -65,34 +60,16 @@ class CheckpointStore:
 
         Raises: OSError where the place cannot be listed.
         """
-        folders = self.storage.folders()
-        return max([*generations(folders), *(which.generation for which in checkpoints(folders))], default=0)
+        return beginning.newest_generation(self.storage)
 
     def begin(self, generation: int | None) -> int:
         """A generation goes on from what is here: what an older one has not saved yet, it saves no more. Rank 0.
 
-        generation: None for the next one; of several that begin at once each gets a number of its own, if the place
-        can tell. Returns it. A place that can be read and not written is named in the log.
-        Raises: Superseded where this generation is not the newest; OSError where the place cannot be listed.
+        As beginning.begin. What older ones have not finished is looked at, to be removed when it has settled.
         """
-        newest = self.newest_generation()
-        if generation is not None and newest >= generation:
-            raise Superseded(f"generation {newest} has been here before generation {generation}")
-        wanted = newest + 1 if generation is None else generation
-        while True:
-            said: list[bytes] = [seal({"generation": wanted, "at": time.time(), "by": secrets.token_hex(8)})]
-            try:
-                self._create(generation_folder(wanted), BEGUN, said[0])
-            except FileExistsError as error:
-                if generation is not None:
-                    raise Superseded(f"another generation {generation} has been here before") from error
-                wanted += 1
-                continue
-            except OSError as error:  # each save will say so too; the run goes on
-                logger.error("generation_not_kept path=%s reason=%s", self.storage.address(""), error)
-            break
-        self._look_around(wanted)
-        return wanted
+        begun = beginning.begin(self.storage, generation)
+        self._look_around(begun)
+        return begun
 
     def newest_whole(self) -> CheckpointId | None:
         """The newest checkpoint whose checksums hold, for rank 0 at a resume; None where there is none. Reads it all.
@@ -196,15 +173,13 @@ class CheckpointStore:
             shards=[receipts[rank] for rank in sorted(receipts)],
             plain=snapshot.plain,
         )
-        begun = max(generations(self.storage.folders()), default=0)
-        if begun > which.generation:
-            raise Superseded(f"generation {begun} has gone on from the checkpoints here; this is {which.generation}")
+        beginning.raise_if_superseded(self.storage, which.generation)
         files = self.storage.files(folder)
         gone = [shard.file for shard in manifest.shards if files.get(shard.file) != shard.size_bytes]
         if gone:
             raise FileNotFoundError(f"{', '.join(gone)} in {self.address(which)}: somebody has removed or replaced it")
         try:
-            self._create(folder, MANIFEST, seal(manifest.model_dump(mode="json")))
+            put_once(self.storage, folder, MANIFEST, seal(manifest.model_dump(mode="json")))
         except FileExistsError as error:
             raise FileExistsError(f"another writer has made {self.address(which)} whole, or is removing it") from error
         self._tidy(which, self.keep, range(snapshot.world_size), pending)
@@ -246,15 +221,6 @@ class CheckpointStore:
                     self.storage.remove(generation_folder(older))
         except OSError as error:
             logger.warning("checkpoints_not_tidied path=%s reason=%s", self.storage.address(""), error)
-
-    def _create(self, folder: str, name: str, data: bytes) -> None:
-        """As Storage.create. What is there and is the same was put by this call: a store's client may try twice."""
-        try:
-            self.storage.create(folder, name, [data])
-        except FileExistsError:
-            with self.storage.read(folder, name) as stream:
-                if stream.read() != data:
-                    raise
 
     def _is_sound(self, which: CheckpointId, files: Mapping[str, int]) -> bool:
         """Is it whole as far as sizes tell? Raises: OSError, but for a file that is not there."""

@@ -190,9 +190,9 @@ def test_generations_number_on_from_what_is_there_and_no_two_that_begin_have_the
 def test_two_that_begin_at_the_same_moment_get_two_numbers(store, monkeypatch):
     """Each has listed the place before the other has written."""
     first, second = store, CheckpointStore(store.storage.path, keep=2)
-    monkeypatch.setattr(second, "newest_generation", lambda: 0)
+    monkeypatch.setattr(second.storage, "folders", list)
     assert (first.begin(None), second.begin(None)) == (1, 2)
-    monkeypatch.setattr(second, "newest_generation", lambda: 2)
+    monkeypatch.setattr(second.storage, "folders", lambda: ["generation-000000000002"])
     assert first.begin(3) == 3
     with pytest.raises(Superseded, match="another generation 3"):
         second.begin(3)

@@ -61,7 +61,8 @@ def test_a_member_that_has_left_well_may_finish_its_checkpoint_and_one_that_was_
     a.finish()
     assert a.may_commit()
     assert not a.fenced
-    b._state.end(Fenced("the others have gone on"))
+    with b._state.changed:
+        b._state.end(Fenced("the others have gone on"))
     assert not b.may_commit()
     assert b.fenced
 
