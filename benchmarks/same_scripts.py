@@ -8,8 +8,8 @@ spot, two processes over gloo. A script is the same for all methods but for the 
     onebit_adam     thinwire's 1-bit Adam, whose warm-up is a quarter of the run
 
 Final loss on the same held-out text; compared in pairs of one seed, by the rule of the convergence study
-(benchmarks/convergence/paired.py). Bytes are payload that rank 0 has sent: counted by the transport, with the parameters
-that it sends at the start; for DDP those of a ring for the gradients, as they would be. Times are not looked at.
+(benchmarks/convergence/paired.py). Bytes are payload that rank 0 has sent: counted by the transport, together with the
+parameters that it sends at the start; for DDP those of a ring for the gradients, computed. Times are not looked at.
 """
 
 from __future__ import annotations

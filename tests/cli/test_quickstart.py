@@ -249,7 +249,7 @@ def test_a_signal_while_the_job_runs_cancels_it_and_ends_the_server(
 
 
 @needs_proc
-@pytest.mark.parametrize("when", ["log", "server", "submitted"])
+@pytest.mark.parametrize("when", ["log", "server", pytest.param("submitted", marks=pytest.mark.slow)])
 def test_a_signal_during_the_start_leaves_no_process(
     home: Path, job_file: Path, tmp_path: Path, when: str, spawned: list[subprocess.Popen[bytes]]
 ) -> None:

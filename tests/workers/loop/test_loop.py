@@ -32,7 +32,7 @@ def load(folder, step):
     return CheckpointStore(folder, 10).load(CheckpointId(generation, step), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, size):
     (summary, samples, events), *_ = run_small(tmp_path, small_spec(steps=40), size)
     assert summary["steps"] == 40

@@ -9,7 +9,13 @@ import pytest
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.telemetry import waiting as telemetry_waiting
 from thinwire.workers.telemetry.waiting import START_S, Waiting, WaitingTeller, waiting
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(telemetry_waiting, "MEMBERSHIP_LOOK_S", 0.01)
 
 
 def snapshot(status="waiting for workers", joined=1, least=2, generation=3):
