@@ -35,6 +35,8 @@ WANTED_LOOK_S = 0.5
 """Between two looks at workers.json."""
 UNTOLD = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
+SUPERSEDED = "RunSuperseded"
+"""The error of telemetry.reporter, by name: a driver imports no torch."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
         fit(spec, job["job_id"], run_dir, options.attempt)
     except Exception as error:
         logger.exception("job_failed")
-        write_failure(run_dir, _in_short(error))
+        failure = _in_short(error)
+        if failure.kind == SUPERSEDED:  # the run folder is that of the newer attempt
+            return UNTOLD
+        write_failure(run_dir, failure)
     if folder.failure.exists():
         failure = Failure.model_validate_json(folder.failure.read_text())
         logger.error("job_failed kind=%s message=%s", failure.kind, failure.message)

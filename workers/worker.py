@@ -79,9 +79,14 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))
         reporter.close(timeout_s=2.0)
-    except (PeerLost, RunSuperseded, MembershipError):
+    except (PeerLost, MembershipError):
         reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
         raise
+    except RunSuperseded as error:
+        reporter.close(timeout_s=2.0)
+        if not ranks.elastic:
+            raise
+        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # whoever is rank 0 next is told too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
         failure = failure_of(error, ranks.step)

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers import main as driver
+from thinwire.workers.elastic.failures import JobFailed
+from thinwire.workers.telemetry.reporter import RunSuperseded
 from thinwire.workers.worker import failure_of, write_failure
 
 
@@ -40,6 +42,28 @@ def test_lost_workers_are_told_without_a_stack():
     failure = driver._in_short(Lost())
     assert failure.message.endswith("Last: rank 1: ActorDiedError: the worker died")
     assert "Traceback" not in failure.message
+
+
+def test_an_error_of_the_jobs_is_told_in_its_own_words(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from ray.train import ControllerError
+
+    failure = driver._in_short(ControllerError(JobFailed("DataError", "cannot read /x", 7)))
+    assert (failure.kind, failure.message, failure.step) == ("DataError", "cannot read /x", 7)
+
+
+def test_an_attempt_that_was_superseded_leaves_no_failure_to_the_newer_one(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    from ray.train import ControllerError
+
+    def superseded(*_):
+        raise ControllerError(JobFailed(RunSuperseded.__name__, "the service runs a newer attempt", 7))
+
+    spec = {"steps": 8, "global_batch": 2, "optimizer": {"name": "adam", "lr": 1e-3}}
+    (tmp_path / "job.json").write_text(json.dumps({"job_id": "j", "created_at": 0.0, "spec": spec}))
+    monkeypatch.setattr(driver, "fit", superseded)
+    assert driver.main(["--run-dir", str(tmp_path)]) == driver.UNTOLD
+    assert not (tmp_path / "failure.json").exists()
 
 
 def test_gpus_are_used_where_there_are_enough_and_missed_with_a_reason():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.workers.small_job import run_small, small_spec
-from thinwire.comm import NonFiniteInput, PeerLost
+from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
@@ -14,6 +14,7 @@ from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import ring_bytes, write_report
+from thinwire.workers.telemetry.step_log import NonFiniteLoss, refuse_non_finite
 
 
 def saved(folder, step):
@@ -127,11 +128,25 @@ def test_a_loss_that_becomes_nan_stops_every_rank_and_keeps_the_checkpoint(tmp_p
 
     original = step_module.learning_rate
     monkeypatch.setattr(step_module, "learning_rate", lambda spec, step: 1e30 if step > 17 else original(spec, step))
-    with pytest.raises(NonFiniteInput, match="NaN or infinity"):
+    with pytest.raises(
+        NonFiniteInput, match=r"after step 18, of rank 0 on .+, rank 1 on .+: .* NaN or infinity"
+    ) as raised:
         run_small(tmp_path, small_spec(), 2)
+    assert raised.value.ranks == (0, 1)
     assert newest(tmp_path / "checkpoints") == 16
     content = load(tmp_path / "checkpoints", 16)
     assert torch.isfinite(content.flat["residuals.momentum_error"]).all()
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_told_by_rank():
+    """Its gradient was finite, or nobody took one: an evaluation."""
+
+    def work(group):
+        with pytest.raises(NonFiniteLoss, match="the validation loss is nan") as raised:
+            refuse_non_finite("validation loss", float("nan"), group, torch.tensor(group.rank != 1))
+        return raised.value.ranks
+
+    assert run_threads(3, work) == [(1,)] * 3
 
 
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path, monkeypatch):
