@@ -13,13 +13,16 @@ import threading
 import time
 import traceback
 import uuid
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from tests.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
+from thinwire.workers.membership.commit_lease import LEASE_END_S, LEASE_S
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
@@ -62,7 +65,39 @@ class Telling(Recording):
             file.write(json.dumps(told) + "\n")
 
 
-def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout_s: float, version: str | None):
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the rules, as in a job (workers/membership, workers/forming); `of` makes all of them shorter."""
+
+    beat_s: float = 1.0
+    beat_timeout_s: float = 10.0
+    join_timeout_s: float = 10.0
+    return_s: float = 5.0
+    lease_s: float = LEASE_S
+    collective_s: float = 60.0
+    connect_s: float = 5.0
+    answer_s: float = 20.0
+
+    def of(self, share):
+        return Times(**{name: share * seconds for name, seconds in asdict(self).items()})
+
+    def server(self):
+        names = ("beat_timeout_s", "join_timeout_s", "return_s")
+        return {**{name: getattr(self, name) for name in names}, "lease_s": self.lease_s * LEASE_END_S / LEASE_S}
+
+
+QUICK = Times(beat_s=0.2, collective_s=20.0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs: its address, and the process that holds its host of a lab, where there is one."""
+
+    address: str = "127.0.0.1"
+    holder_pid: int | None = None
+
+
+def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: Times, place: Place, version):
     import torch
 
     import thinwire
@@ -70,12 +105,17 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
     from thinwire.workers.forming.door import Door
+    from thinwire.workers.forming.pairs import Patience
+    from thinwire.workers.membership import state
+    from thinwire.workers.membership.commit_lease import CommitLease
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.saving import floor_of
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
     thinwire.__version__ = version or thinwire.__version__
+    if place.holder_pid is not None:
+        enter(place.holder_pid)
     torch.set_num_threads(1)
     os.setsid()
     log = (run_dir / f"log-{slot}-{os.getpid()}").open("w")
@@ -109,14 +149,32 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, timeout
     CheckpointStore.deliver = held
     if (run_dir / f"die-{slot}").exists():
         die_while_forming((run_dir / f"die-{slot}").read_text())
-    door = Door("127.0.0.1", SECRET)
+    attend = loop.Course._attend
+
+    def told(course):
+        attend(course)
+        seat = course._ranks.seat
+        commits.write(json.dumps([time.time(), seat.generation, course.step]) + "\n")
+
+    loop.Course._attend = told
+    commits = (run_dir / f"commits-{slot}-{os.getpid()}").open("w", buffering=1)
+    state.CommitLease = partial(CommitLease, times.lease_s)
+    door = Door(place.address, SECRET)
     identity = Identity(uuid.uuid4().hex, slot, door.host, os.getpid(), port=door.port)
-    member = Member(lambda: address, SECRET, identity, beat_s=0.2)
+    member = Member(lambda: address, SECRET, identity, beat_s=times.beat_s)
     heed_sigterm(30.0, lambda: True)
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
     floor = partial(floor_of, run_dir, TrainSpec.model_validate(spec).checkpoint)
-    ranks = ElasticRanks(member, door, torch.device("cpu"), timeout_s=timeout_s, ended=failure.exists, floor=floor)
+    ranks = ElasticRanks(
+        member,
+        door,
+        torch.device("cpu"),
+        timeout_s=times.collective_s,
+        patience=Patience(connect_s=times.connect_s, answer_s=times.answer_s),
+        ended=failure.exists,
+        floor=floor,
+    )
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
@@ -165,16 +223,32 @@ def die_while_forming(point: str):
 
 
 class ElasticJob:
-    """The server, and the workers by slot. Ends all that it started."""
+    """The server, and the workers by slot. Ends all that it started.
 
-    def __init__(self, run_dir: Path, limits: Limits, *, pause_s=0.02, timeout_s=20.0, server=None, **spec):
-        self.run_dir, self._pause_s, self._timeout_s = run_dir, pause_s, timeout_s
+    lab: where the server is on host 0, and the worker of slot k on host k + 1.
+    """
+
+    def __init__(
+        self, run_dir: Path, limits: Limits, *, pause_s=0.02, timeout_s=20.0, server=None, times=None, lab=None, **spec
+    ):
+        self.run_dir, self._pause_s, self._lab = run_dir, pause_s, lab
+        self._times = times or replace(QUICK, collective_s=timeout_s)
         run_dir.mkdir(parents=True, exist_ok=True)
         text = {"source": "text-file", "path": str(Path("tests/data/tinyshakespeare.txt").resolve())}
         self.spec = {**SMALL, "workers": {"min": 1, "max": 7}, "data": text, **spec}
         self.allow(self.spec["steps"])
         self.said = []
-        self.server = MembershipServer(limits, SECRET, start_wait_s=60.0, on_event=self.said.append, **(server or {}))
+        given = {
+            "start_wait_s": 60.0,
+            "on_event": self.said.append,
+            **(times.server() if times else {}),
+            **(server or {}),
+        }
+        if lab is None:
+            self.server = MembershipServer(limits, SECRET, **given)
+        else:
+            host = lab.addresses[0]
+            self.server = inside(lab.host_pids()[0], lambda: MembershipServer(limits, SECRET, host=host, **given))
         self.workers = {}
 
     def __enter__(self):
@@ -191,7 +265,10 @@ class ElasticJob:
         """changes: of the spec, for these workers alone. version: of thinwire, which they say that they are."""
         for slot in slots:
             spec = {**self.spec, **changes}
-            arguments = (self.run_dir, spec, slot, self.server.address, self._pause_s, self._timeout_s, version)
+            place = Place()
+            if self._lab is not None:
+                place = Place(self._lab.addresses[slot + 1], self._lab.host_pids()[slot + 1])
+            arguments = (self.run_dir, spec, slot, self.server.address, self._pause_s, self._times, place, version)
             process = FORKSERVER.Process(target=_work, args=arguments)
             process.start()
             self.workers[slot] = process
@@ -232,6 +309,16 @@ class ElasticJob:
         lines = file.read_text().splitlines() if file.exists() else []
         told = [json.loads(line) for line in lines]
         return [one for one in told if kind is None or one["kind"] == kind]
+
+    def commits(self):
+        """(time, slot, generation, step) of every step that a worker has committed, in the order of time."""
+        found = []
+        for file in self.run_dir.glob("commits-*"):
+            whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            for line in whole:
+                at, generation, step = json.loads(line)
+                found.append((at, int(file.name.split("-")[1]), generation, step))
+        return sorted(found)
 
     def joined(self, slot):
         """How often the worker of this slot has asked for a seat."""
