@@ -21,8 +21,8 @@ from tests.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.membership import Dismissed, Identity, Limits, Member, MembershipServer
-from thinwire.workers.membership.commit_lease import LEASE_END_S, LEASE_S
+from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer
+from thinwire.workers.membership.commit_lease import LEASE_S
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
