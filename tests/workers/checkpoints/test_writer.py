@@ -158,14 +158,16 @@ def test_a_disk_too_full_for_the_manifest_leaves_the_one_before(store, writers):
 def test_a_real_disk_that_is_full_leaves_the_one_before(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3500k", "tmpfs", disk], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("only root mounts a small disk")
     try:
         store = CheckpointStore(disk / "checkpoints", keep=2)
         writer = Writer(store)
         content = state(10)
-        content.flat["parameters"] = torch.rand(500_000)  # 2 MB of 3
+        content.flat["parameters"] = torch.rand(500_000)  # 2 MB of 3.5
         assert writer.save(FIRST, 0, 1, content).wait(30)
         full = writer.save(SECOND, 0, 1, content)
         assert full.wait(30)
@@ -173,9 +175,19 @@ def test_a_real_disk_that_is_full_leaves_the_one_before(tmp_path):
         assert store.newest_whole() == FIRST
         assert_same(store.load(FIRST, CPU), content)
         assert len(list((disk / "checkpoints").iterdir())) == 1
-        small = writer.save(THIRD, 0, 1, state(30))
+        pair = [Writer(store) for _ in range(2)]
+        for step in (20, 30, 40):  # there is room for the half of one rank: what is left of it would stay for ever
+            which = CheckpointId(GENERATION, step)
+            half = pair[1].save(which, 1, 2, content)
+            assert half.wait(30)
+            assert half.failure is None
+            other = pair[0].save(which, 0, 2, content)
+            assert other.wait(30)
+            assert "rank 0: OSError: [Errno 28] No space left on device" in other.failure
+        assert all(one.close(10) for one in pair)
+        small = writer.save(CheckpointId(GENERATION, 50), 0, 1, state(50))
         assert small.wait(30)
-        assert store.newest_whole() == THIRD
+        assert store.newest_whole().step == 50
         assert writer.close(10)
     finally:
         subprocess.run(["umount", disk], check=True)
