@@ -82,7 +82,10 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("thinwire_world_size", MetricKind.GAUGE, "workers", "Workers in the communication group"),
         Metric(
-            "thinwire_generation", MetricKind.GAUGE, "", "How often the workers have changed, the first start included"
+            "thinwire_generation",
+            MetricKind.GAUGE,
+            "",
+            "Number of the set of workers that trains now; that of a later set is larger",
         ),
         Metric("thinwire_regroups_total", MetricKind.COUNTER, "", "Changes of workers that this one has gone through"),
         Metric("thinwire_regroup_seconds", MetricKind.GAUGE, "seconds", "From the last change's begin to going on"),
