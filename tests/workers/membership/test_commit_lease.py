@@ -1,9 +1,13 @@
 """Until when a member may commit: the lease alone, and a member whose server is heard or not."""
 
+import json
+import socket
 import time
 
-from tests.workers.membership.members import Job, eventually
-from thinwire.workers.membership import Fenced
+import pytest
+
+from tests.workers.membership.members import SECRET, Job, eventually, identity
+from thinwire.workers.membership import Fenced, Member
 from thinwire.workers.membership.commit_lease import CommitLease
 
 
@@ -65,6 +69,24 @@ def test_a_member_that_has_left_well_may_finish_its_checkpoint_and_one_that_was_
         b._state.end(Fenced("the others have gone on"))
     assert not b.may_commit()
     assert b.fenced
+
+
+@pytest.mark.parametrize(("last", "holds"), [(b"]\n", False), (b"", True)])
+def test_a_member_that_ends_its_own_connection_gives_its_lease_up_first(last, holds):
+    """For a line that is no message it does so; where the server ends the connection, the server knows that it did."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        member = Member(listener.getsockname, SECRET, identity(0), beat_s=0.05)
+        try:
+            with listener.accept()[0] as connection, connection.makefile() as lines:
+                connection.sendall(b'{"kind": "welcome"}\n')
+                beat = next(said for said in map(json.loads, lines) if said["kind"] == "beat")
+                connection.sendall(json.dumps({"kind": "heard", "number": beat["number"]}).encode() + b"\n")
+                assert member.wait_to_commit(5.0)
+                connection.sendall(last)
+            listener.accept()[0].close()  # it has come again
+            assert member.may_commit() is holds
+        finally:
+            member.close()
 
 
 def test_to_ask_whether_one_may_commit_costs_under_10_us(job: Job):
