@@ -241,6 +241,16 @@ class Attendance:
         """The job cannot take it, whoever else is there."""
         self._turn_out(worker, m.Refusal(verdict="refused", why=why), "refused", now)
 
+    def end_generation(self, why: str, now: float, but: str | None = None) -> None:
+        """Nobody is lost, and yet the present generation is over. All are told but that one."""
+        present = self.present
+        present.over = why
+        if present.regroup_since is None:
+            present.regroup_since = now
+        self.cancel()
+        self.say("over", why=why)
+        self.tell(m.Over(generation=present.generation, why=why), but=but)
+
     def take_back(self, worker: Worker) -> None:
         """A member whose connection was ended lives, and the generation has not been followed by another yet."""
         id, present = worker.identity.id, self.present

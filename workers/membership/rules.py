@@ -4,10 +4,8 @@
                           have joined. Never by a time window: a survivor that is late is waited for, or fenced
     the first             also waits for limits.max workers, or start_wait_s
     without any member    also waits until nobody of the present generation can commit any more (commit_lease.py)
-    a member is lost      when its side ends its connection; when it hangs: it is heard of, but does not come to a
-                          regroup within join_timeout_s, or 3 of the longest steps, or form_s where it still forms its
-                          group; when others cannot reach it (unreachable.py); when it is silent for too long
-                          (silence.py)
+    a member is lost      when its side ends its connection; when it hangs, or others cannot reach it (stuck.py); when
+                          it is silent for too long (silence.py)
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (signatures.py)
@@ -29,7 +27,7 @@ from thinwire.workers.membership.attendance import Attendance, Close, Effect, Ke
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
 from thinwire.workers.membership.silence import Silence
-from thinwire.workers.membership.unreachable import left_out
+from thinwire.workers.membership.stuck import Stuck
 
 JUST_NOW = 0.15
 """Of the time after which a worker is silent: a beat or two."""
@@ -39,8 +37,6 @@ PAUSE_S = 2.0
 
 GATHER_S = 0.25
 """Dismissals come together, when machines are taken back: they are one change, so that the last can save for all."""
-REPORTS_S = 1.0
-"""The same of reports that ranks cannot talk to one another: the pairs together tell who is to be left out."""
 
 
 class Rules:
@@ -58,10 +54,9 @@ class Rules:
         self._ticked_at = now
         self._highest = after  # generation that anybody has told of
         self._signature: dict[str, str] | None = None  # of the job, while it has members
-        self._reports: dict[int, dict[int, str]] = {}
-        self._reported_at = now
         self._attendance = Attendance(timing)
         self._silence = Silence(self._attendance, now)
+        self._stuck = Stuck(self._attendance)
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
@@ -129,7 +124,7 @@ class Rules:
         attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
         if worker.rank is not None:
             if present.planned is None and present.over is None:
-                self._end_generation(f"rank {worker.rank} ({worker.name}) has stopped for a regroup", now, but=id)
+                attendance.end_generation(f"rank {worker.rank} ({worker.name}) has stopped for a regroup", now, but=id)
             elif present.regroup_since is None:
                 present.regroup_since = now
             if id in attendance.unwanted and not standing.has_state:
@@ -159,12 +154,7 @@ class Rules:
         attendance, rank = self._attendance, self._attendance.workers[id].rank
         if rank is None or generation != attendance.present.generation:
             return  # it speaks of a generation that is over
-        if not self._reports:
-            self._reported_at = now
-        self._reports[rank] = {
-            other: why for other, why in ranks.items() if other in range(len(attendance.present.seats))
-        }
-        attendance.say("unreachable", rank=rank, ranks=[*sorted(self._reports[rank])])
+        self._stuck.report(rank, ranks, now)
 
     def beat(self, id: str, number: int, step: int | None, seconds: float, now: float) -> None:
         """A worker lives, and is at that step of the present generation."""
@@ -270,9 +260,7 @@ class Rules:
         for worker in self._silence.note(now):
             self._refuse_doubles(worker, now)
         self._silence.judge(self.limits.min, now)
-        self._judge_hanging(now)
-        if self._reports and now >= self._reported_at + REPORTS_S:
-            self._judge_reports(now)
+        self._stuck.judge(now)
         vacant = now >= attendance.vacant_at()
         if attendance.present.generation and vacant != attendance.present.vacant:
             attendance.present.vacant = vacant
@@ -365,47 +353,6 @@ class Rules:
         elif any(double.here for double in doubles):
             self._attendance.refuse(worker, why, now)
 
-    def _judge_hanging(self, now: float) -> None:
-        attendance, present, timing = self._attendance, self._attendance.present, self._timing
-        members = attendance.members()
-        if present.regroup_since is None:
-            late = [w for w in members if w.here and not w.formed and w.standing is None]
-            if not late or now - present.seated_at <= timing.form_s or present.at_end:
-                return
-            if any(w.formed for w in members):
-                for worker in late:
-                    attendance.fence(worker, f"it did not form its group within {timing.form_s:g} s: it hangs", now)
-            else:
-                self._end_generation(f"no member has formed its group within {timing.form_s:g} s", now)
-            return
-        limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
-        for worker in members:
-            forms = not worker.formed and now - present.seated_at <= timing.form_s
-            if worker.standing is None and worker.here and not forms and now - present.regroup_since > limit_s:
-                attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
-
-    def _end_generation(self, why: str, now: float, but: str | None = None) -> None:
-        attendance, present = self._attendance, self._attendance.present
-        present.over = why
-        if present.regroup_since is None:
-            present.regroup_since = now
-        attendance.cancel()
-        attendance.say("over", why=why)
-        attendance.tell(m.Over(generation=present.generation, why=why), but=but)
-
-    def _judge_reports(self, now: float) -> None:
-        """Leave out the fewest members such that all others can talk to one another."""
-        attendance, members = self._attendance, {w.rank: w for w in self._attendance.members()}
-        reports = {
-            rank: {other: why for other, why in told.items() if other in members}
-            for rank, told in self._reports.items()
-            if rank in members
-        }
-        self._reports = {}
-        stateless = {rank for rank, seated in enumerate(attendance.present.seats) if not seated.standing.has_state}
-        for rank, why in left_out(reports, stateless).items():
-            attendance.fence(members[rank], why, now)
-
     def _forgive(self, paused_s: float) -> None:
         """This process was stopped: nobody's silence counts."""
         present = self._attendance.present
@@ -479,7 +426,8 @@ class Rules:
 
     def _begin(self, present: Present) -> None:
         self._attendance.begin(present)
-        self._reports, self._silence.of_all = {}, False
+        self._silence.of_all = False
+        self._stuck.forget_reports()
 
     def _plan(self, members: list[Worker], now: float) -> None:
         attendance = self._attendance

@@ -1,0 +1,78 @@
+"""Who is heard of, and yet must be left out?
+
+    who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps. One that still
+                          forms its process group has form_s from its seat on; then it hangs, if others have theirs
+    who is not reached    others cannot talk to it, or it to them (unreachable.py)
+
+Where nobody has formed a group in form_s, none of them is to blame: the generation is over, and all try again.
+"""
+
+from __future__ import annotations
+
+from thinwire.workers.membership.attendance import Attendance
+from thinwire.workers.membership.unreachable import left_out
+
+REPORTS_S = 1.0
+"""Reports come together: the pairs that cannot talk tell together who is to be left out."""
+
+
+class Stuck:
+    """Of the members in one attendance."""
+
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+        self._reports: dict[int, dict[int, str]] = {}
+        self._reported_at = 0.0
+
+    def report(self, rank: int, ranks: dict[int, str], now: float) -> None:
+        """This rank of the present generation cannot talk to those: why, in words."""
+        if not self._reports:
+            self._reported_at = now
+        self._reports[rank] = ranks
+        self._attendance.say("unreachable", rank=rank, ranks=[*sorted(ranks)])
+
+    def forget_reports(self) -> None:
+        """Another generation is the present one."""
+        self._reports = {}
+
+    def judge(self, now: float) -> None:
+        """Fence who must be left out."""
+        if self._attendance.present.regroup_since is None:
+            self._judge_forming(now)
+        else:
+            self._judge_regroup(self._attendance.present.regroup_since, now)
+        if self._reports and now >= self._reported_at + REPORTS_S:
+            self._judge_reports(now)
+
+    def _judge_forming(self, now: float) -> None:
+        attendance, present, form_s = self._attendance, self._attendance.present, self._attendance.timing.form_s
+        members = attendance.members()
+        late = [w for w in members if w.here and not w.formed and w.standing is None]
+        if not late or now - present.seated_at <= form_s or present.at_end:
+            return
+        if any(w.formed for w in members):
+            for worker in late:
+                attendance.fence(worker, f"it did not form its group within {form_s:g} s: it hangs", now)
+        else:
+            attendance.end_generation(f"no member has formed its group within {form_s:g} s", now)
+
+    def _judge_regroup(self, since: float, now: float) -> None:
+        attendance, timing = self._attendance, self._attendance.timing
+        members = attendance.members()
+        limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
+        for worker in members:
+            forms = not worker.formed and now - attendance.present.seated_at <= timing.form_s
+            if worker.standing is None and worker.here and not forms and now - since > limit_s:
+                attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+
+    def _judge_reports(self, now: float) -> None:
+        attendance, members = self._attendance, {w.rank: w for w in self._attendance.members()}
+        reports = {
+            rank: {other: why for other, why in told.items() if other in members}
+            for rank, told in self._reports.items()
+            if rank in members
+        }
+        self._reports = {}
+        stateless = {rank for rank, seated in enumerate(attendance.present.seats) if not seated.standing.has_state}
+        for rank, why in left_out(reports, stateless).items():
+            attendance.fence(members[rank], why, now)
