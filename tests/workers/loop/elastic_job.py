@@ -175,6 +175,9 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         ended=failure.exists,
         floor=floor,
     )
+    look, may_commit, deaf = ranks.look, ranks.may_commit, run_dir / f"deaf-{slot}"
+    ranks.look = lambda step: None if deaf.exists() else look(step)
+    ranks.may_commit = lambda: deaf.exists() or may_commit()
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
@@ -287,6 +290,14 @@ class ElasticJob:
     def die_while_forming(self, slot, point):
         """Let the next worker of this slot die between its seat and its process group."""
         (self.run_dir / f"die-{slot}").write_text(point)
+
+    def deafen(self, slot):
+        """Let this worker hear nothing of the membership, and commit all the same, as one may for an instant."""
+        (self.run_dir / f"deaf-{slot}").touch()
+
+    def heal(self, slot):
+        """Let it hear again."""
+        (self.run_dir / f"deaf-{slot}").unlink()
 
     def hold(self, slot):
         """Let this worker deliver no part of a checkpoint any more."""

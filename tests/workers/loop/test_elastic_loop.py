@@ -286,6 +286,34 @@ def test_a_worker_that_was_stopped_for_long_is_fenced_and_changes_nothing(tmp_pa
 
 
 @pytest.mark.slow
+def test_one_that_was_stopped_alone_in_a_step_and_saves_before_it_looks_is_not_resumed_from(tmp_path):
+    """The newcomer went on from step 8 without it; it wakes, and saves all that it still computes."""
+    with ElasticJob(tmp_path, Limits(1, 1), steps=60, server={"beat_timeout_s": 2.0, "lease_s": 3.0}) as job:
+        store = CheckpointStore(tmp_path / "checkpoints", 2)
+        job.allow(15)
+        job.start(0)
+        job.until(lambda: job.server.snapshot().last_step == 15)
+        job.deafen(0)
+        job.kill(0, signal.SIGSTOP)
+        job.allow(20)
+        job.start(1)
+        job.until(lambda: (16, 1) in [(one["step"], one["slot"]) for one in job.events("checkpoint_saved")])
+        newest = store.newest_whole()
+        assert newest == (2, 16)
+        job.allow(32)
+        job.kill(0, signal.SIGCONT)
+        late = ("checkpoint_failed", 24, 0)
+        job.until(lambda: late in [(one["kind"], one["step"], one["slot"]) for one in job.events()])
+        assert all("generation 2 has gone on" in one["reason"] for one in job.events("checkpoint_failed"))
+        before, *after = (one["slot"] for one in job.events("checkpoint_saved"))
+        assert (before, set(after)) == (0, {1})
+        job.heal(0)
+        job.allow(60)
+        job.wait(tolerate="Fenced")
+        assert store.newest_whole() == (2, 60)
+
+
+@pytest.mark.slow
 def test_when_all_are_told_to_leave_the_job_is_saved_as_it_stands(tmp_path):
     with ElasticJob(tmp_path, Limits(1, 2), steps=60) as job:
         job.allow(12)
