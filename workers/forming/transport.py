@@ -2,7 +2,7 @@
 
 Both wait for peers in C++, up to a time-out, and nothing can end that. So they connect in a thread of their own.
 Whoever waits for it listens to the membership too, and leaves the thread alone when the generation is over: it sleeps
-in a system call, ends by itself at its time-out, and what it has made goes with it.
+in a system call, ends by itself at its time-out, and what it has made goes with it. A process ends when it has.
 
 torch.distributed takes a transport from outside as a backend of a name of its own (Backend.register_backend). Its
 maker runs before torch.distributed has noted anything of the new group, so that an attempt which ends in it leaves
@@ -54,7 +54,8 @@ class Attempt:
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 done.set_exception(error)
 
-        threading.Thread(target=run, name=f"thinwire-{what.replace(' ', '-')}", daemon=True).start()
+        # No daemon: the interpreter waits for it at its end. One that came back from C++ after that would abort.
+        threading.Thread(target=run, name=f"thinwire-{what.replace(' ', '-')}").start()
         while not wait([done], LOOK_S).done:
             if (why := self.over()) is not None:
                 raise GenerationOver(f"generation {self.generation} is over: {why} (while this worker {what})")
