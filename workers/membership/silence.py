@@ -54,6 +54,8 @@ class Silence:
             attendance.say("silent" if silent else "heard", slot=who.slot, id=who.id, rank=worker.rank)
             if not silent:
                 back.append(worker)
+                if worker.rank is not None:  # the network heals: others that were cut off with it may be about to come
+                    self._judge_from = max(self._judge_from, now + attendance.timing.return_s)
             elif worker.rank is not None:
                 attendance.cancel()
         return back

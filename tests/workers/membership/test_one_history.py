@@ -43,6 +43,25 @@ def test_cut_off_for_longer_than_the_lease_training_waits_and_then_goes_on():
     assert [node.state.ended for node in nodes] == [None] * 3
 
 
+def test_two_that_were_cut_off_together_come_back_one_after_the_other_and_both_stay():
+    """The membership is with the third, which waits for them: the first to come back makes a half, and no haste."""
+    net = Net(1, 3)
+    nodes = net.formed(3)
+    net.cut(*nodes[1:])
+    net.run(20.0)
+    assert not net.said("fenced")
+    for node in nodes[1:]:
+        net.cut(node, side=0)
+        net.run(3.0)
+    net.run(20.0)
+    assert [node.state.ended for node in nodes] == [None] * 3
+    net.cut(*nodes[1:])
+    net.run(20.0)
+    net.cut(nodes[1], side=0)
+    net.run(6.0)
+    assert [one.fields["slot"] for one in net.said("fenced")] == [2]  # who stays away is not waited for longer
+
+
 def test_members_on_one_side_and_a_spare_with_the_server_on_the_other():
     net = Net(1, 2)
     a, b = net.formed(2)
