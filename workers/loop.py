@@ -68,8 +68,7 @@ def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporte
     try:
         while True:
             try:
-                course.join()
-                course.run()
+                course.train()
                 summary = course.finish()
                 course.ended(None)
                 return summary
@@ -118,6 +117,17 @@ class Course:
         assert self._log is not None
         return self._log
 
+    def train(self) -> None:
+        """Join the others, and train to the last step.
+
+        Raises: as join() and run(). Where the ranks are elastic and some alone gave NaN, those leave: PeerLost.
+        """
+        try:
+            self.join()
+            self.run()
+        except (NonFiniteInput, NonFiniteLoss) as error:
+            raise self._blaming(error) from error
+
     def join(self) -> None:
         """Take part in the next generation: build what is not there, agree on the step, and resume. Collective.
 
@@ -161,15 +171,8 @@ class Course:
     def run(self) -> None:
         """Train to the last step.
 
-        Raises: PeerLost, also for ranks that alone gave NaN, where the ranks are elastic; Dismissed where this rank was
-        to leave, and has handed over; NonFiniteInput, NonFiniteLoss.
+        Raises: PeerLost; Dismissed where this rank was to leave, and has handed over; NonFiniteInput, NonFiniteLoss.
         """
-        try:
-            self._train()
-        except (NonFiniteInput, NonFiniteLoss) as error:
-            raise self._blaming(error) from error
-
-    def _train(self) -> None:
         while self.attended < self._spec.steps:
             if self.step == self.attended:
                 stop = self._ranks.at_boundary(self.step)
