@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 import thinwire.optim as ours
 from thinwire.integrations.lightning import ThinwireStrategy
+gc.freeze()  # modules are no garbage, and are not to be looked through for some
 join()
 
 heard = []

@@ -26,6 +26,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadMo
 from thinwire.integrations.transformers import with_thinwire
 from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
 
+gc.freeze()  # each train() collects garbage, and would walk through all of these modules
 told = {}
 TRAIN, HELD_OUT = sequences(64), sequences(8)
 
