@@ -8,6 +8,7 @@
       +- Conflict             409
       |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
+      +- LogGone              410
       +- BodyTooLarge         413
       +- UnsupportedMediaType 415  the body is not called JSON
       +- InvalidRequest       422  carries the problems, field by field
@@ -83,6 +84,13 @@ class Conflict(ServiceError):
 
     status = 409
     code = "conflict"
+
+
+class LogGone(ServiceError):
+    """The job is over, and its log went with its cluster, or it never had one."""
+
+    status = 410
+    code = "log_gone"
 
 
 class BodyTooSlow(ServiceError):

@@ -20,6 +20,7 @@ from thinwire.service.errors import (
     JobNotFound,
     JobNotOver,
     JobOver,
+    LogGone,
     StaleAttempt,
     TooMuch,
     Unauthorized,
@@ -168,7 +169,7 @@ def delete(job_id: str, jobs: Jobs) -> None:
     jobs.delete(job_id)
 
 
-@operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound))
+@operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound, LogGone))
 def logs(
     job_id: str,
     jobs: Jobs,

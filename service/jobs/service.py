@@ -20,13 +20,21 @@ from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, L
 from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
-from thinwire.service.errors import IdempotencyKeyReused, InvalidRequest, JobNotFound, JobNotOver, JobOver, Unavailable
+from thinwire.service.errors import (
+    IdempotencyKeyReused,
+    InvalidRequest,
+    JobNotFound,
+    JobNotOver,
+    JobOver,
+    LogGone,
+    Unavailable,
+)
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
-from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
+from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, NoLog
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +198,10 @@ class JobService:
         )
 
     def logs(self, job_id: str, offset: int, limit: int) -> Logs:
-        """Log text of the current attempt from `offset` on, up to `limit` bytes. Raises JobNotFound, Unavailable.
+        """Log text of the current attempt from `offset` on, up to `limit` bytes.
 
         An offset into the log of an earlier attempt goes on at the beginning of the current one's.
+        Raises: JobNotFound, LogGone, Unavailable.
         """
         with self._db.read() as session:
             row = _found(session, job_id)
@@ -204,6 +213,10 @@ class JobService:
             raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
         try:
             chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base), limit)
+        except NoLog as error:
+            if state.terminal:
+                raise LogGone(f"the log of job {job_id} is gone with its cluster, or it never ran: {error}") from error
+            return Logs(text="", next_offset=offset, complete=False)
         except LauncherError as error:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
         # An empty chunk of a job that is over is the end: nobody writes any more.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thinwire.service.launch.log_files import decoded
-from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk, NoLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,12 @@ class FakeLauncher:
                 submission.status, submission.by_time = LaunchStatus(LaunchState.STOPPED), False
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
-        """The log from byte `offset` on. Raises LauncherError where it is unreachable or the submission unknown."""
+        """The log from byte `offset` on. Raises NoLog for an unknown submission, LauncherError where unreachable."""
         self._reach()
         with self._lock:
             submission = self.submissions.get(submission_id)
             if submission is None:
-                raise LauncherError(f"the fake cluster has no submission {submission_id!r}")
+                raise NoLog(f"the fake cluster has no submission {submission_id!r}")
             self._advance(submission_id, submission)
             return decoded(submission.log.encode()[offset : offset + limit], offset)
 

@@ -49,6 +49,10 @@ class LauncherError(Exception):
     """The launcher could not do it now; the message says what, why and what to do. Trying again may help."""
 
 
+class NoLog(LauncherError):
+    """The cluster has no log of this submission: it has not come there yet, or was lost."""
+
+
 class Launcher(Protocol):
     """Starts, follows and ends the processes of jobs."""
 
@@ -73,9 +77,8 @@ class Launcher(Protocol):
         """Ask for its end. A submission that is over or absent is a success. Raises LauncherError."""
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
-        """Log text of up to `limit` bytes from byte `offset` on; empty where there is none yet. Raises LauncherError.
-
-        It costs memory for what it gives, not for the whole log.
+        """Log text of up to `limit` bytes from byte `offset` on; empty where there is none yet. Raises LauncherError,
+        NoLog. It costs memory for what it gives, not for the whole log.
         """
 
     def dashboard_url(self, submission_id: str) -> str | None:

@@ -210,6 +210,17 @@ def test_a_reader_of_logs_is_carried_over_to_the_next_attempt(service: Service) 
     assert again["text"] == ""
 
 
+def test_a_log_that_does_not_come_any_more_is_gone(service: Service) -> None:
+    job_id = service.submit()
+    service.client.post(f"/v1/jobs/{job_id}/cancel")
+    url = f"/v1/jobs/{job_id}/logs"
+    assert service.client.get(url).json() == {"text": "", "next_offset": 0, "complete": False}
+    service.turn(2)
+    answer = service.client.get(url)
+    assert (answer.status_code, answer.json()["code"]) == (410, "log_gone")
+    assert "never ran" in answer.json()["message"]
+
+
 def test_logs_say_why_they_cannot_be_read(service: Service) -> None:
     job_id = service.running()
     service.launcher.unreachable = True
