@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,11 @@ class Provenance:
     hardware: dict[str, str]
 
 
-def provenance() -> Provenance:
-    """Of this process. Raises: ProvenanceError where thinwire is imported from another folder than this checkout."""
+def provenance(code: Sequence[str] = CODE) -> Provenance:
+    """Of this process. code: what the figures depend on, as git names it.
+
+    Raises: ProvenanceError where thinwire is imported from another folder than this checkout.
+    """
     imported = Path(thinwire.__file__).resolve().parent
     if imported != ROOT / "thinwire":
         raise ProvenanceError(
@@ -39,11 +43,11 @@ def provenance() -> Provenance:
             f"python -m benchmarks.convergence in {ROOT}"
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Provenance(_commit(), versions, _hardware())
+    return Provenance(_commit(code), versions, _hardware())
 
 
-def _commit() -> str:
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *CODE)
+def _commit(code: Sequence[str]) -> str:
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--", *code)
     if commit is None or changes is None:
         return "unknown"
     return commit + ("-changed" if changes else "")
