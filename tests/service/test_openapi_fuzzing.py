@@ -52,11 +52,10 @@ class Fuzzed:
         schema = schemathesis.openapi.from_asgi("/openapi.json", service.app)
         self.operations = [found.ok() for found in schema.get_all_operations()]
 
-    def requests(self) -> st.SearchStrategy[Any]:
-        """Cases of any operation, in the document's sense right or wrong."""
+    def requests(self) -> list[st.SearchStrategy[Any]]:
+        """Cases of each operation, right in the document's sense; and wrong, where they can be."""
         modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-        every = [one.as_strategy(generation_mode=mode) for one in self.operations for mode in modes if _has(one, mode)]
-        return st.one_of(every)
+        return [one.as_strategy(generation_mode=mode) for one in self.operations for mode in modes if _has(one, mode)]
 
     def send(self, case: Any, token: str | None, job_id: str | None) -> None:
         """Make the request and check the answer. job_id: in the place of one that was made up."""
@@ -83,21 +82,24 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 
 
 def _fuzz(fuzzed: Fuzzed, cases: int) -> None:
-    tokens = st.sampled_from([fuzzed.service.token] * 6 + [None, "wrong", *_job_tokens(fuzzed)])
-    jobs = st.none() | st.sampled_from(fuzzed.known)
+    """So many cases, as many of each operation, of the operator more often than of others."""
+    tokens = st.sampled_from([*[fuzzed.service.token] * 6, None, "wrong", *_job_tokens(fuzzed)])
+    jobs = st.sampled_from([*fuzzed.known, None])
+    requests = fuzzed.requests()
+    for one in requests:
 
-    @settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        derandomize=cases < 1000,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=fuzzed.requests(), token=tokens, job_id=jobs)
-    def ask(case: Any, token: str | None, job_id: str | None) -> None:
-        fuzzed.send(case, token, job_id)
+        @settings(
+            max_examples=cases // len(requests),
+            deadline=None,
+            database=None,
+            derandomize=cases < 1000,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=one, token=tokens, job_id=jobs)
+        def ask(case: Any, token: str | None, job_id: str | None) -> None:
+            fuzzed.send(case, token, job_id)
 
-    ask()
+        ask()
     print(dict(sorted(fuzzed.statuses.items())))
 
 
