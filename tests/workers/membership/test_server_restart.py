@@ -1,6 +1,9 @@
 """The server dies, and another one with an empty memory takes its place: nothing is lost but the server."""
 
-from tests.workers.membership.members import Job, eventually, later, newcomer, standing
+import threading
+
+from tests.workers.membership.members import BEAT_S, SECRET, Job, eventually, identity, later, newcomer, standing
+from thinwire.workers.membership import Member
 
 
 def test_members_come_back_to_an_empty_server_with_the_same_generation(job: Job):
@@ -129,3 +132,23 @@ def test_a_keeper_that_raises_keeps_nobody_from_a_seat(job: Job):
 
     job.serve(1, 1, keep=keep)
     assert job.member(0).join(newcomer(), 5.0).generation == 1
+
+
+def test_members_try_where_the_server_was_while_nobody_can_tell_where_it_is(job: Job):
+    asked, answer = [], threading.Event()
+
+    def resolve():
+        asked.append(1)
+        assert len(asked) == 1 or answer.wait(20.0)
+        return job.server.address
+
+    job.serve(1, 1)
+    member = Member(resolve, SECRET, identity(0), beat_s=BEAT_S)
+    job.members.append(member)
+    job.join([member], [newcomer()])
+    port = job.server.address[1]
+    job.server.close()
+    job.serve(1, 1, port=port)
+    eventually(lambda: len(job.server.snapshot().members) == 1)
+    answer.set()
+    assert len(asked) == 2
