@@ -275,10 +275,11 @@ def main(
 
 HEAD = """# The same scripts, by AdamW under DDP and by ours
 
-`{command}` at commit {commit}; versions, hardware and every run are in [runs.json](runs.json). What
-is compared is in [same_scripts.py](../../same_scripts.py). Losses are those of the held-out text in nats a byte, means
-over seeds; the difference is of pairs of one seed, in per cent of the loss under DDP, with its 95 % interval. Verdicts
-are those of the convergence study: "same" needs an interval of at most 1 % to each side, which ends at or below +1 %.
+`{command}` at commit {commit}.
+Versions, hardware and every run are in [runs.json](runs.json); what is compared is in
+[same_scripts.py](../../same_scripts.py). Losses are those of the held-out text in nats a byte, means over seeds; the
+difference is of pairs of one seed, in per cent of the loss under DDP, with its 95 % interval. Verdicts are those of the
+convergence study: "same" needs an interval of at most 1 % to each side, which ends at or below +1 %.
 
 """
 
