@@ -19,7 +19,8 @@ class Worker:
 
     rank: in the present generation, None for a newcomer. standing: from its join() until it is seated. connected: it
     has a connection; reset: it was, until when it may come back, and why. silent, awaited: as there. has_state: it
-    holds the parameters, as far as is known. formed: it has its process group. signature: what it joined to train.
+    holds the parameters, as far as is known. here_since: when it came, or came back. formed: it has its process group.
+    signature: what it joined to train.
     """
 
     identity: Identity
@@ -34,6 +35,7 @@ class Worker:
     silent: bool = False
     awaited: bool = False
     has_state: bool = False
+    here_since: float = 0.0
     formed: bool = False
     signature: dict[str, str] | None = None
 

@@ -83,7 +83,7 @@ class Rules:
             known = attendance.workers.get(identity.id)
         worker = known or Worker(identity, now)
         attendance.workers[identity.id] = worker
-        worker.connected, worker.awaited, worker.reset = True, False, None
+        worker.connected, worker.awaited, worker.reset, worker.here_since = True, False, None, now
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
         self._hear(identity.id, None, 0.0, now)

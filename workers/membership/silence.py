@@ -53,6 +53,7 @@ class Silence:
             who = worker.identity
             attendance.say("silent" if silent else "heard", slot=who.slot, id=who.id, rank=worker.rank)
             if not silent:
+                worker.here_since = now
                 back.append(worker)
                 if worker.rank is not None:  # the network heals: others that were cut off with it may be about to come
                     self._judge_from = max(self._judge_from, now + attendance.timing.return_s)

@@ -1,6 +1,7 @@
 """Who is heard of, and yet must be left out?
 
-    who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps. One that still
+    who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps, from when it
+                          could be told of it: it may have been cut off, and be back. One that still
                           forms its process group has form_s from its seat on; then it hangs, if others have theirs
     who is not reached    others cannot talk to it, or it to them (unreachable.py)
 
@@ -47,8 +48,12 @@ class Stuck:
     def _judge_forming(self, now: float) -> None:
         attendance, present, form_s = self._attendance, self._attendance.present, self._attendance.timing.form_s
         members = attendance.members()
-        late = [w for w in members if w.here and not w.formed and w.standing is None]
-        if not late or now - present.seated_at <= form_s or present.at_end:
+        late = [
+            w
+            for w in members
+            if w.here and not w.formed and w.standing is None and now - max(present.seated_at, w.here_since) > form_s
+        ]
+        if not late or present.at_end:
             return
         if any(w.formed for w in members):
             for worker in late:
@@ -62,7 +67,8 @@ class Stuck:
         limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
         for worker in members:
             forms = not worker.formed and now - attendance.present.seated_at <= timing.form_s
-            if worker.standing is None and worker.here and not forms and now - since > limit_s:
+            told_s = now - max(since, worker.here_since)
+            if worker.standing is None and worker.here and not forms and told_s > limit_s:
                 attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
 
     def _judge_reports(self, now: float) -> None:

@@ -147,3 +147,14 @@ def test_who_was_refused_is_told_the_same_when_it_comes_back():
     refusal = told.refusals["w1"]
     assert refusal.verdict == "refused"
     assert told.rules.hello(Identity("w1", 1, "h", 1), None, 2.0) == refusal
+
+
+def test_who_could_not_hear_of_a_regroup_has_its_time_from_when_it_is_back():
+    told = formed(3)
+    told.run(0.5, 5.0, {"w0": 0.0, "w1": 0.3})
+    told.rules.gone("w2", "its connection ended", 5.0)
+    told.run(5.0, 40.0, {})
+    told.run(40.0, 40.0 + TIMING.join_timeout_s - 1.0, {"w0": 0.0, "w1": 0.3})
+    assert "w0" not in told.refusals
+    told.run(40.0 + TIMING.join_timeout_s - 1.0, 41.0 + TIMING.join_timeout_s, {"w0": 0.0, "w1": 0.3})
+    assert "it hangs" in told.refusals["w0"].why
