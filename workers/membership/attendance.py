@@ -61,7 +61,7 @@ class Timing:
     return_s: float = 5.0
     form_s: float = 60.0
     lease_s: float = LEASE_END_S
-    reset_s: float = 0.5
+    reset_s: float = 1.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, 
 from thinwire.workers.membership.silence import Silence
 from thinwire.workers.membership.stuck import Stuck
 
-JUST_NOW = 0.15
+JUST_NOW = 0.12
 """Of the time after which a worker is silent: a beat or two."""
 PAUSE_S = 2.0
 """Between two ticks: more than that, and this process itself was stopped, so that nobody's silence counts."""
@@ -52,7 +52,7 @@ class Rules:
         self._began = now
         self._quiet_until = now + timing.quiet_s
         self._ticked_at = now
-        self._highest = after  # generation that anybody has told of
+        self._highest = self._after = after  # the first: that anybody has told of
         self._signature: dict[str, str] | None = None  # of the job, while it has members
         self._attendance = Attendance(timing)
         self._silence = Silence(self._attendance, now)
@@ -332,6 +332,7 @@ class Rules:
 
     def _hear(self, id: str, step: int | None, seconds: float, now: float) -> None:
         attendance, worker = self._attendance, self._attendance.workers[id]
+        self._silence.heard(now)
         worker.heard_at = now
         worker.step = max(worker.step, step or 0)
         worker.has_state = worker.has_state or step is not None
@@ -339,7 +340,6 @@ class Rules:
         if worker.rank is None:
             return
         attendance.present.furthest = max(attendance.present.furthest, worker.step)
-        self._silence.heard(now)
 
     def _refuse_doubles(self, worker: Worker, now: float) -> None:
         """It is there again, and while it was silent a new process may have come for its slot."""
@@ -386,6 +386,8 @@ class Rules:
         attendance, ended = self._attendance, self._attendance.present
         if not members and now < max([self._quiet_until, *ended.released.values()]):
             return
+        if ended.generation < self._after and now < self._quiet_until:
+            return  # members of a later generation than the one that was told may still commit
         joined = roster.seating(attendance.workers.values())
         if ended.at_end:  # one has ended well, so all have made the last step: a death only kept these from ending too
             joined = [worker for worker in joined if worker.rank is not None]
@@ -426,7 +428,6 @@ class Rules:
 
     def _begin(self, present: Present) -> None:
         self._attendance.begin(present)
-        self._silence.of_all = False
         self._stuck.forget_reports()
 
     def _plan(self, members: list[Worker], now: float) -> None:
@@ -460,7 +461,8 @@ class Rules:
     def _adopt(self, identity: Identity, told: Seat, now: float) -> m.Refusal | None:
         attendance, generation = self._attendance, self._attendance.present.generation
         self._highest = max(self._highest, told.generation)
-        knows_less = told.generation > generation and (generation == 0 or bool(attendance.awaited()))
+        adopted = generation == 0 or bool(attendance.awaited()) or generation < self._after
+        knows_less = told.generation > generation and adopted
         if knows_less and any(seated.identity.id == identity.id for seated in told.members):
             self._take_over(told, now)
             return None
@@ -475,6 +477,8 @@ class Rules:
         attendance.cancel()
         self._begin(Present(told.generation, told.members, told.reason, told.lost, seated_at=now))
         self._silence.adopt_until = now + self._timing.adopt_s
+        if told.generation < self._after:  # members of the last generation may be about to come, or be cut off
+            self._silence.adopt_until = max(self._silence.adopt_until, self._quiet_until)
         attendance.say("adopted", size=told.size)
         ranks = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
         for worker in list(attendance.workers.values()):

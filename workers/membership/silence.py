@@ -4,8 +4,8 @@
                 silent one after another, and the last beats of the others must not be held against the first
     undecided   neither heard lately nor silent: soon the one or the other
 
-Silent are all: the server is cut off, and nobody is lost by that. Unless nobody of this generation can commit any more,
-and newcomers wait, or the job is at its end.
+Silent are all, or were for a while: the server is cut off, and nobody is lost by that. Unless nobody of this generation
+can commit any more, and newcomers wait, or the job is at its end.
 Half of the members, or more, are heard: they may go on at once, for a step takes the data of all, so that whoever is
 silent is at most one step ahead. Unless only the silent hold the state; then, and where less than half are heard, the
 silent may still train, and are waited for, each until its lease has ended.
@@ -21,25 +21,28 @@ from thinwire.workers.membership.roster import Worker
 class Silence:
     """Of the workers in one attendance.
 
-    adopt_until: then a member that has not come back to a server that was restarted is silent. of_all: all members are.
+    adopt_until: then a member that has not come back to a server that was restarted is silent.
     """
 
     def __init__(self, attendance: Attendance, now: float) -> None:
         self._attendance = attendance
         self._judge_from = now
+        self._heard_at: float | None = None
         self.adopt_until = now
-        self.of_all = False
 
     def heard(self, now: float) -> None:
-        """A member was heard. Where all were silent, the others are about to come back too."""
-        if self.of_all:
-            self.of_all = False
-            self._judge_from = now + self._attendance.timing.beat_timeout_s
+        """A worker was heard. Where nobody was for a while, the others are about to come back too."""
+        timing = self._attendance.timing
+        if self._heard_at is not None and now - self._heard_at > timing.beat_timeout_s / 4:
+            self._judge_from = now + timing.beat_timeout_s
+        self._heard_at = now
 
     def forgive(self, paused_s: float) -> None:
         """The server was stopped for so long."""
         self.adopt_until += paused_s
         self._judge_from += paused_s
+        if self._heard_at is not None:
+            self._heard_at += paused_s
 
     def note(self, now: float) -> list[Worker]:
         """Mark who is silent, and who is not any more. Returns these."""
@@ -71,10 +74,9 @@ class Silence:
         members = attendance.members()
         silent = [w for w in members if w.silent]
         heard = [w for w in members if not w.silent and now - w.heard_at <= timing.beat_timeout_s / 2]
-        self.of_all = bool(silent) and len(silent) == len(members)
         if not silent or now < self._judge_from:
             return
-        if self.of_all:
+        if len(silent) == len(members):
             enough = len(roster.waiting_slots(attendance.workers.values())) >= least
             if now >= attendance.vacant_at() and (enough or attendance.present.at_end):
                 self._fence(silent, now)

@@ -13,8 +13,8 @@ TIMING = Timing(start_wait_s=0.2)
 class Told:
     """The rules, with what they said so far."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.rules = Rules(Limits(least, most), TIMING, 0.0)
+    def __init__(self, least: int, most: int, timing: Timing = TIMING, after: int = 0) -> None:
+        self.rules = Rules(Limits(least, most), timing, 0.0, after=after)
         self.seats, self.refusals, self.events = {}, {}, []
 
     def take(self) -> None:
@@ -158,3 +158,41 @@ def test_who_could_not_hear_of_a_regroup_has_its_time_from_when_it_is_back():
     assert "w0" not in told.refusals
     told.run(40.0 + TIMING.join_timeout_s - 1.0, 41.0 + TIMING.join_timeout_s, {"w0": 0.0, "w1": 0.3})
     assert "it hangs" in told.refusals["w0"].why
+
+
+def test_a_server_that_was_cut_off_briefly_waits_for_the_last_to_be_heard_again():
+    told = formed(3)
+    told.run(0.5, 20.0, {f"w{slot}": slot / 5 for slot in range(3)})
+    told.run(20.0, 28.0, {})
+    told.run(28.0, 31.0, {"w0": 0.0, "w1": 0.2})
+    assert told.refusals == {}
+    told.run(31.0, 50.0, {f"w{slot}": slot / 5 for slot in range(3)})
+    assert told.refusals == {}
+
+
+def test_newcomers_that_come_first_when_the_server_is_back_do_not_take_the_place_of_members():
+    told = formed(1)
+    told.run(0.5, 60.0, {})
+    told.come("new", 0, 60.0)
+    told.run(60.0, 61.0, {"new": 0.0})
+    told.run(61.0, 70.0, {"w0": 0.0})
+    assert told.refusals.keys() <= {"new"}
+
+
+def test_a_restarted_server_lets_members_of_an_earlier_generation_wait_for_those_of_the_last():
+    before = formed(3)
+    early = before.seats["w2"]
+    before.rules.gone("w2", "its connection ended", 1.0)
+    for id in ("w0", "w1"):
+        before.join(id, 1.1)
+    last = before.seats["w0"]
+    assert last.generation == 2
+    told = Told(1, 3, Timing(quiet_s=TIMING.lease_s), after=2)
+    told.seats["w2"] = early
+    assert told.rules.hello(early.members[2].identity, early, 0.5) is None
+    told.join("w2", 0.6)
+    told.run(1.0, 20.0, {"w2": 0.0})
+    assert told.refusals == {}
+    assert told.rules.hello(last.members[0].identity, last, 20.0) is None
+    told.run(20.0, 21.0, {"w0": 0.0})
+    assert told.refusals["w2"].verdict == "fenced"
