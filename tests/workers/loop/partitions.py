@@ -33,6 +33,7 @@ CUTS = {
     "two of three, the membership with the one": Cut(3, _apart([1, 2], [0, SERVER])),
     "two of four": Cut(4, _apart([2, 3], [0, 1, SERVER])),
     "the membership's host alone": Cut(3, _apart([SERVER], [0, 1, 2])),
+    "the way of one of three to the membership": Cut(3, _apart([2], [SERVER])),
     "what one of three sends": Cut(3, tuple(product([2], [0, 1, SERVER]))),
     "what is sent to one of three": Cut(3, tuple(product([0, 1, SERVER], [2]))),
     "one pair of three": Cut(3, _apart([1], [2])),

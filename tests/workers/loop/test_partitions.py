@@ -15,6 +15,7 @@ LEFT_OUT = {
     "two of three, the membership with the one": [1, 2],
     "two of four": [2, 3],
     "the membership's host alone": [],
+    "the way of one of three to the membership": [2],
     "what one of three sends": [2],
     "what is sent to one of three": [2],
     "one pair of three": [2],
