@@ -32,7 +32,6 @@ from thinwire.workers.membership.state import (
     MembershipError,
     NotSeated,
     Refused,
-    StoreTimeout,
 )
 
 __all__ = [
@@ -58,5 +57,4 @@ __all__ = [
     "Seated",
     "Snapshot",
     "Standing",
-    "StoreTimeout",
 ]

@@ -120,7 +120,6 @@ class Present:
     leaving: frozenset[str] = frozenset()
     regroup_since: float | None = None
     at_end: bool = False
-    store: m.StoreAt | None = None
     seated_at: float = 0.0
     furthest: int = 0
     released: dict[str, float] = field(default_factory=dict)
@@ -137,7 +136,7 @@ class Present:
         heard: list[m.FromServer] = [self.lost_peer(gone) for gone in self.lost]
         if self.over is not None and not self.lost:
             heard.append(m.Over(generation=self.generation, why=self.over))
-        return [*heard, *([self.store] if self.store else [])]
+        return heard
 
     def lost_peer(self, gone: LostMember) -> m.LostPeer:
         """What the others are told."""

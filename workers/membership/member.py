@@ -20,7 +20,7 @@ from collections.abc import Callable
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.link import Link
 from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
-from thinwire.workers.membership.state import Ended, Fenced, GenerationOver, JoinTimeout, NotSeated, State, StoreTimeout
+from thinwire.workers.membership.state import Ended, Fenced, JoinTimeout, NotSeated, State
 
 OUTCOME_S = 30.0
 """How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
@@ -80,30 +80,6 @@ class Member:
             self._raise_if_ended()
             self._state.handed_out = True
             return self._seated()
-
-    def announce_store(self, port: int) -> None:
-        """Tell the others where the TCPStore of this generation listens. Rank 0 only; raises ValueError, NotSeated."""
-        with self._state.changed:
-            seat = self._seated()
-            if seat.rank != 0:
-                raise ValueError(f"rank {seat.rank} announced a store at port {port}: only rank 0 has one")
-            self._state.store, self._state.store_port = (self._identity.host, port), port
-        self._link.send(m.Store(generation=seat.generation, port=port))
-
-    def store_address(self, timeout_s: float = 30.0) -> tuple[str, int]:
-        """Where rank 0's TCPStore listens. Raises GenerationOver, StoreTimeout, NotSeated."""
-        until = time.monotonic() + timeout_s
-        with self._state.changed:
-            seat = self._seated()
-            while self._state.store is None:
-                if self._state.over is not None:
-                    raise GenerationOver(f"generation {seat.generation} is over: {self._state.over}; call join()")
-                if not self._wait_until(until):
-                    raise StoreTimeout(
-                        f"rank 0 of generation {seat.generation} did not announce its store within {timeout_s:g} s: "
-                        "look at its log, or wait longer"
-                    )
-            return self._state.store
 
     def formed(self) -> None:
         """This member has the process group of its generation. Raises NotSeated."""

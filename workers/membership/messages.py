@@ -5,8 +5,6 @@
                                        <-   Welcome, or Refusal and the end of the connection
     Join                               ->
                                        <-   Seating, when the generation closes
-    Store (rank 0)                     ->
-                                       <-   StoreAt, to the others
     Formed; or Unreachable             ->   it has its process group; or cannot talk to some of its peers
     Beat(number), every beat_s         ->
                                        <-   Heard(number), at once: it may commit for a while (commit_lease.py)
@@ -34,7 +32,6 @@ LONGEST_LINE_BYTES = 1 << 20
 """A seat of a thousand members takes about half of it."""
 
 Reason = Annotated[str, Field(max_length=2 * LONGEST_REASON)]
-Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class _Message(BaseModel):
@@ -68,14 +65,6 @@ class Join(_Message):
     standing: Standing
     signature: dict[Name, Reason] | None = None
     floor: Annotated[int, Field(ge=0)] = 0
-
-
-class Store(_Message):
-    """Rank 0's TCPStore listens at this port."""
-
-    kind: Literal["store"] = "store"
-    generation: int
-    port: Port
 
 
 class Formed(_Message):
@@ -155,15 +144,6 @@ class Seating(_Message):
     seat: Seat
 
 
-class StoreAt(_Message):
-    """Where the members of this generation find its store."""
-
-    kind: Literal["store_at"] = "store_at"
-    generation: int
-    host: str
-    port: Port
-
-
 class LostPeer(_Message):
     """A member of this generation is gone."""
 
@@ -206,8 +186,8 @@ class Cancel(_Message):
     number: int
 
 
-FromMember = Hello | Join | Store | Formed | Unreachable | Beat | Answer | Notice | Goodbye
-FromServer = Welcome | Refusal | Heard | Seating | StoreAt | LostPeer | Over | Proposal | Confirm | Cancel
+FromMember = Hello | Join | Formed | Unreachable | Beat | Answer | Notice | Goodbye
+FromServer = Welcome | Refusal | Heard | Seating | LostPeer | Over | Proposal | Confirm | Cancel
 
 key: TypeAdapter[Key] = TypeAdapter(Key)
 from_member: TypeAdapter[FromMember] = TypeAdapter(Annotated[FromMember, Field(discriminator="kind")])

@@ -132,15 +132,6 @@ class Rules:
                 attendance.dismiss(worker, attendance.unwanted[id])
         self._settle(now)
 
-    def store(self, id: str, generation: int, port: int) -> None:
-        """Rank 0 has a store."""
-        attendance, worker = self._attendance, self._attendance.workers[id]
-        if worker.rank != 0 or generation != attendance.present.generation:
-            return  # it speaks of a generation that is over
-        attendance.present.store = m.StoreAt(generation=generation, host=worker.identity.host, port=port)
-        attendance.say("store", host=worker.identity.host, port=port)
-        attendance.tell(attendance.present.store, but=id)
-
     def formed(self, id: str, generation: int, now: float) -> None:
         """A member has the process group of that generation."""
         self._hear(id, None, 0.0, now)

@@ -110,7 +110,7 @@ class Limits:
 class MembershipEvent:
     """Something that happened at the server, for logs and metrics. time: unix seconds.
 
-    kinds: connected, joined, seated, store, over, cut, silent, heard, unreachable, lost, returned, fenced, failed,
+    kinds: connected, joined, seated, over, cut, silent, heard, unreachable, lost, returned, fenced, failed,
     refused, left, dismissed, proposed, confirmed, cancelled, notice, adopted, minority, gave_up, limits, finished
     """
 

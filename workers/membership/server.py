@@ -210,8 +210,6 @@ class MembershipServer:
                     self._rules.join(
                         id, message.after, message.standing, now, signature=message.signature, floor=message.floor
                     )
-                case m.Store():
-                    self._rules.store(id, message.generation, message.port)
                 case m.Formed():
                     self._rules.formed(id, message.generation, now)
                 case m.Unreachable():

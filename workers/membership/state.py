@@ -15,7 +15,6 @@ Beside that it has a lease (commit_lease.py), which may hold or not in any state
 MembershipError
 |-- JoinTimeout      no generation closed in the time that join() was given; join() may be called again
 |-- GenerationOver   a member was lost while this one waited for something of the present generation
-|-- StoreTimeout     rank 0 has not said in time where its store is
 |-- NotSeated        a call that needs a seat came before join() gave one
 `-- Ended            there is no way back for this member: its process must end
     |-- Fenced       the others have gone on without it; a new process may come as a newcomer
@@ -45,10 +44,6 @@ class JoinTimeout(MembershipError):
 
 class GenerationOver(MembershipError):
     """A member was lost meanwhile: call join() for the next generation."""
-
-
-class StoreTimeout(MembershipError):
-    """Rank 0 did not announce its store in time."""
 
 
 class NotSeated(MembershipError):
@@ -111,9 +106,6 @@ class State:
         """Well: the others do not count it as lost."""
         self.over: str | None = None
         self.lost: dict[int, str] = {}
-        self.store: tuple[str, int] | None = None
-        self.store_port: int | None = None
-        """Announced by this member."""
         self.promise: Promise | None = None
         self.stop_at: float = math.inf
         """A promise was made for this step."""
@@ -181,12 +173,10 @@ class State:
                 self.lease.heard(message.number)
             case m.Seating() if seat is None or message.seat.generation > seat.generation:
                 self.seat, self.handed_out, self.standing = message.seat, False, None
-                self.over, self.lost, self.store, self.store_port = None, {}, None, None
+                self.over, self.lost = None, {}
                 self.promise, self.stop_at = None, math.inf
                 self.formed, self.unreachable = False, {}
                 self.step, self.longest_step_s = None, 0.0
-            case m.StoreAt() if seat is not None and message.generation == seat.generation:
-                self.store = (message.host, message.port)
             case m.LostPeer() if seat is not None and message.generation == seat.generation:
                 who = worker_name(seat.members[message.rank].identity)
                 self.lost.setdefault(message.rank, message.why)
@@ -210,8 +200,6 @@ class State:
             said.append(m.Unreachable(generation=self.seat.generation, ranks=self.unreachable))
         if self.standing is not None:
             said.append(self.join(self.standing))
-        if self.seat is not None and self.store_port is not None:
-            said.append(m.Store(generation=self.seat.generation, port=self.store_port))
         if self.notice is not None:
             said.append(m.Notice(reason=self.notice))
         return said

@@ -12,13 +12,11 @@ from tests.workers.membership.members import Job, eventually, identity, later, n
 from thinwire.workers.membership import (
     Dismissed,
     Fenced,
-    GenerationOver,
     JoinTimeout,
     Limits,
     NotSeated,
     Refused,
     Standing,
-    StoreTimeout,
 )
 
 
@@ -140,36 +138,10 @@ def test_who_does_not_come_to_the_regroup_is_fenced_and_named(job: Job):
         b.join(standing(seats[1]), 5.0)
 
 
-def test_the_store_of_rank_0_is_known_to_all_and_forgotten_with_the_generation(job: Job):
-    job.serve(1, 2)
-    (a, b), seats = job.seated(0, 1)
-    with pytest.raises(StoreTimeout):
-        b.store_address(0.05)
-    asked = later(lambda: b.store_address(5.0))
-    a.announce_store(4242)
-    assert asked.result(5.0) == ("127.0.0.1", 4242) == a.store_address(0.0)
-    with pytest.raises(ValueError, match="only rank 0"):
-        b.announce_store(1)
-    a.close()
-    b.wait_over(1.0)
-    b.join(standing(seats[1]), 5.0)
-    with pytest.raises(StoreTimeout):
-        b.store_address(0.0)
-
-
-def test_whoever_waits_for_the_store_hears_that_rank_0_died(job: Job):
-    job.serve(1, 2)
-    (a, b), _ = job.seated(0, 1)
-    asked = later(lambda: b.store_address(30.0))
-    a.close()
-    with pytest.raises(GenerationOver, match="rank 0"):
-        asked.result(1.0)
-
-
-def test_without_a_seat_there_is_no_store(job: Job):
+def test_without_a_seat_there_is_no_group(job: Job):
     job.serve(1, 1)
     with pytest.raises(NotSeated):
-        job.member(0).store_address(0.0)
+        job.member(0).formed()
 
 
 def test_newcomers_are_admitted_at_one_boundary(job: Job):

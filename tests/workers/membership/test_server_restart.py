@@ -62,15 +62,6 @@ def test_a_join_that_was_waiting_goes_on_at_the_next_server(job: Job):
     assert waiting.result(5.0).rank == 0
 
 
-def test_the_store_is_announced_again(job: Job):
-    job.serve(1, 2)
-    (a, b), _ = job.seated(0, 1)
-    job.server.close()
-    a.announce_store(4242)  # nobody hears it
-    job.serve(1, 2)
-    assert b.store_address(5.0) == ("127.0.0.1", 4242)
-
-
 def test_a_quiet_start_keeps_newcomers_from_beginning_beside_the_members(job: Job):
     job.serve(1, 2)
     (a,), _ = job.seated(0)
