@@ -10,6 +10,7 @@ or size are in different calls, whatever their timing; one that has begun fewer 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,9 +60,10 @@ class Calls:
     told of ranks in different calls, once some were: no collective begins after it.
     """
 
-    __slots__ = ("begun", "last", "mismatch", "now", "recent", "remedy", "waits")
+    __slots__ = ("_turn", "begun", "last", "mismatch", "now", "recent", "remedy", "waits")
 
     def __init__(self) -> None:
+        self._turn = threading.RLock()
         self.now = self.remedy = self.last = self.mismatch = ""
         self.begun = [0, 0]
         self.recent: deque[Place] = deque(maxlen=RECENT)
@@ -77,9 +79,17 @@ class Calls:
         """Inside, this rank is in `call`. remedy: what its user is to do where other ranks are in another one.
 
         Signals are handled where it waits for others, or at the end (comm.signals).
+        Raises: RuntimeError where another thread is in one: which comes first would be another on each rank.
         """
-        before, begun = (self.now, self.remedy), sum(self.begun)
         with deferred():
+            if not self._turn.acquire(blocking=False):
+                raise RuntimeError(
+                    f"{call}: another thread is in {self.now or 'a call'} on the same process group, and the exchanges "
+                    "of two threads would be mixed, for they come in another order on each rank. Make these calls from "
+                    "one thread, or give each optimizer a process group of its own, on every rank in the same order: "
+                    "group=TorchGroup(torch.distributed.new_group()) (thinwire.comm)"
+                )
+            before, begun = (self.now, self.remedy), sum(self.begun)
             self.now, self.remedy = call, remedy
             try:
                 yield
@@ -87,6 +97,7 @@ class Calls:
                     self.last = call
             finally:
                 self.now, self.remedy = before
+                self._turn.release()
 
     def told(self) -> str:
         """Where this rank is, in words."""

@@ -60,9 +60,14 @@ def has_process_group() -> bool:
 def given_or_default(group: Group | None) -> Group:
     """The group itself; for None torch.distributed's default group, or one rank alone where there is none.
 
-    Raises: ValueError where there is none though a launcher has started several ranks.
+    Raises: ValueError where there is none though a launcher has started several ranks; TypeError for no Group.
     """
     if group is not None:
+        if not isinstance(getattr(group, "size", None), int):  # of a ProcessGroup it is a method
+            raise TypeError(
+                f"group = {type(group).__name__}: must be a Group of thinwire.comm. Wrap a process group of "
+                "torch.distributed, on the ranks that are in it: group=TorchGroup(process_group)"
+            )
         return group
     if dist.is_available() and dist.is_initialized():
         return TorchGroup()

@@ -457,6 +457,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         else:
             self.saved["last_sync"] = self.num_steps
 
+    @property
+    def common_parameters(self) -> Tensor:
+        """As FlatOptimizer.common_parameters: those of the last sync."""
+        return self.space.p_N if self.at_sync else self.vectors.x_s_N
+
     def common_vectors(self) -> dict[str, Tensor]:
         """As FlatOptimizer.common_vectors; between syncs the parameters and m are each rank's own."""
         return super().common_vectors() if self.at_sync else {"x_s": self.vectors.x_s_N, "v_N": self.vectors.v_N}

@@ -142,13 +142,13 @@ class ChangingOptimizer(torch.optim.Optimizer):
         for param in (param for group in groups for param in group["params"] if not is_trained(param)):
             send_frozen_(self._group, param, self.space.p_N.device)
 
-    def _refuse_other_models(self, call: str) -> None:
+    def _refuse_other_models(self, call: str, settings: Sequence[str] = ()) -> None:
         header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
         every = [param for param_group in self.param_groups for param in param_group["params"]]
         device = next(filter(is_trained, every), every[0]).device
         changed = hasattr(self, "space") and not self._is_laid_out
         told = ["other parameters than in the step before"] if changed else []
-        lines = [header, *describe(self.param_groups), *told]
+        lines = [header, *describe(self.param_groups), *settings, *told]
         if self.model is not None:
             lines += ["model= was given", *Buffers(self.model).lines()]
         refuse_other_models(self._group, f"an optimizer's {call}", lines, device)

@@ -37,6 +37,7 @@ from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
+from thinwire.optim.engine.replicas import Replicas, settings
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, replicated
 
@@ -78,6 +79,11 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{type(self).__name__} was made under torch.inference_mode(), where no vector can be made that "
+                "training may write: make it outside, or under torch.no_grad()"
+            )
         super().__init__(params, defaults)
         self.bucket_elements = checked.bucket_elements
         self.overlaps = checked.overlap
@@ -154,11 +160,12 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
 
     def send_beside(self) -> None:
-        """What all ranks send in each step that sends something, before anything has changed: buffers. Collective.
+        """What all ranks send in each step that sends something, before anything has changed. Collective.
 
-        Raises: as equalise_buffers.
+        Buffers; now and then what tells whether they still hold the same (replicas.py). Raises: as equalise_buffers.
         """
         self.equalise_buffers()
+        self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
         """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
@@ -183,6 +190,11 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     def common_vectors(self) -> dict[str, Tensor]:
         """What all ranks hold alike now, the parameters among it; not copies."""
         return {"parameters": self.space.p_N, **replicated(self.vectors)}
+
+    @property
+    def common_parameters(self) -> Tensor:
+        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
+        return self.space.p_N
 
     def end_round_as(self, src: int) -> None:
         """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
@@ -482,7 +494,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         for param_group in self.param_groups:
             self.check_group(param_group)
         compute_dtype(self.param_groups)
-        self._refuse_other_models(call)
+        self._refuse_other_models(call, [f"{name} = {value}" for name, value in settings(self).items()])
         self.parked = {}
         self.space = FlatSpace(self.param_groups)
         self.ages = [Age()] * len(self.space.tensors)
@@ -498,7 +510,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.set_ages(self.ages)
         self.reduce = self.make_reducer(self._group, self.block)
         self.saved, self.evidence = {}, {}
-        self.buffers, self._beside_due = Buffers(self.model), False
+        self.buffers, self._beside_due, self._replicas = Buffers(self.model), False, Replicas()
         self.vectors = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)

@@ -111,19 +111,29 @@ def without_gradient(step: int, where: str) -> str:
 def is_sharded(param: Tensor) -> bool:
     """Is it a part of a parameter, as FSDP and tensor parallelism leave on a rank? By name: not imported for this."""
     kinds = [(str(kind.__module__).split(".")[0], kind.__name__) for kind in type(param).__mro__]
-    return ("torch", "DTensor") in kinds or bool(getattr(param, "_fsdp_flattened", False))
+    by_deepspeed = hasattr(param, "ds_id")  # ZeRO's stage 3 leaves it empty
+    return ("torch", "DTensor") in kinds or bool(getattr(param, "_fsdp_flattened", False)) or by_deepspeed
 
 
 def _refuse_unfit(param: Tensor, label: str) -> None:
     if is_sharded(param):
         raise ValueError(
-            f"{label}: is {type(param).__name__}, sharded by FSDP or tensor parallelism, and the optimizer needs the "
-            "whole model on every rank: leave out fully_shard(), FullyShardedDataParallel or parallelize_module()"
+            f"{label}: is {type(param).__name__}, sharded by FSDP, ZeRO or tensor parallelism, and the optimizer needs "
+            "the whole model on every rank: leave out fully_shard(), FullyShardedDataParallel, deepspeed.zero.Init() "
+            "or parallelize_module()"
         )
     if param.dtype not in SUPPORTED:
         raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}")
+    if param.is_inference():
+        raise ValueError(
+            f"{label}: was made under torch.inference_mode(), so that no gradient can be taken of it: make or load the "
+            "model outside of it, or under torch.no_grad()"
+        )
     if param.layout != torch.strided or param.is_meta:
-        raise ValueError(f"{label}: is {param.layout} on {param.device}; it must be dense, and hold values")
+        raise ValueError(
+            f"{label}: is {param.layout} on {param.device}; it must be dense, and hold values: give it a device and "
+            "values first (model.to_empty(device=...), then reset_parameters() or a checkpoint)"
+        )
     if param.numel() == 0:
         raise ValueError(f"{label}: has no elements; leave it out")
 

@@ -215,7 +215,7 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
             logger.warning(told)
         for memory in error_memories(optimizer.vectors).values():
             memory.restore(memory.residual())  # one owner of each part, replicas of it included
-    told_n = _gathered(group, {name: _digest(x) for name, x in optimizer.common_vectors().items()}, device)
+    told_n = _gathered(group, {name: digest(x) for name, x in optimizer.common_vectors().items()}, device)
     for name in told_n[0]:
         _refuse_different(name, [one.get(name) for one in told_n])
 
@@ -261,7 +261,7 @@ def _refuse_different(what: str, values: list[Any]) -> None:
         )
 
 
-def _digest(x: Tensor) -> list[int]:
+def digest(x: Tensor) -> list[int]:
     """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
     bits = x.detach().contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64)
     return [int(bits.sum(dtype=torch.int64)), int(bits[::2].sum(dtype=torch.int64))]

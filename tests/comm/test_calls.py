@@ -2,6 +2,7 @@
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,6 +37,10 @@ def test_calls_know_where_their_rank_is_and_what_it_did_last():
     assert calls.last == "a()"
     with calls.within("local()"):  # nothing was begun: no other rank took part in it
         pass
+    with calls.within("mine()"), ThreadPoolExecutor(1) as threads:
+        with pytest.raises(RuntimeError, match=r"yours\(\): another thread is in mine\(\) on the same process group"):
+            threads.submit(calls.within("yours()").__enter__).result()
+        assert calls.told() == "mine()"
     with pytest.raises(ZeroDivisionError), calls.within("c()"):
         calls.begun[1] += 1 // 0
     assert (calls.told(), calls.remedy, calls.last) == ("its own code after a()", "", "a()")

@@ -1,0 +1,101 @@
+"""Do all ranks still hold the same parameters, and step with the same settings? Asked now and then, said in the log.
+
+Nothing brings replicas together again that have drifted apart: a learning rate that follows each rank's own loss,
+weights written on one rank, two threads on one process group. Every rank would train on, and none would know.
+
+A warning and no error: machines of two kinds may round differently, and train well. 16 bytes a rank, every EVERY steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.comm.protocol import Group
+from thinwire.optim.engine.shares import digest
+
+logger = logging.getLogger(__name__)
+
+EVERY = 100
+"""Steps from one comparison to the next. It reads the parameters twice, which is little beside so many steps."""
+TO_DO = (
+    "nothing brings these ranks together again. Give all the same learning rate and settings (a ReduceLROnPlateau the "
+    "loss averaged over ranks), write weights alike on every rank, and step a process group's optimizers from one "
+    "thread; then go on from a checkpoint of before"
+)
+_PARAMETERS = "parameters"
+
+
+class Replica(Protocol):
+    """What is read of an optimizer: see FlatOptimizer."""
+
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+    max_grad_norm: float | None
+    non_finite: str
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all held the same."""
+
+    @property
+    def common_parameters(self) -> Tensor:
+        """What the parameters were then."""
+
+
+class Replicas:
+    """Compared over the ranks of one exchange: the first time EVERY steps after it was made, or loaded."""
+
+    def __init__(self) -> None:
+        self._compared: int | None = None
+        self._said = False
+
+    def compare(self, optimizer: Replica) -> None:
+        """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost."""
+        now = optimizer.common_steps // EVERY
+        if self._compared is None:
+            self._compared = now
+        if now == self._compared or optimizer.group.size == 1:
+            return
+        own_N = optimizer.common_parameters
+        own = {**settings(optimizer), _PARAMETERS: digest(own_N)}
+        texts = texts_if_they_differ(optimizer.group, json.dumps(own, default=str), own_N.device)
+        self._compared = now
+        if texts is not None and optimizer.group.rank == 0 and not self._said:
+            self._said = True
+            told = "; ".join(_differences([json.loads(text) for text in texts]))
+            logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, told, TO_DO)
+
+
+def settings(optimizer: Replica) -> dict[str, Any]:
+    """What every rank must step with alike, by name: plain numbers and lists."""
+    found: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm, "non_finite": optimizer.non_finite}
+    for index, group in enumerate(optimizer.param_groups):
+        found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):  # as torch.optim takes a learning rate too
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _differences(everyone: list[dict[str, Any]]) -> list[str]:
+    """Each thing in which some rank differs from rank 0, in words."""
+    told = []
+    for name, mine in everyone[0].items():
+        others = [(rank, theirs.get(name)) for rank, theirs in enumerate(everyone) if theirs.get(name) != mine]
+        if others and name == _PARAMETERS:
+            told.append(f"{name} of ranks {[rank for rank, _ in others]} are not those of rank 0")
+        elif others:
+            told.append(f"{name} is {mine} on rank 0 and {others[0][1]} on rank {others[0][0]}")
+    return told

@@ -1,0 +1,79 @@
+"""Ranks that no longer hold the same are told so once, with what differs; ranks that do are told nothing."""
+
+import pytest
+import torch
+
+from tests.optim.seeded import seeded
+from thinwire.comm import WireMismatch, run_threads
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.optim.engine import replicas
+
+MAKE = {
+    "adam": Adam,
+    "adam, overlap": lambda p, **k: Adam(p, overlap=True, **k),
+    "onebit_adam": lambda p, **k: OneBitAdam(p, warmup=3, **k),
+    "zero_one_adam": lambda p, **k: ZeroOneAdam(p, dense_steps=2, var_freeze_step=4, local_step_scaler=3, **k),
+}
+
+
+def trained(make, change, steps=30, ranks=3):
+    """On every rank a net that has taken these steps; change(rank, step, net, optimizer) comes before each."""
+
+    def work(group):
+        net = seeded(0, lambda: torch.nn.Linear(6, 3))
+        optimizer = make(net.parameters(), group=group)
+        for step in range(steps):
+            change(group.rank, step, net, optimizer)
+            optimizer.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + group.rank))
+            (net(x) - x[:, :3]).square().mean().backward()
+            optimizer.step()
+
+    run_threads(ranks, work)
+
+
+def own_rate(rank, step, net, optimizer):
+    """As of a ReduceLROnPlateau that looks at each rank's own loss."""
+    if step == 5 and rank == 1:
+        optimizer.param_groups[0]["lr"] = 1e-4
+
+
+def own_weights(rank, step, net, optimizer):
+    if step == 1 and rank == 2:
+        net.weight.data.add_(0.25)
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_replicas_that_have_drifted_apart_are_said_once(make, caplog, monkeypatch):
+    monkeypatch.setattr(replicas, "EVERY", 8)
+    trained(MAKE[make], lambda *_: None)
+    assert "replicas_differ" not in caplog.text
+    trained(MAKE[make], own_rate)
+    assert caplog.text.count("replicas_differ") == 1
+    assert "lr of group 0 is 0.001 on rank 0 and 0.0001 on rank 1" in caplog.text
+    assert "parameters of ranks [1] are not those of rank 0" in caplog.text
+    assert "ReduceLROnPlateau" in caplog.text
+    caplog.clear()
+    if make != "zero_one_adam":  # whose next sync undoes it
+        trained(MAKE[make], own_weights)
+        assert caplog.text.count("parameters of ranks [2] are not those of rank 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lr": (1e-3, 1e-2)}, "lr of group 0 = 0.001; rank 1 has lr of group 0 = 0.01"),
+        ({"weight_decay": (0.0, 0.1)}, "weight_decay of group 0 = 0.0; rank 1 has"),
+        ({"betas": ((0.9, 0.999), (0.9, 0.99))}, r"betas of group 0 = \[0.9, 0.999\]; rank 1 has"),
+        ({"max_grad_norm": (None, 1.0)}, "max_grad_norm = None; rank 1 has max_grad_norm = 1.0"),
+        ({"non_finite": ("raise", "skip")}, "non_finite = raise; rank 1 has non_finite = skip"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_ranks_that_are_given_other_settings_are_refused(settings, told):
+    def work(group):
+        mine = {name: values[group.rank] for name, values in settings.items()}
+        with pytest.raises(WireMismatch, match=told):
+            Adam(torch.nn.Linear(3, 2).parameters(), group=group, **mine)
+
+    run_threads(2, work)
