@@ -148,7 +148,8 @@ class ChangingOptimizer(torch.optim.Optimizer):
         device = next(filter(is_trained, every), every[0]).device
         changed = hasattr(self, "space") and not self._is_laid_out
         told = ["other parameters than in the step before"] if changed else []
-        lines = [header, *describe(self.param_groups), *settings, *told]
+        count = f"{len(self.param_groups)} parameter groups"
+        lines = [header, count, *settings, *describe(self.param_groups), *told]
         if self.model is not None:
             lines += ["model= was given", *Buffers(self.model).lines()]
         refuse_other_models(self._group, f"an optimizer's {call}", lines, device)

@@ -49,6 +49,13 @@ def test_one_process_is_alone_without_a_word(environment, monkeypatch):
     assert optimizer.num_steps == 1
 
 
+def test_a_process_group_of_torch_is_no_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    process_group = torch.distributed.ProcessGroupGloo(store, 0, 1)
+    with pytest.raises(TypeError, match=r"group = ProcessGroupGloo: .* group=TorchGroup\(process_group\)"):
+        Adam(torch.nn.Linear(3, 2).parameters(), group=process_group)
+
+
 LATE = """
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam

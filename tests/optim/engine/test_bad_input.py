@@ -39,6 +39,8 @@ def shared(p):
 
 
 FIRST = parameter(2)
+with torch.inference_mode():
+    INFERRED = parameter(3)
 
 UNFIT = {
     "frozen": ([parameter(3, requires_grad=False)], r"all 1 parameters are frozen.*requires_grad_\(True\)"),
@@ -54,6 +56,10 @@ UNFIT = {
     "twice in two groups": ([{"params": [FIRST]}, {"params": [FIRST]}], r"more than one parameter group"),
     "shared memory": ([FIRST, shared(FIRST)], r"parameter 1 of group 0.*same memory as parameter 0 of group 0"),
     "an empty group": ([{"params": [FIRST]}, {"params": []}], r"group 1 is empty"),
+    "made in inference mode": (
+        [FIRST, INFERRED],
+        r"parameter 1 of group 0, \(3,\): was made under torch.inference_mode",
+    ),
     "lazy": ([torch.nn.LazyLinear(2).weight], r"group 0 has a lazy parameter"),
     "a group out of range": ([{"params": [FIRST]}, {"params": [parameter(3)], "lr": -1.0}], r"lr = -1.0: must be"),
 }
@@ -68,6 +74,11 @@ def test_parameters_that_cannot_be_flat_are_named_and_none_is_touched(case):
         Adam(copy.copy(params))
     assert FIRST.data_ptr() == memory
     assert FIRST.grad is None
+
+
+def test_an_optimizer_is_not_made_in_inference_mode():
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"Adam was made under torch.inference_mode.*outside"):
+        Adam([parameter(3)])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")

@@ -91,7 +91,7 @@ def told(name):
 def refused(call):
     try:
         call()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
 
 # Nothing is wrong
@@ -169,6 +169,31 @@ net = network()
 fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
 found["fsdp"] = refused(lambda: Adam(net.parameters()))
 found["fsdp as model"] = refused(lambda: Adam(network().parameters(), model=net))
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+def wrapped(net, **settings):
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **settings)
+for kept in (True, False):
+    found[f"fsdp1 {kept}"] = refused(lambda: Adam(wrapped(network(), use_orig_params=kept).parameters()))
+found["fsdp1 as model"] = refused(lambda: Adam(network().parameters(), model=wrapped(network())))
+later = {"fsdp1": wrapped, "fsdp": lambda net: fully_shard(net, mesh=init_device_mesh("cpu", (size,)))}
+for name, shard in later.items():
+    net = network()
+    optimizer = Adam(net.parameters())
+    net = shard(net)
+    found[f"{name}, later"] = refused(lambda: train(net, optimizer, rank))
+
+# What only its marks tell: DeepSpeed is not installed
+class Engine(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+Engine.__name__, Engine.__module__ = "DeepSpeedEngine", "deepspeed.runtime.engine"
+net = network()
+found["engine"] = refused(lambda: Adam(net.parameters(), model=Engine(net)))
+net[0].weight.ds_id = 0
+net[0].weight.data = torch.empty(0)  # as stage 3 leaves it
+found["stage 3"] = refused(lambda: Adam(net.parameters()))
 say("found", json.dumps(found))
 dist.destroy_process_group()
 """
@@ -189,6 +214,13 @@ def test_what_others_do_to_the_parameters_is_said_or_refused_and_nothing_else(tm
     assert "sharded by FSDP" in found["fsdp"]
     assert "fully_shard()" in found["fsdp"]
     assert "leave it out" in found["fsdp as model"]
+    assert "sharded by FSDP" in found["fsdp1 True"]
+    assert "sharded by FSDP" in found["fsdp1 False"]
+    assert "model = FullyShardedDataParallel" in found["fsdp1 as model"]
+    assert "make the optimizer" in found["fsdp1, later"]
+    assert "make the optimizer" in found["fsdp, later"]
+    assert "model = DeepSpeedEngine" in found["engine"]
+    assert "deepspeed.zero.Init()" in found["stage 3"]
     assert all(not lines for lines in other.values() if isinstance(lines, list))  # rank 0 says it for all
 
 
