@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
+from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.shares import digest
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Replica(Protocol):
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
     max_grad_norm: float | None
-    non_finite: str
+    non_finite: NonFinite
 
     @property
     def group(self) -> Group:
