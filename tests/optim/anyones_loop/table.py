@@ -23,8 +23,9 @@ says what to do. Each line is a test, over two ranks, with every optimizer, with
 * All ranks hold the same bits.
 * What was trained is the model that you hold.
 
-Three things cannot be noticed when they are done, as nothing tells of a write through `.data`, or of values that differ between
-ranks. (Parameters that differ between ranks are said within a hundred steps: [own-loop.md](own-loop.md#what-the-first-step-says).)
+Three things cannot be noticed when they are done, as nothing tells of a write through `.data`, or of values that
+differ between ranks. (Parameters that do are said within a hundred steps:
+[own-loop.md](own-loop.md#what-the-first-step-says).)
 
 * `p.grad.data` written between backward and `step()` with overlap, when the gradient may have been sent.
 * `p.data` written in place, for bfloat16 and float16 parameters (call `optimizer.refresh_master()`), and with
