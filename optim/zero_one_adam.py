@@ -459,7 +459,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     @property
     def common_parameters(self) -> Tensor:
-        """As FlatOptimizer.common_parameters: those of the last sync."""
+        """As ChangingOptimizer.common_parameters: those of the last sync."""
         return self.space.p_N if self.at_sync else self.vectors.x_s_N
 
     def common_vectors(self) -> dict[str, Tensor]:

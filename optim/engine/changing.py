@@ -161,6 +161,11 @@ class ChangingOptimizer(torch.optim.Optimizer):
         lay_out_anew(self)
 
     @property
+    def common_parameters(self) -> Tensor:
+        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
+        return self.space.p_N
+
+    @property
     def _is_laid_out(self) -> bool:
         """Are the parameters that are trained now those that the flat vectors are of?"""
         return trained_ids(self.param_groups) == self._laid_out

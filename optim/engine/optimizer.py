@@ -79,11 +79,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
-        if torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{type(self).__name__} was made under torch.inference_mode(), where no vector can be made that "
-                "training may write: make it outside, or under torch.no_grad()"
-            )
         super().__init__(params, defaults)
         self.bucket_elements = checked.bucket_elements
         self.overlaps = checked.overlap
@@ -160,9 +155,9 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
 
     def send_beside(self) -> None:
-        """What all ranks send in each step that sends something, before anything has changed. Collective.
+        """What all ranks send in a step that sends, before anything has changed: buffers, and at times what they hold.
 
-        Buffers; now and then what tells whether they still hold the same (replicas.py). Raises: as equalise_buffers.
+        Collective. Raises: as equalise_buffers.
         """
         self.equalise_buffers()
         self._replicas.compare(self)
@@ -190,11 +185,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     def common_vectors(self) -> dict[str, Tensor]:
         """What all ranks hold alike now, the parameters among it; not copies."""
         return {"parameters": self.space.p_N, **replicated(self.vectors)}
-
-    @property
-    def common_parameters(self) -> Tensor:
-        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
-        return self.space.p_N
 
     def end_round_as(self, src: int) -> None:
         """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""

@@ -51,6 +51,11 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
     Raises: ValueError, naming the first parameter that cannot live in one flat vector with those before it. Of one that
     is frozen only that it was not given twice.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "vectors of an optimizer that are made under torch.inference_mode() cannot be written in training: make "
+            "the optimizer, add to it and step it outside, or under torch.no_grad()"
+        )
     seen: dict[Tensor, str] = {}
     memory: dict[int, str] = {}
     trained: list[tuple[Tensor, str]] = []
