@@ -336,13 +336,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 parked.residuals["update_error"].zero_()
 
     @property
-    def at_sync(self) -> bool:
-        """Was the last step a sync? Between syncs ranks hold different parameters; the same answer on every rank."""
-        return bool(self.num_steps == self.saved["last_sync"])
-
-    @property
     def common_steps(self) -> int:
-        """The step of the last sync."""
+        """The step of the last sync. Between syncs ranks hold different parameters; the same answer on every rank."""
         return int(self.saved["last_sync"])
 
     def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
@@ -533,7 +528,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if early:
             self.update_variance(groups)
         if exchange:
-            divisors, start_N = self.saved["divisors"], p_N if self.at_sync else s.x_s_N
+            divisors, start_N = self.saved["divisors"], self.common_parameters
             for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
                 if not done.weight:
                     agree_(p_N, start_N, s.z_N, s, [h.span], [done.kept])

@@ -155,10 +155,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
 
     def send_beside(self) -> None:
-        """What all ranks send in a step that sends, before anything has changed: buffers, and at times what they hold.
-
-        Collective. Raises: as equalise_buffers.
-        """
+        """First in a step that sends: buffers, at times what ranks hold. Collective. Raises: as equalise_buffers."""
         self.equalise_buffers()
         self._replicas.compare(self)
 
@@ -275,7 +272,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     @property
     def at_sync(self) -> bool:
         """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
-        return True
+        return self.num_steps == self.common_steps
 
     @_disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
     @torch.no_grad()
