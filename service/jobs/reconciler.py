@@ -77,7 +77,7 @@ class Reconciler:
     """
 
     patience_s = SLOW_S
-    """How long a turn waits for the answers to what it asked."""
+    """How long a turn waits for an answer, and for those to what it asked of all jobs."""
 
     def __init__(
         self,
@@ -144,7 +144,6 @@ class Reconciler:
         Raises: NotOwner where another service owns the database.
         """
         self._turns += 1
-        until = time.monotonic() + self.patience_s
         self._confirm_owner()
         self.apply_answers()
         self._drop_expired_leases()
@@ -157,14 +156,14 @@ class Reconciler:
         rows = [row for row in rows if self._keep_wanted(row)]
         if rows and not self._stop.is_set():
             new = [row for row in rows if row.state == JobState.SUBMITTING.value]
-            unready = self._unready(until)
+            unready = self._unready()
             if unready is not None:
                 self._explain(dict.fromkeys(new, unready))
             else:
-                self._ask(rows, until)
+                self._ask(rows)
                 self._explain_open(new)
         self._others.start(_PRUNE, self._pruned)
-        self._others.wait([_PRUNE], until)
+        self._others.wait([_PRUNE], self._soon())
         self._others.answers()
 
     def apply_answers(self) -> None:
@@ -201,10 +200,14 @@ class Reconciler:
 
     # asking
 
-    def _unready(self, until: float) -> str | None:
+    def _soon(self) -> float:
+        """Until when to wait for what begins now, as time.monotonic() counts."""
+        return time.monotonic() + self.patience_s
+
+    def _unready(self) -> str | None:
         """Why the launcher cannot be used; one that does not say so soon is not waited for."""
         self._others.start(_READY, self._launcher_reason)
-        if not self._others.wait([_READY], until):
+        if not self._others.wait([_READY], self._soon()):
             return "it does not answer"
         for answer in self._others.answers():
             if answer.key == _READY:
@@ -219,11 +222,12 @@ class Reconciler:
         except Exception:
             logger.exception("prune_failed")
 
-    def _ask(self, rows: Sequence[JobRow], until: float) -> None:
+    def _ask(self, rows: Sequence[JobRow]) -> None:
         """Have the launcher asked about every job that it is not being asked about, and apply what it says in time."""
         in_turn = sorted(rows, key=lambda row: self._asked_in.get(row.id, 0))  # those that found no room come first
         new = deque(row for row in in_turn if row.state == JobState.SUBMITTING.value)
         old = deque(row for row in in_turn if row.state != JobState.SUBMITTING.value)
+        until = self._soon()
         begun: dict[Calls[Asked], set[str]] = {self._submits: set(), self._questions: set()}
         while not self._stop.is_set():
             for calls, lane in ((self._submits, new), (self._questions, old)):
