@@ -94,8 +94,12 @@ class Failures:
         for one in new:
             self._refuse_too_many(one, others)
 
+    def fenced(self, one: Failure) -> None:
+        """A worker that the others could do without, and whose next one may be no better: each try costs a regroup."""
+        self._recent.append(one)
+
     def pause_s(self, slot: int) -> float:
-        """How long to wait before this slot is filled again: for what was never seated, longer and longer."""
+        """How long to wait before this slot is filled again: for what was fenced or never seated, longer and longer."""
         num = sum(one.slot == slot and not one.error.generation for one in self._recent)
         return 0.0 if num <= 1 else min(FIRST_PAUSE_S * 2.0 ** (num - 2), LONGEST_PAUSE_S)
 

@@ -236,7 +236,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         kept: list[tuple[Unit, Any]] = []
         lost: list[tuple[Unit, Loss, Any]] = []
         failed: list[tuple[Unit, Failed]] = []
-        left: list[tuple[Unit, str]] = []
+        left: list[tuple[Unit, Left]] = []
         for unit, status in zip(self._units, statuses, strict=True):
             counted, loss = self._health.read(unit, status, headcount)
             own = own_error(counted)
@@ -247,7 +247,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             elif own is not None:
                 failed.append((unit, own))
             elif not counted.running and isinstance(counted.return_value, Left):
-                left.append((unit, counted.return_value.reason))
+                left.append((unit, counted.return_value))
             else:
                 kept.append((unit, counted))
         for unit, loss, _ in lost:
@@ -275,8 +275,10 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for unit, _ in failed:  # its machine may be what fails: Ray chooses one anew
             leftovers.kill(unit.worker.actor)
             _free(unit.group)
-        for unit, why in left:
-            logger.info("worker_left slot=%d pid=%d reason=%s", unit.slot, unit.worker.metadata.pid, why)
+        for unit, how in left:
+            logger.info("worker_left slot=%d pid=%d reason=%s", unit.slot, unit.worker.metadata.pid, how.reason)
+            if how.fenced:
+                self._failures.fenced(_failure(unit, Failed("Fenced", how.reason)))
             leftovers.kill(unit.worker.actor)
             _free(unit.group)
         if lost or failed or left:
@@ -299,7 +301,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 "worker_failed slot=%d pid=%d host=%s node=%s step=%d kind=%s message=%s",
                 *(unit.slot, where.pid, where.hostname, where.node_ip, own.step, own.kind, own.message),
             )
-            new.append(Failure(unit.slot, f"{where.hostname} ({where.node_ip})", own, time.monotonic()))
+            new.append(_failure(unit, own))
         there = [unit.slot for unit, status in kept if status.running]
         there += [slot for slot, coming in self._coming.items() if coming.placed and not coming.cancelled]
         finished = any(not status.running for _, status in kept)
@@ -367,6 +369,11 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         doomed = [unit.slot for unit in self._units if unit.worker.metadata.node_id in draining]
         for slot in doomed:
             self._link.dismiss(slot, "its node is being drained")
+
+
+def _failure(unit: Unit, error: Failed) -> Failure:
+    where = unit.worker.metadata
+    return Failure(unit.slot, f"{where.hostname} ({where.node_ip})", error, time.monotonic())
 
 
 def _free(group: Any) -> None:

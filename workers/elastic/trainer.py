@@ -224,7 +224,7 @@ class _Seated:
         try:
             return self._train_function(with_facts(self._config))
         except (Dismissed, Fenced) as error:
-            return Left(f"{type(error).__name__}: {error}")
+            return Left(f"{type(error).__name__}: {error}", fenced=isinstance(error, Fenced))
         except Exception as error:
             logger.exception("train_function_failed")
             return Failed(type(error).__name__, str(error))

@@ -38,10 +38,12 @@ class Left:
     """What a train function returns when this worker is to go while the job goes on: it was dismissed, or fenced.
 
     Its slot is then filled again, if so many workers are wanted. Whatever else is returned means that the training has
-    come to its end: nobody is replaced any more, and the job ends when all have returned.
+    come to its end: nobody is replaced any more, and the job ends when all have returned. fenced: it was not asked to
+    go; its next one may be cut off from the others too, and waits for longer and longer.
     """
 
     reason: str
+    fenced: bool = False
 
 
 @dataclass(frozen=True)

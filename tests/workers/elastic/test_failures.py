@@ -108,6 +108,13 @@ def test_a_newcomer_that_cannot_begin_costs_a_job_that_trains_nothing_but_tries(
         job.fails(3, step=0, generation=0, others=[0, 1], at_step=50, enough=False)
 
 
+def test_the_next_one_of_a_worker_that_was_fenced_again_waits_longer():
+    job = Job()
+    for number in range(4):
+        job.failures.fenced(Failure(2, "host-2", Failed("Fenced", "nobody reaches it"), float(number)))
+    assert (job.failures.pause_s(2), job.failures.pause_s(1)) == (8.0, 0.0)
+
+
 def test_a_fault_that_moves_from_worker_to_worker_ends_the_job():
     job = Job()
     for number in range(12):
