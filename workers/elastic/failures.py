@@ -80,12 +80,13 @@ class Failures:
         self._open: list[Failure] = []
         """At a step that nobody is known to have got past."""
         self._recent: list[Failure] = []
+        self._fenced: list[Failure] = []
 
     def judge(self, new: Collection[Failure], others: Others) -> None:
         """Take them in. Returns where they are the workers'. Raises: JobFailed."""
         plan = self._plan
         now = max(one.at for one in new)
-        self._recent = [one for one in (*self._recent, *new) if now - one.at <= plan.failures_s]
+        self._recent = self._within(now, (*self._recent, *new))
         self._open = [one for one in (*self._open, *new) if one.error.step >= others.step]
         for one in new:
             if one.error.of_all or others.finished:
@@ -96,12 +97,16 @@ class Failures:
 
     def fenced(self, one: Failure) -> None:
         """A worker that the others could do without, and whose next one may be no better: each try costs a regroup."""
-        self._recent.append(one)
+        self._fenced = self._within(one.at, (*self._fenced, one))
 
     def pause_s(self, slot: int) -> float:
         """How long to wait before this slot is filled again: for what was fenced or never seated, longer and longer."""
-        num = sum(one.slot == slot and not one.error.generation for one in self._recent)
+        never_seated = (one for one in self._recent if not one.error.generation)
+        num = sum(one.slot == slot for one in (*never_seated, *self._fenced))
         return 0.0 if num <= 1 else min(FIRST_PAUSE_S * 2.0 ** (num - 2), LONGEST_PAUSE_S)
+
+    def _within(self, now: float, known: Collection[Failure]) -> list[Failure]:
+        return [one for one in known if now - one.at <= self._plan.failures_s]
 
     def _refuse_what_all_have(self, others: Others) -> None:
         if not self._open:
