@@ -80,11 +80,11 @@ class Failures:
         self._open: list[Failure] = []
         """At a step that nobody is known to have got past."""
         self._recent: list[Failure] = []
+        """Within failures_s, as those that were fenced."""
         self._fenced: list[Failure] = []
 
     def judge(self, new: Collection[Failure], others: Others) -> None:
         """Take them in. Returns where they are the workers'. Raises: JobFailed."""
-        plan = self._plan
         now = max(one.at for one in new)
         self._recent = self._within(now, (*self._recent, *new))
         self._open = [one for one in (*self._open, *new) if one.error.step >= others.step]
