@@ -3,8 +3,8 @@
     MembershipServer   (server.py) one for a job; rules.py decides for it
     Member             (member.py) one for a worker process
 
-Neither torch nor ray: a member speaks to the server over one TCP connection, and the end of that connection is the end
-of the member.
+Neither torch nor ray: a member speaks to the server over one TCP connection. Where its process dies, its system ends
+that connection, and all others know at once.
 """
 
 from thinwire.workers.membership.attendance import LEASE_END_S

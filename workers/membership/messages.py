@@ -15,7 +15,7 @@
     Notice                             ->   it must go soon: a Proposal follows, in which it leaves
     Goodbye                            ->
 
-The end of the connection is a message too: the member is dead.
+The end of the connection is a message too, if the member's side has made it: its process is dead.
 """
 
 from __future__ import annotations

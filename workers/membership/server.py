@@ -43,7 +43,7 @@ class MembershipServer:
 
     after, quiet_s: of a server that replaces another one: the generation that `keep` was told last, and how long
     somebody of it might still commit, so that newcomers do not begin beside the members (`vacant_in_s` of the other;
-    LEASE_S and a second where nobody can be asked; 0 where it was vacant). keep: called with each generation before
+    LEASE_END_S where nobody can be asked; 0 where it was vacant). keep: called with each generation before
     anybody hears of it, and with whether it is vacant; what it raises is logged.
     Raises ValueError for a secret under 16 characters, OSError if it cannot listen.
     """
