@@ -105,9 +105,10 @@ class Present:
     """The present generation: who was seated, and what has happened since.
 
     reason, lost_before: why it came to be. over: why it ends, where that is not planned. planned: the change that was
-    confirmed; leaving: the ids of those that leave by it. at_end: a member has come to a clean end, and the others will
-    too. furthest: the last step that a member has told. released: ids that are gone, and until when each may commit.
-    returning: those of them that may come back. vacant: nobody is left who could commit, and the next server was told.
+    confirmed, planned_step: after which step; leaving: the ids of those that leave by it. at_end: a member has come to
+    a clean end, and the others will too. furthest: the last step that a member has told. released: ids that are gone,
+    and until when each may commit. returning: those of them that may come back. vacant: nobody is left who could
+    commit, and the next server was told.
     """
 
     generation: int = 0
@@ -117,6 +118,7 @@ class Present:
     lost: list[LostMember] = field(default_factory=list)
     over: str | None = None
     planned: str | None = None
+    planned_step: int = 0
     leaving: frozenset[str] = frozenset()
     regroup_since: float | None = None
     at_end: bool = False

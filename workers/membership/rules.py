@@ -123,7 +123,9 @@ class Rules:
         worker.step = max(worker.step, standing.step)
         attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
         if worker.rank is not None:
-            if present.planned is None and present.over is None:
+            as_planned = present.planned is not None and standing.step == present.planned_step
+            if not as_planned and present.over is None:
+                present.planned = None
                 attendance.end_generation(f"rank {worker.rank} ({worker.name}) has stopped for a regroup", now, but=id)
             elif present.regroup_since is None:
                 present.regroup_since = now
@@ -163,7 +165,7 @@ class Rules:
             attendance.plans.refused(now, stepping=step is not None)
         elif attendance.plans.vote(id, number) is not None:
             attendance.plans.reset()
-            attendance.present.planned = plan.reason
+            attendance.present.planned, attendance.present.planned_step = plan.reason, plan.step
             attendance.unwanted |= plan.leaving
             attendance.present.leaving = frozenset(plan.leaving)
             attendance.say("confirmed", step=plan.step, reason=plan.reason)

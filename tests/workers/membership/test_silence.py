@@ -196,3 +196,18 @@ def test_a_restarted_server_lets_members_of_an_earlier_generation_wait_for_those
     assert told.rules.hello(last.members[0].identity, last, 20.0) is None
     told.run(20.0, 21.0, {"w0": 0.0})
     assert told.refusals["w2"].verdict == "fenced"
+
+
+def test_one_that_stops_before_the_step_that_was_planned_ends_the_generation_for_all():
+    told = formed(2)
+    told.rules.notice("w0", "told to go", 1.0)
+    told.run(1.0, 2.0, {"w0": 0.0, "w1": 0.0}, step=3)
+    (proposed,) = [event for event in told.events if event.kind == "proposed"]
+    assert proposed.fields["step"] > 3
+    for id in ("w0", "w1"):
+        told.rules.answer(id, 1, yes=True, step=3, now=2.0)
+    told.take()
+    assert told.kinds()[-1] == "confirmed"
+    told.rules.join("w1", 1, Standing(1, 1, 3, True), 3.0)  # a collective took too long there
+    told.take()
+    assert told.kinds()[-1] == "over"
