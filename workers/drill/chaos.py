@@ -20,8 +20,8 @@ from thinwire.workers.drill.verdict import Verdict, judge, read
 from thinwire.workers.telemetry.trace import FOLDER
 
 FIGURES_NAME = "chaos.json"
-SETTLE_S = 60.0
-"""After the last fault: so long for the job to make steps again."""
+SETTLE_S = 120.0
+"""After the last fault: so long for the job to make steps again. More than a lease, which all may have to wait for."""
 STEPS_AFTER = 20
 
 
