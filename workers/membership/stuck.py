@@ -65,6 +65,8 @@ class Stuck:
         attendance, timing = self._attendance, self._attendance.timing
         members = attendance.members()
         limit_s = max([timing.join_timeout_s, *(3 * w.longest_step_s for w in members)])
+        if attendance.present.over is None and now - since > limit_s / 3:  # planned, but a pair may be cut in between
+            attendance.end_generation("not all came to the step after which it was to end", now)
         for worker in members:
             forms = not worker.formed and now - attendance.present.seated_at <= timing.form_s
             told_s = now - max(since, worker.here_since)
@@ -80,5 +82,10 @@ class Stuck:
         }
         self._reports = {}
         stateless = {rank for rank, seated in enumerate(attendance.present.seats) if not seated.standing.has_state}
-        for rank, why in left_out(reports, stateless).items():
+        unheard = {
+            rank
+            for rank, w in members.items()
+            if rank is not None and now - w.heard_at > attendance.timing.beat_timeout_s / 4
+        }
+        for rank, why in left_out(reports, stateless, unheard).items():
             attendance.fence(members[rank], why, now)

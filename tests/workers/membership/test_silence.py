@@ -211,3 +211,18 @@ def test_one_that_stops_before_the_step_that_was_planned_ends_the_generation_for
     told.rules.join("w1", 1, Standing(1, 1, 3, True), 3.0)  # a collective took too long there
     told.take()
     assert told.kinds()[-1] == "over"
+
+
+def test_members_that_wait_in_a_collective_are_told_that_another_has_stopped_as_planned():
+    told = formed(2)
+    told.rules.notice("w0", "told to go", 1.0)
+    told.run(1.0, 2.0, {"w0": 0.0, "w1": 0.0}, step=3)
+    (proposed,) = [event for event in told.events if event.kind == "proposed"]
+    for id in ("w0", "w1"):
+        told.rules.answer(id, 1, yes=True, step=3, now=2.0)
+    told.rules.join("w1", 1, Standing(1, 1, proposed.fields["step"], True), 3.0)
+    told.run(3.0, 4.0, {"w0": 0.0, "w1": 0.0})
+    assert "over" not in told.kinds()
+    told.run(4.0, 10.0, {"w0": 0.0, "w1": 0.0})
+    assert told.kinds()[-1] == "over"
+    assert told.refusals == {}
