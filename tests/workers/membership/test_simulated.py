@@ -1,0 +1,72 @@
+"""The laws of simulator/laws.py hold under any schedule of faults; and the simulator finds what each old rule loses."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.workers.membership.simulator.job import Job, Settings
+from tests.workers.membership.simulator.old_rules import OLD_RULES
+from tests.workers.membership.simulator.timeline import written
+
+SLOW_RANGES = [range(low, low + 1000) for low in range(200, 10200, 1000)]
+
+
+def hold(seeds: range) -> None:
+    for seed in seeds:
+        job = Job(seed, Settings())
+        broken = job.run()
+        assert broken is None, written(seed, job.timeline, broken)
+
+
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
+def test_the_laws_hold_under_any_faults(seeds):
+    hold(seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", SLOW_RANGES, ids=str)
+def test_the_laws_hold_under_many_more_faults(seeds):
+    hold(seeds)
+
+
+OLD = {
+    "deaf": (range(400), 5),
+    "silence-counts": (range(400), 5),
+    "no-lease": (range(400), 1),
+    "tokens-by-clock": (range(20000, 20100), 6),
+}
+"""Within which seeds an old rule breaks which law, among others."""
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_old_rule_put_back_breaks_its_law(old):
+    seeds, law = OLD[old]
+    for seed in seeds:
+        broken = Job(seed, OLD_RULES[old]).run()
+        if broken is not None and broken.startswith(f"law {law}:"):
+            assert Job(seed, Settings()).run() is None
+            return
+    pytest.fail(f"no seed of {seeds} breaks law {law} with the old rule {old}")
+
+
+def test_a_seed_replays_exactly_whatever_the_order_of_sets_is():
+    code = (
+        "import hashlib; from tests.workers.membership.simulator.job import Job, Settings\n"
+        "for seed in range(8):\n"
+        "    job = Job(seed, Settings()); job.run()\n"
+        "    print(len(job.timeline), hashlib.sha256(repr(job.timeline).encode()).hexdigest())\n"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len(set(told[0].splitlines())) == 8
