@@ -6,6 +6,7 @@ What calls answer is fetched by one thread, which does with it what must be done
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 SLOW_S = 1.0
 """A call that has taken so long gives its place to another."""
@@ -45,7 +48,10 @@ class Calls(Generic[Result]):
         self._threads = 0
 
     def start(self, key: str, call: Callable[[], Result]) -> bool:
-        """Make the call in a thread. False where there is no room, or one with this key has not been answered."""
+        """Make the call in a thread.
+
+        False where there is no room, the system gives no thread, or one with this key has not been answered.
+        """
         with self._changed:
             now = time.monotonic()
             young = sum(now - began < SLOW_S for began in self._began.values())
@@ -55,7 +61,14 @@ class Calls(Generic[Result]):
             spare = self._threads >= len(self._began)
             self._threads += not spare
         if not spare:
-            threading.Thread(target=self._work, name="thinwire-call", daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name="thinwire-call", daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("call_not_begun key=%s error=%s", key, error)
+                with self._changed:
+                    del self._began[key]
+                    self._threads -= 1
+                return False
         self._queue.put((key, call))
         return True
 
@@ -103,6 +116,9 @@ class Calls(Generic[Result]):
                 result = call()
             except Exception as raised:  # noqa: BLE001 - told with the answer
                 error = raised
+            except BaseException as raised:  # noqa: BLE001 - a cancellation or a panic of a library ends its call alone
+                error = RuntimeError(f"the call ended with {type(raised).__name__}: {raised}")
+                error.__cause__ = raised
             with self._changed:
                 del self._began[key]
                 self._answers.append(Answer(key, result, error, time.monotonic() - began))

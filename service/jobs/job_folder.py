@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.types import JsonValue
+from pydantic_core import from_json, to_json
 
 from thinwire.contract.files import private_folder, write_private
 from thinwire.contract.reports import Failure, WantedWorkers
@@ -73,8 +74,9 @@ class JobFolder(RunFolder):
         return _read(self.workers, _WANTED)
 
     def read_summary(self) -> dict[str, JsonValue] | None:
-        """summary.json; None where there is none or it cannot be read (which is logged)."""
-        return _read(self.summary, _SUMMARY)
+        """summary.json; None as for `read_wanted`. In it NaN and infinity become null."""
+        found: dict[str, JsonValue] | None = from_json(to_json(_read(self.summary, _SUMMARY), inf_nan_mode="null"))
+        return found
 
     def read_failure(self) -> Failure | None:
         """failure.json; None where there is none or it cannot be read (which is logged)."""

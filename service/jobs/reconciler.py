@@ -39,7 +39,7 @@ from thinwire.service.jobs.decide import (
 )
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository, transition_all
+from thinwire.service.jobs.repository import JobRepository, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, LaunchStatus
@@ -214,7 +214,7 @@ class Reconciler:
                 if answer.error is not None:
                     raise answer.error
                 return answer.result
-        return None
+        return "the system gives no thread to ask it in"
 
     def _pruned(self) -> None:
         try:
@@ -413,7 +413,7 @@ class Reconciler:
         """Write the reasons why jobs wait to be submitted, where they are others than before."""
         by_reason: dict[str, list[str]] = {}
         for row, words in why.items():
-            reason = f"waiting for the launcher: {words}"
+            reason = storable(f"waiting for the launcher: {words}")
             if row.reason != reason:
                 by_reason.setdefault(reason, []).append(row.id)
         if by_reason:

@@ -189,6 +189,11 @@ class JobRepository:
         return sqlite.insert(row)
 
 
+def storable(reason: str) -> str:
+    """As every database takes it: in a cluster's or a run's words there may be NUL, or half of a surrogate pair."""
+    return reason.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
 def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:
     """Move `row` to a state and record it. row: modified; its leases end with it where the state is terminal."""
     transition_all(session, [(row, to, reason)], now)
@@ -198,7 +203,7 @@ def transition_all(session: Session, moves: Sequence[tuple[JobRow, JobState, str
     """The same for many rows: to which state, for what reason. A new attempt has no leases yet either."""
     for row, to, reason in moves:
         row.state = to.value
-        row.reason = reason
+        row.reason = reason and storable(reason)
         if to is JobState.RUNNING and row.started_at is None:
             row.started_at = now
         if to.terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.main import DatabaseOwned, create_app
 from thinwire.service.ownership import Ownership
 
@@ -174,6 +175,27 @@ def test_a_job_runs_to_its_end_on_postgresql(new_database: Callable[[], str], tm
     assert ([sample["step"] for sample in history["samples"]], history["events"][-1]["kind"]) == ([1], "job_succeeded")
     assert [job["id"] for job in service.client.get("/v1/jobs").json()["jobs"]] == [job_id]
     assert service.client.delete(f"/v1/jobs/{job_id}").status_code == 204
+    service.close()
+
+
+def test_words_that_postgresql_cannot_hold_keep_no_job_from_its_end(
+    new_database: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(tmp_path / "home", database_url=new_database())
+    jobs = [service.running(workers={"max_restarts": 0}) for _ in range(2)]
+    (service.run_dir(jobs[0]) / "failure.json").write_text(json.dumps({"kind": "Other", "message": "no\0 file"}))
+    service.launcher.put(jobs[0], LaunchState.FAILED)
+    service.launcher.put(jobs[1], LaunchState.FAILED, "the log's\0 end, \udcff")
+
+    def refuse(*_: object) -> None:
+        raise LauncherError("a page\0 of bytes")
+
+    monkeypatch.setattr(service.launcher, "submit", refuse)
+    new = service.submit()
+    service.turn(2)
+    assert [service.job(job_id)["state"] for job_id in (*jobs, new)] == ["FAILED", "FAILED", "SUBMITTING"]
+    assert service.job(jobs[0])["reason"] == "Other: no\ufffd file"
+    assert service.job(new)["reason"] == "waiting for the launcher: a page\ufffd of bytes"
     service.close()
 
 

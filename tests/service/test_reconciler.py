@@ -50,6 +50,15 @@ def test_a_broken_summary_does_not_hold_the_job_up(service: Service, text: str) 
     assert (job["state"], job["summary"]) == ("SUCCEEDED", None)
 
 
+def test_numbers_of_a_summary_that_are_not_finite_are_null(service: Service) -> None:
+    job_id = service.running()
+    (service.run_dir(job_id) / "summary.json").write_text('{"loss": NaN, "most": [1e999, 2.5]}')
+    service.launcher.put(job_id, LaunchState.SUCCEEDED)
+    service.turn()
+    job = service.job(job_id)
+    assert (job["state"], job["summary"]) == ("SUCCEEDED", {"loss": None, "most": [None, 2.5]})
+
+
 def test_a_failed_job_tells_the_posted_reason_before_the_folders(service: Service) -> None:
     job_id = service.running()
     (service.run_dir(job_id) / "failure.json").write_text(json.dumps({"kind": "Other", "message": "from the folder"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -244,3 +245,32 @@ def test_a_call_that_is_slow_gives_its_place_to_another_up_to_a_bound(monkeypatc
     ]
     assert asked.answers() == []
     asked.close()
+
+
+def test_a_call_that_ends_with_what_is_no_exception_is_answered() -> None:
+    """A cancellation, for one: else its job would never be asked about again."""
+
+    def panics() -> str:
+        raise asyncio.CancelledError("panic")
+
+    several: Calls[str] = Calls(1, 1)
+    for _ in range(2):
+        assert several.start("one", panics)
+        assert several.wait(["one"], time.monotonic() + HUNG_S)
+        (answer,) = several.answers()
+        assert "CancelledError: panic" in str(answer.error)
+    several.close()
+
+
+def test_a_call_for_which_there_is_no_thread_can_be_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    several: Calls[str] = Calls(1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not several.start("one", lambda: "said")
+    assert several.start("one", lambda: "said")
+    assert several.wait(["one"], time.monotonic() + HUNG_S)
+    assert [answer.result for answer in several.answers()] == ["said"]
+    several.close()
