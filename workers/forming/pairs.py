@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import struct
 import time
 from collections.abc import Callable
@@ -26,7 +27,8 @@ LOOK_S = 0.02
 """How often the membership's word is looked for."""
 TRY_AGAIN_S = 0.1
 MAX_STRANGERS = 64
-"""Who has come and has not proved who it is. Further ones are closed: they may come again."""
+"""Who has come and has not proved who it is. One more closes one of them, by lot: those that only hang keep nobody out.
+Who is closed may come again."""
 _READY = struct.Struct("!H")
 
 
@@ -65,7 +67,7 @@ class Pairs:
         self._calls = {rank: _Call(overdue_at) for rank in self._peers}
         self._to_serve = set(self._peers)
         self._all_answered, self._all_served = asyncio.Event(), asyncio.Event()
-        self._strangers = 0
+        self._strangers: list[asyncio.StreamWriter] = []
 
     def prove(self, port: int) -> int:
         """Wait until every pair is proved. port: what rank 0 tells the others; returned on all.
@@ -147,14 +149,15 @@ class Pairs:
             writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        if self._strangers >= MAX_STRANGERS:
-            raise Stranger("too many have come that have not said who they are")
-        self._strangers += 1
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.pop(random.randrange(len(self._strangers))).transport.abort()
+        self._strangers.append(writer)
         try:
             async with asyncio.timeout(self._patience.hello_s):
                 return await self._door.answer(reader, writer, self._seat.generation, self._seat.rank, self._seat.size)
         finally:
-            self._strangers -= 1
+            if writer in self._strangers:
+                self._strangers.remove(writer)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import logging
 import queue
+import random
 import socket
 import threading
 import time
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 HELLO_S = 5.0
 """In which a connection must have said who it is."""
 MAX_STRANGERS = 64
-"""Connections at a time that have not yet. Further ones are closed."""
+"""Connections at a time that have not yet. One more closes one of them, by lot: those that only hang keep nobody out,
+and where many members come at once, some of them get through."""
 TICK_S = 0.05
 RESET = (ConnectionResetError, ConnectionAbortedError)
 """The peer's system knows of no such connection."""
@@ -79,7 +81,7 @@ class MembershipServer:
         self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
         self._num_events = 0
         self._open: set[Lines] = set()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: list[Lines] = []
         self._closing = threading.Event()
         self._listener = socket.create_server((host, port))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -141,26 +143,35 @@ class MembershipServer:
                     logger.error("membership_accept_failed error=%r", str(error))
                     self._closing.wait(0.1)  # out of file descriptors, for one; those that come wait in the backlog
                 continue
-            if not self._strangers.acquire(blocking=False):
-                logger.warning("membership_crowded peer=%s:%d", peer[0], peer[1])
+            try:
+                lines = Lines(connection)
+            except OSError:  # it has gone already
                 connection.close()
                 continue
-            threading.Thread(
-                target=self._read_from, args=(connection, peer), name="thinwire-membership-read", daemon=True
-            ).start()
+            self._let_in(lines)
+            try:
+                threading.Thread(
+                    target=self._read_from, args=(lines, peer), name="thinwire-membership-read", daemon=True
+                ).start()
+            except RuntimeError as error:  # no more threads now: it comes again
+                logger.error("membership_accept_failed error=%r", str(error))
+                self._forget(None, lines, "", self._rules.gone)
+                self._closing.wait(0.1)
 
-    def _read_from(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        lines = Lines(connection)
+    def _let_in(self, lines: Lines) -> None:
         with self._lock:
             self._open.add(lines)
+            if len(self._strangers) >= MAX_STRANGERS:
+                logger.warning("membership_crowded strangers=%d", len(self._strangers))
+                self._strangers.pop(random.randrange(len(self._strangers))).end()
+            self._strangers.append(lines)
+
+    def _read_from(self, lines: Lines, peer: tuple[str, int]) -> None:
         id, why = None, "its connection ended"
         how: Callable[[str, str, float], None] = self._rules.gone
         try:
-            try:
-                if not self._closing.is_set():
-                    id = self._meet(lines)
-            finally:
-                self._strangers.release()
+            if not self._closing.is_set():
+                id = self._meet(lines)
             while id is not None and (message := lines.read(m.from_member, m.LONGEST_LINE_BYTES)) is not None:
                 self._heard(id, lines, message)
         except OSError as error:
@@ -186,6 +197,9 @@ class MembershipServer:
         if not isinstance(hello, m.Hello):
             return None
         with self._lock:
+            if lines not in self._strangers:
+                return None  # it has been closed for another one, and must not count as one that ended its connection
+            self._strangers.remove(lines)
             refusal = self._rules.hello(hello.identity, hello.seat, time.monotonic())
             if refusal is None:
                 if before := self._outboxes.get(hello.identity.id):
@@ -229,6 +243,8 @@ class MembershipServer:
     def _forget(self, id: str | None, lines: Lines, why: str, how: Callable[[str, str, float], None]) -> None:
         with self._lock:
             self._open.discard(lines)
+            if lines in self._strangers:
+                self._strangers.remove(lines)
             if id is not None and (outbox := self._outboxes.get(id)) is not None and outbox.lines is lines:
                 del self._outboxes[id]
                 outbox.end()

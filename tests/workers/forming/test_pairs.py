@@ -73,6 +73,14 @@ def test_strangers_neither_pass_nor_hold_anybody_up():
             stranger.close()
 
 
+def test_strangers_that_only_hang_keep_no_peer_out():
+    with Generation(*[SECRET] * 2) as generation:
+        strangers = [socket.create_connection(("127.0.0.1", door.port)) for door in generation.doors * 80]
+        assert [one.result(30.0) for one in generation.prove(0, 1, patience=Patience(hello_s=600.0))] == [PORT] * 2
+        for stranger in strangers:
+            stranger.close()
+
+
 def test_whoever_does_not_know_the_secret_is_told_of_and_does_not_pass():
     with Generation(SECRET, SECRET, "another-secret-of-16-or-more") as generation:
         futures = generation.prove(0, 1, 2, patience=HASTY)

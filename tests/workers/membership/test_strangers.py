@@ -1,13 +1,15 @@
 """What a server does about those that it does not know: nothing that its members notice."""
 
+import contextlib
 import json
 import logging
 import socket
+import threading
 
 import pytest
 
 from tests.workers.membership.members import SECRET, Job, eventually, later, newcomer, standing
-from thinwire.workers.membership import Limits, MembershipServer, Refused
+from thinwire.workers.membership import Limits, MembershipServer, Refused, server
 from thinwire.workers.membership.messages import LONGEST_KEY_BYTES, LONGEST_LINE_BYTES
 
 
@@ -85,6 +87,31 @@ def test_a_stranger_that_says_nothing_delays_nobody(job: Job):
         assert a.join(standing(seats[0]), 5.0).generation == 2
 
 
+def test_strangers_that_only_hang_keep_no_member_out(job: Job, monkeypatch):
+    monkeypatch.setattr(server, "HELLO_S", 600.0)
+    job.serve(1, 1)
+    with contextlib.ExitStack() as hanging:
+        for _ in range(server.MAX_STRANGERS + 10):
+            hanging.enter_context(socket.create_connection(job.server.address, 5.0))
+        (a,), seats = job.seated(0)
+        assert a.join(standing(seats[0]), 5.0).generation == 2
+
+
+def test_a_server_that_has_no_thread_left_for_a_moment_takes_who_comes_again(job: Job, monkeypatch):
+    job.serve(1, 1)
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread):
+        if thread.name == "thinwire-membership-read" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    job.seated(0)
+    assert refused
+
+
 def test_a_listener_that_raises_does_not_end_the_events(job: Job):
     kinds = []
 
@@ -94,9 +121,9 @@ def test_a_listener_that_raises_does_not_end_the_events(job: Job):
 
     job.serve(1, 1)
     job.server.close()
-    job.server = server = MembershipServer(Limits(1, 1), SECRET, on_event=listen)
+    job.server = MembershipServer(Limits(1, 1), SECRET, on_event=listen)
     try:
         job.seated(0)
         eventually(lambda: kinds == ["connected", "joined", "seated"])
     finally:
-        server.close()
+        job.server.close()
