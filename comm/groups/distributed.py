@@ -5,9 +5,10 @@ Bytes are counted here, where a collective is started.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -38,9 +39,6 @@ _second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
 _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakref.WeakKeyDictionary()
-_unending: list[dist.ProcessGroup] = []
-"""Process groups with collectives that will never end. To let go of one waits for those, until their time-out: so a
-destroy_process_group() after a CallMismatch, as in a `finally`, would hide for half an hour what was raised."""
 LEFT_S = 0.01
 """How long a rank that has left waits for what it has begun before: it may be done, or never come."""
 PIECE_ELEMENTS = 1 << 20
@@ -203,7 +201,7 @@ class TorchGroup:
                 raise self._has_left() from error
             lost = self._detector.find_lost(self._answer_s, at)
             if lost.mismatch:
-                _unending.extend(dist.distributed_c10d._world.pg_map)
+                _hold_for_good(dist.distributed_c10d._world.pg_map)
             raise lost.error(self.rank, self.size, collective, error, self.calls) from error
 
 
@@ -330,6 +328,14 @@ def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
         second = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
         _second_communicators[first] = weakref.ref(second)
     return second
+
+
+def _hold_for_good(process_groups: Iterable[dist.ProcessGroup]) -> None:
+    """Never let go of these: they have collectives that will never end, and to let go of one waits for those, until
+    their time-out. So a destroy_process_group() after a CallMismatch, as in a `finally`, would hide for half an hour
+    what was raised; and so would the end of the program, with connections that its peers take for alive."""
+    for process_group in process_groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
 
 
 def _detector_of(process_group: dist.ProcessGroup, rank: int, size: int) -> StoreDetector:

@@ -167,6 +167,6 @@ class LocalLauncher:
                 self._serve(self._head.adopt_or_start(self._closing))
                 backoff_s = 1.0
             except (LauncherError, OSError) as error:  # a full disk, no more processes: it may pass
-                self._trouble = f"the Ray head has ended and could not be started again: {error}"
+                self._trouble = f"the Ray head has ended, and to start it again failed and is tried again: {error}"
                 _log.error("ray_head_restart_failed next_in_s=%g error=%s", backoff_s, error)
                 wait_s, backoff_s = backoff_s, min(2 * backoff_s, MAX_BACKOFF_S)

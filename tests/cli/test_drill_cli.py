@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "words"),
     [
         (["--workers", "1"], "--workers"),
-        (["--kill-every", "-1"], "greater than or equal to 1"),
-        (["--minutes", "0"], "greater than or equal to 0.2"),
+        (["--kill-every", "-1"], "--kill-every"),
+        (["--minutes", "0"], "--minutes"),
         (["--optimizer", "foo"], "onebit_adam"),
         (["--kill-every", "60", "--minutes", "1"], "nobody would be killed"),
         (["--out", "/proc/no/such"], "/proc/no/such"),
