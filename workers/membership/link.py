@@ -5,6 +5,7 @@ Nothing is kept for a server that is away: at a new connection the member's stat
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import socket
@@ -48,7 +49,7 @@ class Link:
             lines.write(message)
         except OSError as error:
             logger.info("membership_send_failed worker=%s error=%r", self._name, str(error))
-            if isinstance(error, BlockingIOError | TimeoutError):  # else the connection has ended by itself
+            if _gave_up(error):
                 self._state.give_up_lease()
             lines.end()  # the thread that reads sees it, and connects again
             return False
@@ -119,8 +120,15 @@ class Link:
             self._state.give_up_lease()
             return str(error)
         except OSError as error:
+            if _gave_up(error) and self._lines is not None:  # welcome: until then its end proves nothing to the server
+                self._state.give_up_lease()
             return str(error)
         finally:
             self._lines = None
             lines.end()
             lines.close()
+
+
+def _gave_up(error: OSError) -> bool:
+    """Did this side give the connection up, since it could not send? Else it has ended by itself."""
+    return isinstance(error, BlockingIOError | TimeoutError) and error.errno != errno.ETIMEDOUT

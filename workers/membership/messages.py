@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Name, Seat, Standing
+from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Name, Seat, Standing, Whole
 
 LONGEST_KEY_BYTES = 1024
 """Of the first line, from whom nobody knows yet."""
@@ -61,25 +61,25 @@ class Join(_Message):
     """
 
     kind: Literal["join"] = "join"
-    after: Annotated[int, Field(ge=0)]
+    after: Whole
     standing: Standing
     signature: dict[Name, Reason] | None = None
-    floor: Annotated[int, Field(ge=0)] = 0
+    floor: Whole = 0
 
 
 class Formed(_Message):
     """It has the process group of this generation."""
 
     kind: Literal["formed"] = "formed"
-    generation: int
+    generation: Whole
 
 
 class Unreachable(_Message):
     """In forming this generation's process group it could not talk to these ranks. ranks: why, in words."""
 
     kind: Literal["unreachable"] = "unreachable"
-    generation: int
-    ranks: dict[int, Reason]
+    generation: Whole
+    ranks: dict[Whole, Reason]
 
 
 class Beat(_Message):
@@ -87,8 +87,8 @@ class Beat(_Message):
     generation."""
 
     kind: Literal["beat"] = "beat"
-    number: int
-    step: int | None
+    number: Whole
+    step: Whole | None
     seconds: Annotated[float, Field(ge=0)]
 
 
@@ -96,9 +96,9 @@ class Answer(_Message):
     """To a proposal. step: where its loop is."""
 
     kind: Literal["answer"] = "answer"
-    number: int
+    number: Whole
     yes: bool
-    step: int | None
+    step: Whole | None
 
 
 class Notice(_Message):

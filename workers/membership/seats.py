@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 LONGEST_REASON = 500
 """Characters of a reason in words. Longer ones are cut by whoever says them: a line on the wire is bounded."""
+Whole = Annotated[int, Field(ge=0, le=2**53 - 1)]
+"""A step, a generation, a number of anything: what JSON, a checkpoint's name and a tensor can hold."""
 Name = Annotated[str, StringConstraints(max_length=255)]
 _STRICT = ConfigDict(extra="forbid")
 
@@ -27,9 +29,9 @@ class Identity:
 
     __pydantic_config__ = _STRICT
     id: Annotated[str, StringConstraints(min_length=1, max_length=255)]
-    slot: Annotated[int, Field(ge=0)]
+    slot: Whole
     host: Name
-    pid: int
+    pid: Whole
     node: Name = ""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
 
@@ -43,9 +45,9 @@ class Standing:
     """
 
     __pydantic_config__ = _STRICT
-    generation: int | None
-    rank: int | None
-    step: Annotated[int, Field(ge=0)]
+    generation: Whole | None
+    rank: Whole | None
+    step: Whole
     has_state: bool
 
 
@@ -64,8 +66,8 @@ class LostMember:
 
     __pydantic_config__ = _STRICT
     id: Name
-    slot: int
-    rank: int
+    slot: Whole
+    rank: Whole
     why: str
 
 
@@ -77,9 +79,9 @@ class Seat:
     """
 
     __pydantic_config__ = _STRICT
-    generation: Annotated[int, Field(ge=1)]
-    rank: Annotated[int, Field(ge=0)]
-    size: Annotated[int, Field(ge=1)]
+    generation: Annotated[Whole, Field(ge=1)]
+    rank: Whole
+    size: Annotated[Whole, Field(ge=1)]
     members: tuple[Seated, ...]
     reason: str
     lost: tuple[LostMember, ...]

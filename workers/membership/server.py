@@ -168,12 +168,15 @@ class MembershipServer:
 
     def _read_from(self, lines: Lines, peer: tuple[str, int]) -> None:
         id, why = None, "its connection ended"
-        how: Callable[[str, str, float], None] = self._rules.gone
+        # A worker that got no welcome in time gives the connection up, and lives. So its end proves nothing before the
+        # worker has said something more, which it does as soon as it is welcome.
+        how: Callable[[str, str, float], None] = self._rules.cut
         try:
             if not self._closing.is_set():
                 id = self._meet(lines)
             while id is not None and (message := lines.read(m.from_member, m.LONGEST_LINE_BYTES)) is not None:
                 self._heard(id, lines, message)
+                how = self._rules.gone
         except OSError as error:
             why = f"its connection broke: {error.strerror or error}"
             how = self._broke(error)

@@ -66,7 +66,12 @@ def test_garbage_ends_its_connection_and_nothing_else(job: Job, sent: bytes):
     assert len(job.server.snapshot().members) == 1
 
 
-def test_a_member_that_sends_garbage_is_lost(job: Job):
+@pytest.mark.parametrize(
+    "garbage",
+    [b"]\n", b'{"kind": "beat", "number": 1, "step": ' + b"9" * 4000 + b', "seconds": 0}\n'],
+    ids=["bytes", "a step that no number can hold"],
+)
+def test_a_member_that_sends_garbage_is_lost(job: Job, garbage: bytes):
     job.serve(2, 2)
     a = job.member(0)
     seat = later(lambda: a.join(newcomer(), 5.0))
@@ -76,8 +81,23 @@ def test_a_member_that_sends_garbage_is_lost(job: Job):
     with socket.create_connection(job.server.address, 5.0) as other:
         other.sendall(key() + json.dumps(hello).encode() + b"\n" + json.dumps(join).encode() + b"\n")
         assert seat.result(5.0).size == 2
-        other.sendall(b"]\n")
+        other.sendall(garbage)
         assert "is no message of this protocol" in (a.wait_over(2.0) or "")
+
+
+def test_the_end_of_a_connection_that_was_not_seen_to_be_welcome_proves_no_death(job: Job):
+    job.serve(1, 1)
+    who = {"id": "z", "slot": 0, "host": "h", "pid": 1, "node": ""}
+    hello = key() + json.dumps({"kind": "hello", "seat": None, "identity": who}).encode() + b"\n"
+    join = {"kind": "join", "after": 0, "standing": {"generation": None, "rank": None, "step": 0, "has_state": False}}
+    with socket.create_connection(job.server.address, 5.0) as first:
+        first.sendall(hello + json.dumps(join).encode() + b"\n")
+        eventually(lambda: "seated" in job.kinds())
+        with socket.create_connection(job.server.address, 5.0) as again:
+            again.sendall(hello)
+            assert b"welcome" in again.recv(1 << 16)
+        eventually(lambda: {"cut", "lost"} & {*job.kinds()})
+    assert "lost" not in job.kinds()
 
 
 def test_a_stranger_that_says_nothing_delays_nobody(job: Job):
