@@ -81,11 +81,11 @@ class Stuck:
             if rank in members
         }
         self._reports = {}
-        stateless = {rank for rank, seated in enumerate(attendance.present.seats) if not seated.standing.has_state}
+        holders = {rank for rank in members if rank is not None and attendance.present.seats[rank].standing.has_state}
         unheard = {
             rank
             for rank, w in members.items()
             if rank is not None and now - w.heard_at > attendance.timing.beat_timeout_s / 4
         }
-        for rank, why in left_out(reports, stateless, unheard).items():
+        for rank, why in left_out(reports, holders, unheard).items():
             attendance.fence(members[rank], why, now)

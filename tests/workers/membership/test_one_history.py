@@ -321,6 +321,26 @@ def test_the_one_in_most_broken_pairs_is_left_out_whatever_its_rank():
     assert [node.state.ended for node in (b, c, d)] == [None] * 3
 
 
+@pytest.mark.parametrize("unheard", [False, True])
+def test_the_last_that_holds_the_state_is_not_left_out(unheard):
+    net = Net(1, 3)
+    (a,) = net.formed(1)
+    newcomers = net.add(1, 2)
+    net.run(1.0)
+    a.state.over = "for the test"
+    net.run(1.0)
+    assert a.state.seat.size == 3
+    if unheard:
+        net.cut(a)
+        net.run(4.0)
+    generation = a.generation
+    for node in newcomers:
+        node.say(Unreachable(generation=generation, ranks={0: "no route"}))
+    net.run(2.0)
+    assert a.state.ended is None
+    assert [node.state.ended is not None for node in newcomers] == [True, True]
+
+
 def test_one_whose_signature_differs_is_refused_alone_and_told_the_field():
     net = Net(1, 3)
     ours = net.add(0, 1, signature={"spec": "1a", "data": "x"})
