@@ -36,18 +36,23 @@ class Retention:
         self._db, self._delete, self._clock = db, delete, clock
         self._keep_jobs, self._keep_days = keep_jobs, keep_days
         self._due = float("-inf")
+        self._refused: set[str] = set()
 
     def prune(self) -> None:
-        """Delete some of what is due, oldest first. One that cannot be deleted keeps no other."""
+        """Delete some of what is due, oldest first. Those that cannot be deleted keep no other."""
         now = self._clock()
         if (self._keep_jobs is None and self._keep_days is None) or now < self._due:
             return
         before = None if self._keep_days is None else now - self._keep_days * DAY_S
         with self._db.read() as session:
-            ids = JobRepository(session).finished(before=before, beyond=self._keep_jobs)
-        for job_id in ids[:AT_ONCE]:
+            limit = AT_ONCE + len(self._refused)
+            ids = JobRepository(session).finished(before=before, beyond=self._keep_jobs, limit=limit)
+        # Those that were refused come last: else they would be tried for ever in the place of others.
+        for job_id in sorted(ids, key=self._refused.__contains__)[:AT_ONCE]:
             try:
                 self._delete(job_id)
             except ServiceError as error:
                 logger.warning("job_not_deleted job_id=%s error=%s", job_id, error)
-        self._due = now if len(ids) > AT_ONCE else now + PAUSE_S
+                self._refused.add(job_id)
+        self._refused &= set(ids)
+        self._due = now if len(ids) == limit else now + PAUSE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.service.control_plane_harness import Service, sample
 from thinwire.service.config import Settings
+from thinwire.service.jobs import retention
 
 DAY_S = 86_400
 
@@ -86,3 +88,29 @@ def test_what_need_not_be_kept_is_deleted_oldest_first(service: Service, setting
     running = service.running()
     service.turn(2)
     assert listed(service) == {*jobs[4 - kept :], running}
+
+
+def test_what_cannot_be_deleted_keeps_no_other(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "AT_ONCE", 2)
+    jobs = [over(service) for _ in range(5)]
+    service.close()
+    service.settings = Settings(home=service.home, launcher="fake", keep_jobs=0)
+    refused = {service.run_dir(job) for job in jobs[:3]}
+    remove = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if path in refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path)
+
+    monkeypatch.setattr("thinwire.service.jobs.job_folder.shutil.rmtree", refuse)
+    service.open()
+    service.turn(4)
+    assert listed(service) == {*jobs[:3]}
+    refused.clear()
+    service.turn(2)
+    assert listed(service) == {*jobs[:3]}  # they are tried again, but not at once
+    for _ in range(2):
+        service.clock.pass_(retention.PAUSE_S)
+        service.turn()
+    assert listed(service) == set()
