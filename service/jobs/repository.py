@@ -138,12 +138,13 @@ class JobRepository:
         query = select(SampleRow).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
         return self.session.scalars(query.order_by(SampleRow.step).limit(limit)).all()
 
-    def events(self, job_id: str, kinds: Sequence[str] | None = None) -> Sequence[EventRow]:
-        """The events of the job, all or those of some kinds, in order of time."""
-        query = select(EventRow).where(EventRow.job_id == job_id).order_by(EventRow.time, EventRow.id)
+    def events(self, job_id: str, kinds: Sequence[str] | None = None, *, limit: int) -> Sequence[EventRow]:
+        """The newest `limit` events of the job, of all or of some kinds, in order of time."""
+        query = select(EventRow).where(EventRow.job_id == job_id)
         if kinds is not None:
             query = query.where(EventRow.kind.in_(kinds))
-        return self.session.scalars(query).all()
+        newest = self.session.scalars(query.order_by(EventRow.time.desc(), EventRow.id.desc()).limit(limit)).all()
+        return newest[::-1]
 
     # leases
 

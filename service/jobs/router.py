@@ -190,7 +190,7 @@ def history(
 ) -> History:
     """The samples that the job has posted, in order of step; ask again from `next_after_step` for later ones.
 
-    All its events too, in order of time; only those of a kind where `event_kind` names some.
+    Its newest 5000 events too, in order of time; only those of a kind where `event_kind` names some.
     """
     return jobs.history(job_id, after_step, limit, event_kind)
 

@@ -38,6 +38,8 @@ from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchStat
 
 logger = logging.getLogger(__name__)
 
+MOST_EVENTS = 5000
+"""In one answer: a job may post events for as long as it runs, of 16,000 characters each."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
 
@@ -178,7 +180,7 @@ class JobService:
         logger.info("job_deleted job_id=%s state=%s", job_id, state)
 
     def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
-        """The first `limit` samples above a step, in order of step, and the events in order of time.
+        """The first `limit` samples above a step, in order of step, and the newest events in order of time.
 
         event_kinds: only these; None for all. Raises JobNotFound.
         """
@@ -188,7 +190,7 @@ class JobService:
             rows = jobs.samples(job_id, after_step, limit + 1)
             more, rows = len(rows) > limit, rows[:limit]
             samples = [sample for row in rows if (sample := sample_view(row)) is not None]
-            events = [event_view(row) for row in jobs.events(job_id, event_kinds)]
+            events = [event_view(row) for row in jobs.events(job_id, event_kinds, limit=MOST_EVENTS)]
         return History(
             job_id=job_id,
             samples=samples,

@@ -241,3 +241,13 @@ def test_a_rank_out_of_range_is_refused(service: Service, rank: str) -> None:
     answer = service.client.delete(url, headers=service.job_headers(job_id))
     assert answer.status_code == 422
     assert answer.json()["problems"][0]["path"] == "rank"
+
+
+def test_of_very_many_events_the_newest_are_answered(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may tell events for as long as it runs: the service need not hold all of them in memory at once."""
+    monkeypatch.setattr("thinwire.service.jobs.service.MOST_EVENTS", 3)
+    job_id = service.running()
+    told = [{"kind": "resumed", "step": step, "time": 2e9 + step} for step in range(5)]
+    assert service.post(job_id, events=told).status_code == 204
+    history = service.client.get(f"/v1/jobs/{job_id}/metrics").json()
+    assert [event["step"] for event in history["events"]] == [2, 3, 4]

@@ -130,7 +130,7 @@ class JobList(BaseModel):
 
 
 class History(BaseModel):
-    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its events in order of time."""
+    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its newest events in order of time."""
 
     job_id: str
     samples: list[Sample]
