@@ -1,4 +1,8 @@
-"""What a step does, as data: a frozen plan computed from saved integers. There are no phase flags anywhere."""
+"""What a step does, as data: a frozen plan, computed from the settings and what a checkpoint holds.
+
+That of 0/1 Adam depends on the learning rates too. There are no phase flags anywhere. With warmup="auto" the freeze is
+in no plan: see variance/freezing.py, update().
+"""
 
 from __future__ import annotations
 

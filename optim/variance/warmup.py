@@ -58,7 +58,9 @@ class CompressedOptions(Options, Generic[Settings], total=False):
 
 
 class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
-    """A FlatOptimizer that compresses once its variance is frozen.
+    """A FlatOptimizer whose warm-up ends with a frozen variance.
+
+    1-bit Adam and 1-bit LAMB compress from there on, 0/1 Adam before it too (engine/schedule.py).
 
     total_steps, lr_warmup_steps: of the run, where known.
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6. settings: where descriptions differ, one by one, in
