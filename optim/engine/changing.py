@@ -71,7 +71,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def plan(self, step: int) -> StepPlan:
-        """What step `step` (from 1) does, from saved integers alone."""
+        """What step `step` (from 1) does, from what a checkpoint holds, the settings and the learning rates."""
 
     @abstractmethod
     def prepare_to_save(self) -> None:

@@ -119,7 +119,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     @abstractmethod
     def plan(self, step: int) -> StepPlan:
-        """What step `step` (from 1) does, from saved integers alone."""
+        """What step `step` (from 1) does, from what a checkpoint holds, the settings and the learning rates."""
 
     @abstractmethod
     def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
