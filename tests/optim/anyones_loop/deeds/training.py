@@ -15,6 +15,8 @@ FREEZING = "What is trained"
 
 @deed(FREEZING, "`model.fc.requires_grad_(False)`")
 def frozen(loop: Loop) -> None:
+    if not getattr(loop.optimizer, "at_sync", True):  # ranks hold different values, which the next sync makes equal
+        loop.optimizer.prepare_to_save()
     loop.net.get_submodule("second").requires_grad_(False)
     before = [p.detach().clone() for p in loop.net.get_submodule("second").parameters()]
 
