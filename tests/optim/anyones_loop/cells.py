@@ -22,11 +22,8 @@ DONE_AFTER = {When.UNMADE: 0, When.MADE: 0, When.WARMUP: WARMUP // 2, When.COMPR
 """Steps before the deed. The last is between two syncs of 0/1 Adam."""
 EXACT = {"adam": 2e-6, "sgd": 2e-6}
 """Of optimizers that take torch's steps: how far a parameter may be from torch's, by rounding alone."""
-FALL, FALL_OF = 0.4, {"onebit_lamb": 0.2, "zero_one_adam": 0.25}
-"""Of the others: how much of the fall of the logarithm of AdamW's loss, since the deed, theirs has at least. In so few
-steps 1-bit LAMB stays behind (0.28 to 0.38 after many harmless deeds), and 0/1 Adam with LoRA (0.30). What stands still
-is found by MOVED.
-"""
+FALL = 0.4
+"""Of the others: how much of the fall of the logarithm of AdamW's loss, since the deed, theirs has at least."""
 MOVED = 0.1
 """How far each tensor has moved since the deed, at least, of the distance that torch's has."""
 CLEAR = (ValueError, TypeError, RuntimeError, CommError)
@@ -128,5 +125,5 @@ def _differences(cell: Cell, found: Trained, measure: Trained) -> Iterable[str]:
             yield f"{worst} is {far[worst]:.2e} from torch's"
         return
     fall, theirs_fall = (log(one.before / one.loss) for one in (found, measure))
-    if not fall > FALL_OF.get(cell.optimizer, FALL) * theirs_fall:
+    if not fall > FALL * theirs_fall:
         yield f"its loss fell from {found.before:.4f} to {found.loss:.4f}, AdamW's to {measure.loss:.4f}"
