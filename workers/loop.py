@@ -257,7 +257,11 @@ class Course:
         self._log = StepLog(training, meter, self._reporter, self.step)
         if self.step == 0:
             meter.seconds["startup"] = time.time() - self._run.created_at
-            self._log.before_training(evaluate(training, meter, self._look))
+            self._tell_state_before_training()
+
+    def _tell_state_before_training(self) -> None:
+        """The sample of step 0. Collective. Raises: PeerLost."""
+        self.log.before_training(evaluate(self.training, self._meter, self._look))
 
     def _go_on(self, told: Joined, began: float) -> None:
         """After a regroup in which somebody had a state."""
@@ -293,6 +297,9 @@ class Course:
             change.lost_norm,
             " ".join(f"{key}={value!r}" for key, value in fields.items()),
         )
+        if self.step == 0:  # nobody knows whether whoever was to tell it has: a peer was lost before the first step
+            self._reporter.resumed(0)
+            self._tell_state_before_training()
 
     def _train_step(self) -> None:
         training, now = self.training, self.step + 1

@@ -10,7 +10,9 @@ from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers import loop
 from thinwire.workers.build import load_data
+from thinwire.workers.membership import Fenced
 from thinwire.workers.telemetry import history
 
 STEPS = 64
@@ -110,3 +112,25 @@ def test_a_run_by_plain_sgd_ends_where_it_would_have_ended_undisturbed(tmp_path,
     (expected_N,) = alone.ended.values()
     for found_N in disturbed.ended.values():
         torch.testing.assert_close(found_N, expected_N, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluation(tmp_path, monkeypatch, victim):
+    job = ThreadsJob(tmp_path, small_spec(steps=8), 3, Plan())
+    plain = loop.evaluate
+
+    def evaluate(training, *rest):
+        worker = job.members[training.group.rank]
+        if job.generation == 1 and training.group.rank == victim:
+            worker.doomed = True
+            training.group.leave("killed in the evaluation")
+            worker.die()
+            raise Fenced("dead")
+        return plain(training, *rest)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    job.run(monkeypatch)
+    samples = history.read(RunFolder(tmp_path).history)
+    assert [sample.step for sample in samples] == list(range(9))
+    assert samples[0].validation_loss is not None
+    assert samples[0].world_size == 2
