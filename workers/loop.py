@@ -27,7 +27,7 @@ from thinwire.optim.regroup import Regrouped, hand_over, regroup
 from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
 from thinwire.workers.membership import Dismissed, MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded, Stop
-from thinwire.workers.replicas import replicas_bit_equal
+from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
 from thinwire.workers.signature import signature
 from thinwire.workers.step import evaluate, train_step
@@ -38,7 +38,8 @@ from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
-
+OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
+"""Raised alike on every rank, with the ranks that it is the error of."""
 
 REPORT_EVERY_STEPS = 5
 """How often losses are averaged over ranks and reported: one small collective for so many steps."""
@@ -120,12 +121,13 @@ class Course:
     def train(self) -> None:
         """Join the others, and train to the last step.
 
-        Raises: as join() and run(). Where the ranks are elastic and some alone gave NaN, those leave: PeerLost.
+        Raises: as join() and run(). Where the ranks are elastic, and some alone gave NaN or hold what most do not, those
+        leave: PeerLost.
         """
         try:
             self.join()
             self.run()
-        except (NonFiniteInput, NonFiniteLoss) as error:
+        except (NonFiniteInput, NonFiniteLoss, ReplicasDiffer) as error:
             raise self._blaming(error) from error
 
     def join(self) -> None:
@@ -193,20 +195,34 @@ class Course:
         self._saving.close(patience_s)
 
     def finish(self) -> Summary | None:
-        """Compare the replicas a last time. Returns the summary on rank 0. Collective. Raises: PeerLost."""
+        """Compare the replicas a last time. Returns the summary on rank 0, which tells where nobody is to blame.
+
+        Collective. Raises: PeerLost; ReplicasDiffer where this rank is at fault, and the others go on without it.
+        """
         training = self.training
         with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
             self._saving.wait(self._look)
         with self._meter.part("control"):
-            equal = replicas_bit_equal(training.optimizer, training.group)
+            equal = self._replicas_equal()
         self._saving.close()
         self._ranks.leave()
         return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else None
 
-    def _blaming(self, error: NonFiniteInput | NonFiniteLoss) -> NonFiniteInput | NonFiniteLoss | PeerLost:
+    def _replicas_equal(self) -> bool:
+        training = self.training
+        try:
+            refuse_differing(training.optimizer, training.group, self.step)
+        except ReplicasDiffer as error:
+            if self._ranks.elastic and len(error.ranks) < training.group.size:
+                raise self._blaming(error) from error
+            return False
+        return True
+
+    def _blaming(self, error: OfRanks) -> OfRanks | PeerLost:
         """The error in words that name step, ranks and hosts; that of a lost peer where this rank can do without them.
 
-        Where all ranks gave NaN, or only their mean is, the training has diverged: that is every rank's own error.
+        Where all ranks gave NaN, or only their mean is, the training has diverged, and where no majority holds the same
+        nobody can tell who is right: that is every rank's own error.
         Collective, for every rank raises such an error alike. Raises: PeerLost.
         """
         group = self.training.group

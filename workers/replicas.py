@@ -1,8 +1,12 @@
-"""Do all ranks hold the same, bit for bit? Compared by hash, 32 bytes a rank."""
+"""Do all ranks hold the same, bit for bit? Compared by hash, 32 bytes a rank.
+
+Where they do not, those are at fault that do not hold what more than half of the ranks hold. Else nobody can tell.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,17 +16,72 @@ from thinwire.optim import FlatOptimizer
 from thinwire.optim.engine.state import replicated
 
 
+class ReplicasDiffer(Exception):
+    """Ranks hold different parameters or state: a defect, never a user's fault. Nothing is saved of it.
+
+    ranks: those at fault; all of them where nobody can tell which.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, ranks)  # so that it can be pickled
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def refuse_differing(optimizer: FlatOptimizer[Any], group: Group, step: int) -> None:
+    """Nothing where parameters and replicated state have the same bits on every rank.
+
+    Collective, where that is promised: not between two syncs of 0/1 Adam. Raises: ReplicasDiffer, alike on every rank;
+    PeerLost.
+    """
+    ranks = ranks_at_fault(group, _digest(optimizer), optimizer.space.p_N.device)
+    if not ranks:
+        return
+    if len(ranks) < group.size:
+        who = f"{group.size - len(ranks)} of {group.size} ranks hold the same, and rank {_listed(ranks)} something else"
+    else:
+        who = f"no more than half of the {group.size} ranks hold the same, so nobody can tell who is right"
+    raise ReplicasDiffer(
+        f"replicas are not bit-equal at step {step}: {who}. This is a defect of a machine's memory or processor, or of "
+        "thinwire: test the machine, or report it with the job's spec. The last checkpoint is from before",
+        ranks,
+    )
+
+
 def replicas_bit_equal(optimizer: FlatOptimizer[Any], group: Group) -> bool:
     """Whether parameters and replicated state have the same bits on every rank. Collective. Raises: PeerLost."""
-    digest = hashlib.sha256()
-    for vector in (optimizer.space.p_N, *replicated(optimizer.vectors).values()):
-        digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return not ranks_that_differ(group, digest.digest(), optimizer.space.p_N.device)
+    return not ranks_at_fault(group, _digest(optimizer), optimizer.space.p_N.device)
+
+
+def ranks_at_fault(group: Group, digest: bytes, device: torch.device) -> tuple[int, ...]:
+    """The ranks whose digest is not that of more than half of them; all, where there is none such; none, where all are
+    alike. The same on every rank. Collective. Raises: PeerLost."""
+    told = _digests(group, digest, device)
+    most, count = Counter(told).most_common(1)[0]
+    return tuple(rank for rank, one in enumerate(told) if one != most or 2 * count <= group.size)
 
 
 def ranks_that_differ(group: Group, digest: bytes, device: torch.device) -> list[int]:
     """The ranks whose digest is not rank 0's; the same list on every rank. Collective. Raises: PeerLost."""
+    told = _digests(group, digest, device)
+    return [rank for rank, one in enumerate(told) if one != told[0]]
+
+
+def _digest(optimizer: FlatOptimizer[Any]) -> bytes:
+    digest = hashlib.sha256()
+    for vector in (optimizer.space.p_N, *replicated(optimizer.vectors).values()):
+        digest.update(vector.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _digests(group: Group, digest: bytes, device: torch.device) -> list[bytes]:
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     everyone = torch.zeros((group.size, own.numel()), dtype=torch.uint8, device=device)
     group.all_gather(everyone, own)
-    return (everyone != everyone[0]).any(dim=1).nonzero().flatten().tolist()
+    return [bytes(row) for row in everyone.tolist()]
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))

@@ -32,7 +32,7 @@ from thinwire.workers.build import Training
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Superseded, Writer
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
-from thinwire.workers.replicas import replicas_bit_equal
+from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -45,10 +45,6 @@ BROKEN_S = 5.0
 """How long a checkpoint is waited for of which a worker that was lost may owe a part."""
 LEAVE_S = 25.0
 """The same where the worker has been told to stop: notices of preemption give 30 s."""
-
-
-class ReplicasDiffer(Exception):
-    """Two ranks hold different parameters or state: a defect, never a user's fault. Nothing is saved any more."""
 
 
 class Saving:
@@ -119,11 +115,7 @@ class Saving:
         with meter.part("checkpoint"):
             self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
-            if not replicas_bit_equal(training.optimizer, training.group):
-                raise ReplicasDiffer(
-                    f"replicas are not bit-equal at step {step}; this is a defect of thinwire or of a machine's "
-                    "memory. Please report it with the job's spec; the last checkpoint is from before"
-                )
+            refuse_differing(training.optimizer, training.group, step)
             content = collect(training.model, training.optimizer, meter)
             group, which = training.group, CheckpointId(self._generation, step)
             mark = torch.zeros(1, dtype=torch.int64, device=training.device)

@@ -123,14 +123,13 @@ def _ranks(config: dict[str, Any], spec: TrainSpec, address: str, device: torch.
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
-    from thinwire.comm import NonFiniteInput
-    from thinwire.workers.telemetry.step_log import NonFiniteLoss
+    from thinwire.workers.loop import OfRanks
 
     seat = ranks.seat
     if seat is None:
         return Failed(failure.kind, failure.message, ranks.step)
     # Without ranks it is the mean over all that is not finite.
-    of_all = isinstance(error, NonFiniteInput | NonFiniteLoss) and len(error.ranks) in (0, seat.size)
+    of_all = isinstance(error, OfRanks) and len(error.ranks) in (0, seat.size)
     return Failed(failure.kind, failure.message, ranks.step, seat.generation, of_all)
 
 

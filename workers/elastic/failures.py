@@ -10,7 +10,8 @@ an error that is the job's comes to every worker that tries the same step. So:
                     it fails there again
                     so many generations have tried one step, and in each a worker failed: who fails may be whoever
                     has the sample, and where workers.min is missing the others cannot get past without another worker
-                    others have come to the end of the training: there is nothing left to be done by another worker
+                    others have come to the end of the training, in the generation in which it failed: there is nothing
+                    left to be done by another worker
     too many        a slot, or the slots together, have failed so often that to go on is no use. A worker that was never
                     seated has cost the others nothing: its slot is filled again, ever later, while they can train
 
@@ -63,13 +64,18 @@ class Others:
     """The rest of the job, at the moment of a failure.
 
     slots: of workers that run or are being started. step: the last that anybody has committed. enough: there are as
-    many as the job needs. finished: one has come to the end of the training.
+    many as the job needs. finished: one has come to the end of the training. generation: the newest.
     """
 
     slots: Collection[int]
     step: int
     enough: bool
     finished: bool = False
+    generation: int = 0
+
+    def did_without(self, one: Failure) -> bool:
+        """Have they come to the end of the training in a generation after that in which this one failed?"""
+        return self.finished and 0 < one.error.generation < self.generation
 
 
 class Failures:
@@ -87,9 +93,11 @@ class Failures:
         """Take them in. Returns where they are the workers'. Raises: JobFailed."""
         now = max(one.at for one in new)
         self._recent = self._within(now, (*self._recent, *new))
-        self._open = [one for one in (*self._open, *new) if one.error.step >= others.step]
+        self._open = [
+            one for one in (*self._open, *new) if one.error.step >= others.step and not others.did_without(one)
+        ]
         for one in new:
-            if one.error.of_all or others.finished:
+            if one.error.of_all or (others.finished and not others.did_without(one)):
                 raise JobFailed(one.error.kind, one.error.message, one.error.step)
         self._refuse_what_all_have(others)
         for one in new:

@@ -305,7 +305,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         there = [unit.slot for unit, status in kept if status.running]
         there += [slot for slot, coming in self._coming.items() if coming.placed and not coming.cancelled]
         finished = any(not status.running for _, status in kept)
-        self._failures.judge(new, Others(there, headcount.step, headcount.enough, finished))
+        self._failures.judge(new, Others(there, headcount.step, headcount.enough, finished, headcount.generation))
 
     def _set_units(self, units: list[Unit]) -> None:
         polls = self._world_rank_to_ongoing_poll

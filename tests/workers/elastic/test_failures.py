@@ -126,3 +126,10 @@ def test_a_fault_that_moves_from_worker_to_worker_ends_the_job():
 def test_after_the_end_of_the_training_no_other_worker_can_mend_it():
     with pytest.raises(JobFailed, match="disk"):
         Job().fails(0, step=100, others=[], finished=True, why="OSError: the disk is full")
+
+
+def test_who_failed_before_the_others_came_to_the_end_without_it_does_not_end_the_job():
+    left = [Failure(slot, "host", Failed("ReplicasDiffer", "a bit", 100, 3), 1.0) for slot in (0, 1)]
+    Failures(PLAN).judge(left, Others([], 100, enough=True, finished=True, generation=4))
+    with pytest.raises(JobFailed, match="a bit"):
+        Failures(PLAN).judge(left, Others([], 100, enough=True, finished=True, generation=3))
