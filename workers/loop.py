@@ -121,7 +121,7 @@ class Course:
     def train(self) -> None:
         """Join the others, and train to the last step.
 
-        Raises: as join() and run(). Where the ranks are elastic, and some alone gave NaN or hold what most do not, those
+        Raises: as join() and run(). Where ranks are elastic, and some alone gave NaN or hold what most do not, those
         leave: PeerLost.
         """
         try:
@@ -173,7 +173,7 @@ class Course:
     def run(self) -> None:
         """Train to the last step.
 
-        Raises: PeerLost; Dismissed where this rank was to leave, and has handed over; NonFiniteInput, NonFiniteLoss.
+        Raises: PeerLost; Dismissed where this rank was to leave, and has handed over; OfRanks.
         """
         while self.attended < self._spec.steps:
             if self.step == self.attended:
