@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +30,8 @@ from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.retention import Retention
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
-from thinwire.service.launch.protocol import Launcher, LauncherError
+from thinwire.service.launch.protocol import Launcher
+from thinwire.service.launch.starter import LauncherStarter
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
 
@@ -40,61 +40,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_FREE_BYTES = 64 << 20
 """On the disk of the home: below, a job that is accepted could not be written down."""
-
-
-class LauncherStarter:
-    """Calls `launcher.start` in a thread until it has worked, `retry_s` seconds apart."""
-
-    def __init__(self, launcher: Launcher, retry_s: float = 5.0) -> None:
-        self._launcher = launcher
-        self._retry_s = retry_s
-        self._stop = threading.Event()
-        self._waiting: str | None = "it is starting"
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin; returns at once."""
-        self._thread = threading.Thread(target=self._loop, name="thinwire-launcher", daemon=True)
-        self._thread.start()
-
-    def reason(self) -> str | None:
-        """None when jobs can be submitted, else why not. May block as `launcher.ready` does."""
-        return self._waiting if self._waiting is not None else self._launcher.ready()
-
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Close the launcher, and whatever a start that is under way brings up. Safe to call twice.
-
-        Raises: LauncherError, where the launcher could not end everything.
-        """
-        self._stop.set()
-        self._waiting = "the service is ending"
-        self._launcher.close()  # makes a slow start give up
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                logger.warning("launcher_still_starting timeout_s=%g", timeout_s)
-            self._launcher.close()  # a start that began just as the first close ended
-
-    def _loop(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._launcher.start()
-            except LauncherError as error:
-                logger.warning(
-                    "launcher_start_failed name=%s retry_s=%g error=%s", self._launcher.name, self._retry_s, error
-                )
-                why = str(error)
-            except Exception as error:
-                logger.exception("launcher_start_failed name=%s retry_s=%g", self._launcher.name, self._retry_s)
-                why = f"{type(error).__name__}: {error}"
-            else:
-                logger.info("launcher_started name=%s", self._launcher.name)
-                if not self._stop.is_set():
-                    self._waiting = None
-                return
-            if not self._stop.is_set():
-                self._waiting = why
-            self._stop.wait(self._retry_s)
+SILENT_S = 10.0
+"""A launcher that is silent for so long cannot be used; three turns of the reconciler, where these are longer."""
 
 
 class DatabaseOwned(Exception):
@@ -115,7 +62,7 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
-        self.starter = LauncherStarter(launcher)
+        self.starter = LauncherStarter(launcher, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s))
         self.metrics = ServiceMetrics()
         folders = RunFolders(settings.runs, service_url)
         self.retention = Retention(
@@ -129,7 +76,7 @@ class ControlPlane:
             self.db,
             launcher,
             folders,
-            launcher_reason=self.launcher_reason,
+            look=self.starter.look,
             confirm_owner=self.ownership.confirm,
             clock=clock,
             interval_s=settings.reconcile_interval_s,
@@ -148,7 +95,7 @@ class ControlPlane:
         self.reports = WorkerReports(
             self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
         )
-        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.launcher_reason)
+        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.launcher_reason, self.starter.age_s)
 
     def own(self) -> None:
         """Take the database, its schema brought up to date; stand by where another service has it.
@@ -189,7 +136,7 @@ class ControlPlane:
         self.on_lost()
 
     def launcher_reason(self) -> str | None:
-        """None when jobs can be submitted, else why not. May block as `launcher.ready` does."""
+        """None when jobs can be submitted, else why not, as far as is known: the launcher is not asked."""
         return self.starter.reason() if self.ownership.owns else "this service stands by and launches nothing"
 
     def close(self) -> None:
@@ -222,7 +169,7 @@ class ControlPlane:
             return JobRepository(session).id_by_token_hash(token_hash)
 
     def not_ready(self) -> str | None:
-        """None when the service can take and start jobs, else why not."""
+        """None when the service can take and start jobs, else why not. Of the launcher, what it said last."""
         try:
             self.db.check()
         except SQLAlchemyError as error:
@@ -307,12 +254,15 @@ async def docs(request: Request) -> HTMLResponse:
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))
 def readyz(request: Request) -> dict[str, str]:
-    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open."""
+    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open.
+
+    The launcher is not asked by this request: `launcher` says how long ago it answered.
+    """
     plane: ControlPlane = request.app.state.plane
     reason = plane.not_ready()
     if reason is not None:
         raise errors.Unavailable(reason)
-    return {"status": "ready"}
+    return {"status": "ready", "launcher": f"answered {plane.starter.age_s() or 0.0:.1f} s ago"}
 
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {

@@ -51,9 +51,10 @@ class ServiceMetrics:
         count_by_state: Callable[[], Mapping[JobState, int]],
         launcher_name: str,
         launcher_reason: Callable[[], str | None],
+        launcher_age_s: Callable[[], float | None],
     ) -> None:
-        """Show the jobs by state and whether the launcher is ready, asked anew at each scrape."""
-        self.registry.register(_Asked(count_by_state, launcher_name, launcher_reason))
+        """Show the jobs by state, asked anew at each scrape, and what is known of the launcher, with its age."""
+        self.registry.register(_Asked(count_by_state, launcher_name, launcher_reason, launcher_age_s))
 
     def text(self) -> bytes:
         """The exposition, in Prometheus' text format."""
@@ -66,10 +67,12 @@ class _Asked(Collector):
         count_by_state: Callable[[], Mapping[JobState, int]],
         launcher_name: str,
         launcher_reason: Callable[[], str | None],
+        launcher_age_s: Callable[[], float | None],
     ) -> None:
         self._count_by_state = count_by_state
         self._launcher_name = launcher_name
         self._launcher_reason = launcher_reason
+        self._launcher_age_s = launcher_age_s
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the database."""
@@ -82,6 +85,13 @@ class _Asked(Collector):
         )
         ready.add_metric((self._launcher_name,), 0.0 if self._launcher_reason() else 1.0)
         yield ready
+        age = GaugeMetricFamily(
+            "thinwire_service_launcher_answer_age_seconds", "Since the launcher last answered", labels=("launcher",)
+        )
+        age_s = self._launcher_age_s()
+        if age_s is not None:
+            age.add_metric((self._launcher_name,), age_s)
+        yield age
         jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
         try:
             for state, count in self._count_by_state().items():

@@ -151,7 +151,7 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
 
 def test_the_table_has_the_metrics_of_the_service():
     metrics = ServiceMetrics()
-    metrics.watch(dict, "local", lambda: None)
+    metrics.watch(dict, "local", lambda: None, lambda: 0.0)
     exported = re.findall(r"^# (?:HELP|TYPE) (\w+)", metrics.text().decode(), flags=re.MULTILINE)
     names = {name for name in exported if not name.endswith("_created")}
     named = {name for name in rows(ROOT / "docs/operations.md") if name.startswith("thinwire_service_")}

@@ -71,7 +71,7 @@ class Asked:
 class Reconciler:
     """Follows every job to its end.
 
-    launcher_reason: None when the launcher can be used, else why not; it may block. clock: unix seconds.
+    look: asks whether the launcher can be used: None, else why not; it may block. clock: unix seconds.
     confirm_owner: raises NotOwner where another service owns the database.
     observe_turn: told the seconds that each turn took. prune: deletes what need not be kept; called in each turn.
     """
@@ -85,7 +85,7 @@ class Reconciler:
         launcher: Launcher,
         folders: RunFolders,
         *,
-        launcher_reason: Callable[[], str | None],
+        look: Callable[[], str | None],
         confirm_owner: Callable[[], None],
         clock: Callable[[], float],
         interval_s: float,
@@ -95,7 +95,7 @@ class Reconciler:
         self._db = db
         self._launcher = launcher
         self._folders = folders
-        self._launcher_reason = launcher_reason
+        self._look = look
         self._confirm_owner = confirm_owner
         self._clock = clock
         self._interval_s = interval_s
@@ -154,9 +154,9 @@ class Reconciler:
         self._asked_in = {job: turn for job, turn in self._asked_in.items() if job in known}
         self._slow &= known
         rows = [row for row in rows if self._keep_wanted(row)]
+        unready = self._unready()  # without jobs as well: requests are answered from the last look
         if rows and not self._stop.is_set():
             new = [row for row in rows if row.state == JobState.SUBMITTING.value]
-            unready = self._unready()
             if unready is not None:
                 self._explain(dict.fromkeys(new, unready))
             else:
@@ -206,7 +206,7 @@ class Reconciler:
 
     def _unready(self) -> str | None:
         """Why the launcher cannot be used; one that does not say so soon is not waited for."""
-        self._others.start(_READY, self._launcher_reason)
+        self._others.start(_READY, self._look)
         if not self._others.wait([_READY], self._soon()):
             return "it does not answer"
         for answer in self._others.answers():

@@ -34,7 +34,7 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
-from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, NoLog
+from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class JobService:
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
         logger.info("job_accepted job_id=%s steps=%d optimizer=%s", row.id, spec.steps, spec.optimizer.name)
         self._wake()
-        return self._view(row, workers=0, page=False)
+        return self._view(row, workers=0)
 
     def list(self, limit: int, state: JobState | None, before: str | None = None) -> JobList:
         """The newest jobs; with `before`, those older than the job of that id. Raises JobNotFound."""
@@ -109,7 +109,6 @@ class JobService:
             rows = jobs.newest(limit + 1, state, None if before is None else _found(session, before))
             more, rows = len(rows) > limit, rows[:limit]
             workers = jobs.count_live_leases([row.id for row in rows], now)
-            # Whether the pages of jobs that are over are still there is a question to the cluster for each.
             items = [
                 job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
             ]
@@ -121,7 +120,7 @@ class JobService:
         with self._db.read() as session:
             row = _found(session, job_id)
             workers = JobRepository(session).count_live_leases([job_id], now)
-        return self._view(row, workers.get(job_id, 0), page=self._has_page(row))
+        return self._view(row, workers.get(job_id, 0))
 
     def change(self, job_id: str, change: JobChange) -> Job:
         """Want another number of workers; the same again changes nothing.
@@ -280,22 +279,11 @@ class JobService:
             return None
         return row
 
-    def _has_page(self, row: JobRow) -> bool:
-        """False where the job's cluster went and took the job's page in the dashboard with it."""
-        if not JobState(row.state).terminal:
-            return True
-        if self._launcher_reason() is not None:
-            return False
-        said = self._launcher.status(submission_id(row.id, row.attempt)).state
-        return said not in (LaunchState.ABSENT, LaunchState.UNKNOWN)
-
     def _page(self, row: JobRow) -> str | None:
-        over = JobState(row.state).terminal
-        return None if over else self._launcher.dashboard_url(submission_id(row.id, row.attempt))
+        return self._launcher.dashboard_url(submission_id(row.id, row.attempt))
 
-    def _view(self, row: JobRow, workers: int, *, page: bool) -> Job:
-        url = self._launcher.dashboard_url(submission_id(row.id, row.attempt)) if page else None
-        return job_view(row, workers, self._folders.of(row.id).path, url)
+    def _view(self, row: JobRow, workers: int) -> Job:
+        return job_view(row, workers, self._folders.of(row.id).path, self._page(row))
 
 
 def _found(session: Session, job_id: str) -> JobRow:

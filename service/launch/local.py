@@ -132,9 +132,11 @@ class LocalLauncher:
             raise LauncherError(f"the log {path} cannot be read: {error.strerror or error}") from error
 
     def dashboard_url(self, submission_id: str) -> str | None:
-        """The job's page in the Ray dashboard; None while there is no head."""
+        """The job's page in the Ray dashboard; None where this head has not run it: pages go with their head."""
         serving = self._serving
-        return None if serving is None else f"{serving[0].url}/#/jobs/{submission_id}"
+        if serving is None or not serving[0].log_of(submission_id).exists():
+            return None
+        return f"{serving[0].url}/#/jobs/{submission_id}"
 
     def _jobs(self) -> RayJobs:
         serving = self._serving

@@ -82,4 +82,6 @@ class Launcher(Protocol):
         """
 
     def dashboard_url(self, submission_id: str) -> str | None:
-        """A page where a person can watch it."""
+        """A page where a person can watch it; None where there is none, or none any more. It asks nobody and waits for
+        nothing: a request calls it.
+        """

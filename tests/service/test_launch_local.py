@@ -75,6 +75,7 @@ def test_a_job_runs_and_its_status_and_log_are_told(local_launcher, tiny_job):
     assert local_launcher.logs(submission_id, log.next_offset).text == ""
     assert local_launcher.logs(submission_id, log.next_offset - 6).text == log.text[-6:]
     assert local_launcher.dashboard_url(submission_id).endswith(f"/#/jobs/{submission_id}")
+    assert local_launcher.dashboard_url("of-another-head") is None
 
 
 @pytest.mark.ray

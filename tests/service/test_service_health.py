@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.control_plane_harness import Service, TestClient, wait_until
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.main import LauncherStarter, create_app
+from thinwire.service.launch.starter import LauncherStarter
+from thinwire.service.main import create_app
 
 
 def _values(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -29,8 +31,11 @@ def _labels(**labels: str) -> frozenset[tuple[str, str]]:
 
 def test_ready_needs_the_launcher(service: Service) -> None:
     assert service.client.get("/healthz").json() == {"status": "ok"}
-    assert service.client.get("/readyz").json() == {"status": "ready"}
+    ready = service.client.get("/readyz").json()
+    assert ready["status"] == "ready"
+    assert re.fullmatch(r"answered \d+\.\d s ago", ready["launcher"])
     service.launcher.not_ready = "the head is coming up"
+    service.turn()
     answer = service.client.get("/readyz")
     assert answer.status_code == 503
     assert answer.json()["message"] == "launcher: the head is coming up"
@@ -79,7 +84,10 @@ def test_metrics_count_jobs_by_state_and_requests_by_route(service: Service) -> 
 
 def test_metrics_say_when_the_launcher_is_not_ready(service: Service) -> None:
     service.launcher.not_ready = "no"
-    assert _values(service)["thinwire_service_launcher_ready", _labels(launcher="fake")] == 0
+    service.turn()
+    values = _values(service)
+    assert values["thinwire_service_launcher_ready", _labels(launcher="fake")] == 0
+    assert values["thinwire_service_launcher_answer_age_seconds", _labels(launcher="fake")] >= 0
 
 
 def test_the_service_runs_its_jobs_by_itself(tmp_path: Path) -> None:
@@ -99,7 +107,7 @@ def test_the_service_runs_its_jobs_by_itself(tmp_path: Path) -> None:
 def test_the_launcher_is_started_again_until_it_works() -> None:
     launcher = FakeLauncher()
     launcher.start_error = "no port is free"
-    starter = LauncherStarter(launcher, retry_s=0.01)
+    starter = LauncherStarter(launcher, silent_s=60.0, retry_s=0.01)
     assert starter.reason() == "it is starting"
     starter.start()
     wait_until(lambda: launcher.starts >= 2, "a second start")
@@ -119,7 +127,7 @@ def test_an_unexpected_error_of_a_start_is_told(monkeypatch: pytest.MonkeyPatch)
         raise OSError("disk full")
 
     monkeypatch.setattr(launcher, "start", start)
-    starter = LauncherStarter(launcher, retry_s=0.01)
+    starter = LauncherStarter(launcher, silent_s=60.0, retry_s=0.01)
     starter.start()
     wait_until(lambda: starter.reason() == "OSError: disk full", "the reason")
     starter.close()

@@ -45,8 +45,7 @@ class HangingLauncher(FakeLauncher):
         self.at_once[submission_id] -= 1
 
     def ready(self) -> str | None:
-        if "" in self.hung:
-            self.go.wait(HUNG_S)
+        self._call("")
         return super().ready()
 
     def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
@@ -163,6 +162,30 @@ def test_a_launcher_that_does_not_say_whether_it_is_ready_is_told(hanging: tuple
         assert session.get_one(JobRow, job_id).reason == "waiting for the launcher: it does not answer"
     launcher.go.set()
     _turns_until(service, lambda: service.state(job_id) == "PENDING", "PENDING")
+
+
+def test_no_request_asks_the_launcher(hanging: tuple[Service, HangingLauncher]) -> None:
+    service, launcher = hanging
+    over = service.running()
+    launcher.put(over, LaunchState.SUCCEEDED)
+    service.turn()
+    launcher.hung |= {"", over}
+    _turn(service)
+    asked = launcher.begun.copy()
+
+    def answers() -> list[Any]:
+        return [service.client.get(path) for path in ("/readyz", "/metrics", f"/v1/jobs/{over}", "/v1/jobs")]
+
+    ready, metrics, job, jobs = answers()
+    assert [one.status_code for one in (ready, metrics, job, jobs)] == [200] * 4
+    assert 'launcher_ready{launcher="fake"} 1.0' in metrics.text
+    assert job.json()["state"] == "SUCCEEDED"
+    service.plane.starter._silent_s = 0.0  # as if all this had taken long
+    ready, metrics, *_ = answers()
+    assert ready.status_code == 503
+    assert "launcher: it has not answered for" in ready.json()["message"]
+    assert 'launcher_ready{launcher="fake"} 0.0' in metrics.text
+    assert launcher.begun == asked
 
 
 def _fill(service: Service, count: int, state: str, first: int = 0) -> list[str]:
