@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE
+
 Schema = Mapping[str, Any]
 
 
@@ -67,7 +69,12 @@ def _text(node: Schema) -> str:
     least, most = node.get("minLength", 0), node.get("maxLength")
     length = f" of {least} to {most} characters" if most else " that is not empty" if least else ""
     pattern = node.get("pattern")
-    return f"text{length}" + (f": {_PATTERNS.get(pattern, f'it must match {pattern}')}" if pattern else "")
+    return f"text{length}" + (f": {named(pattern)}" if pattern else "")
+
+
+def named(pattern: str) -> str:
+    """What a pattern asks of a text, in words."""
+    return _PATTERNS.get(pattern, f"it must match {pattern}")
 
 
 def _list(node: Schema, document: Schema) -> str:
@@ -86,5 +93,9 @@ _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
     r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$": "lower-case letters, digits, dots and dashes, beginning and ending with a "
-    "letter or digit"
+    "letter or digit",
+    SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
+    VARIABLE: "of letters, digits and underscores, not beginning with a digit",
+    ABSOLUTE: "an absolute path",
+    REQUIREMENT: "one requirement, such as einops==0.8; not an option of pip, which begins with -",
 }

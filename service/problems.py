@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from thinwire.contract.jobs import Problem
-from thinwire.service.allowed import Schema, allowed, branches, resolve
+from thinwire.service.allowed import Schema, allowed, branches, named, resolve
 
 LONGEST_VALUE = 200
 """Characters of a refused value that are shown back."""
@@ -68,13 +68,23 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
     if where != "body":
         yield Problem(path=".".join(map(str, loc)), value=shown(error["input"]), message=error["msg"])
         return
+    alternatives = _alternatives(body)
+    if loc and loc[0] in alternatives:
+        body, loc = alternatives[loc[0]], loc[1:]
+    if loc and loc[-1] == "[key]":
+        path, _, _ = _walk(loc[:-1], body, document)
+        names = next(iter(_walk(loc[:-2], body, document)[1].get("patternProperties", {})), "")
+        yield Problem(path=".".join(path), value=shown(error["input"]), message=f"must have a name {named(names)}")
+        return
     path, node, parent = _walk(loc, body, document)
     value = None if kind == "missing" else shown(error["input"])
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
-        tags = ", ".join(resolve(node, document).get("discriminator", {}).get("mapping", {}))
+        tags = _tags(node, tag, document)
+        for other in alternatives.values():  # what another kind of body is told by
+            tags |= _tags(_walk(loc, other, document)[1], tag, document)
         value = shown(context["tag"]) if "tag" in context else None
-        yield Problem(path=".".join([*path, tag]), value=value, message=f"must be one of {tags}")
+        yield Problem(path=".".join([*path, tag]), value=value, message=f"must be one of {', '.join(tags)}")
         return
     if kind == "extra_forbidden":
         message = _unknown_field(str(loc[-1]), list(resolve(parent, document).get("properties", {})))
@@ -89,6 +99,21 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
     else:
         message = f"must be {words}"
     yield Problem(path=".".join(path), value=value, message=message)
+
+
+def _alternatives(body: Schema) -> dict[str | int, Schema]:
+    """The schemas of the kinds of body that a route takes, by their names, which are pydantic's tags too."""
+    kinds = body.get("oneOf", ()) if "discriminator" not in body else ()
+    return {kind["$ref"].rpartition("/")[2]: kind for kind in kinds if "$ref" in kind}
+
+
+def _tags(node: Schema, tag: str, document: Schema) -> dict[str, None]:
+    """What the field `tag` of this may be, in order."""
+    node = resolve(node, document)
+    if "discriminator" in node:
+        return dict.fromkeys(node["discriminator"]["mapping"])
+    const = node.get("properties", {}).get(tag, {}).get("const")
+    return {} if const is None else {const: None}
 
 
 def _unknown_field(name: str, fields: Sequence[str]) -> str:
@@ -141,8 +166,10 @@ def _inside(node: Schema, part: str | int) -> Schema:
     if isinstance(part, int):
         prefix: Sequence[Schema] = node.get("prefixItems", ())
         found: Any = prefix[part] if part < len(prefix) else node.get("items", {})
-    else:
-        found = node.get("properties", {}).get(part, {})
+    elif part in node.get("properties", {}):
+        found = node["properties"][part]
+    else:  # a mapping whose names are the user's own
+        found = next(iter(node.get("patternProperties", {}).values()), node.get("additionalProperties", {}))
     return found if isinstance(found, Mapping) else {}
 
 

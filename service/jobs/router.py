@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem, TargetGroup
 from thinwire.contract.reports import Telemetry, WorkerRegistration
-from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, TrainSpec
+from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
 from thinwire.service.auth import job_or_operator, operator
 from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
@@ -120,7 +120,7 @@ IdempotencyKey = Annotated[
     dependencies=[Depends(_json_body), Depends(_one_key)],
     responses=documented(IdempotencyKeyReused, BodyTooLarge, UnsupportedMediaType),
 )
-def submit(spec: TrainSpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
+def submit(spec: AnySpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
     """Accept a training job. It is written down before the answer, and started soon after."""
     job = jobs.submit(spec, idempotency_key)
     response.headers["Location"] = f"/v1/jobs/{job.id}"

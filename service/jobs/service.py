@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem
-from thinwire.contract.spec import TextFile, TextRecipe, TrainSpec
+from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import (
@@ -72,7 +72,7 @@ class JobService:
         self._clock = clock
         self._new_suffix = new_suffix
 
-    def submit(self, spec: TrainSpec, idempotency_key: str | None) -> Job:
+    def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None) -> Job:
         """Accept a job: its row, then its run folder. The same key and spec again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read).
@@ -97,7 +97,7 @@ class JobService:
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
-        logger.info("job_accepted job_id=%s steps=%d optimizer=%s", row.id, spec.steps, spec.optimizer.name)
+        logger.info("job_accepted job_id=%s steps=%s recipe=%s", row.id, spec.steps, spec.recipe.name)
         self._wake()
         return self._view(row, workers=0)
 
@@ -246,7 +246,7 @@ class JobService:
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
-    def _earlier(self, key: str | None, digest: str, spec: TrainSpec) -> Job | None:
+    def _earlier(self, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
         if key is None:
             return None
         with self._db.read() as session:
@@ -257,7 +257,7 @@ class JobService:
             raise IdempotencyKeyReused(key, row.id)
         return self.get(row.id)
 
-    def _insert(self, spec: TrainSpec, digest: str, key: str | None, token: str) -> JobRow | None:
+    def _insert(self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str) -> JobRow | None:
         """The new row, committed with its first event; None where its id or its key has been taken meanwhile."""
         row = JobRow(
             id=f"{spec.name}-{self._new_suffix()}",
@@ -293,9 +293,9 @@ def _found(session: Session, job_id: str) -> JobRow:
     return row
 
 
-def _check_data(spec: TrainSpec) -> None:
+def _check_data(spec: TrainSpec | ScriptSpec) -> None:
     """Refuse a data file that this machine cannot read, or too short a one. Raises InvalidRequest."""
-    if not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
+    if isinstance(spec, ScriptSpec) or not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
         return
     path = spec.data.path
     impossible = "\0" in path or not os.path.isabs(path)

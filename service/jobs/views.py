@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from thinwire.contract.jobs import Job, JobItem, JobState, Wanted
 from thinwire.contract.reports import Event, Sample
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import read_spec
 from thinwire.service.jobs.models import EventRow, JobRow, SampleRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 
@@ -33,7 +33,7 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     item = job_item(row, workers, run_dir, dashboard_url)
     shown = item.model_dump(exclude={"unreadable"})
     reading = _Reading()
-    spec = reading.of("spec", lambda: TrainSpec.model_validate(row.spec))
+    spec = reading.of("spec", lambda: read_spec(row.spec))
     return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=row.summary)
 
 
@@ -53,7 +53,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         created_at=_datetime(row.created_at),
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
-        steps=reading.of("spec.steps", lambda: int(row.spec["steps"])),
+        steps=reading.of("spec.steps", lambda: _steps(row)),
         progress=reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None),
         validation_loss=reading.of(
             "newest validation", lambda: float(validation["sample"]["validation_loss"]) if validation else None
@@ -69,6 +69,11 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         dashboard_url=dashboard_url if submitted else None,
         unreadable=reading.wrong,
     )
+
+
+def _steps(row: JobRow) -> int | None:
+    steps = row.spec["steps"]
+    return None if steps is None else int(steps)
 
 
 class _Reading:

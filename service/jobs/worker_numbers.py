@@ -52,7 +52,7 @@ def resize(session: Session, row: JobRow, change: WorkersChange, now: float) -> 
     old = wanted_workers(row)
     least = old.min if change.min is None else change.min
     most = old.max if change.max is None else change.max
-    problems = _impossible(change, least, most, global_batch=int(row.spec["global_batch"]))
+    problems = _impossible(change, least, most, global_batch=row.spec["global_batch"])
     if problems:
         raise InvalidRequest.of(problems)
     if (least, most) == (old.min, old.max):
@@ -86,7 +86,7 @@ def _submitted(row: JobRow) -> Workers:
     return Workers.model_validate({name: written[name] for name in Workers.model_fields if name in written})
 
 
-def _impossible(change: WorkersChange, least: int, most: int, global_batch: int) -> list[Problem]:
+def _impossible(change: WorkersChange, least: int, most: int, global_batch: int | None) -> list[Problem]:
     """What of the change cannot stand together, or beside what stays."""
     found, conflicts = [], conflicts_of_workers(least, most, global_batch)
     if "min_above_max" in conflicts and change.min is None:

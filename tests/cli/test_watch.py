@@ -39,9 +39,8 @@ def job(state: JobState = JobState.RUNNING, step: int | None = None, **changes: 
         )
     changes = {"workers": 2 if sample else 0, "wanted_workers": wanted(2, 2), **changes}
     known = {"id": "job-1", "name": "job", "attempt": 1, "created_at": datetime.now(UTC), "run_dir": "/r", **changes}
-    return Job(
-        state=state, spec=SPEC, steps=SPEC.steps, progress=sample, validation_loss=3.5 if sample else None, **known
-    )
+    known = {"steps": SPEC.steps, **known}
+    return Job(state=state, spec=SPEC, progress=sample, validation_loss=3.5 if sample else None, **known)
 
 
 class ScriptedClient(Client):
@@ -318,3 +317,19 @@ def test_a_change_that_is_told_late_is_told_all_the_same() -> None:
         ["regrouped"],
         [],
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_script_that_says_itself_how_long_it_trains_has_no_end_to_show(terminal: bool) -> None:
+    _, said = watched([job(step=21, steps=None), job(JobState.SUCCEEDED, step=40, steps=None)], terminal=terminal)
+    assert "step 21" in said
+    assert "None" not in said
+    assert "/100" not in said
+
+
+def test_a_script_without_workers_is_stalled_even_where_no_end_is_known() -> None:
+    view = View(started_s=0.0)
+    view.saw(job(step=21, steps=None))
+    view.saw(job(step=21, steps=None, workers=0))
+    assert view.stalled
+    assert view.eta_s() is None

@@ -56,3 +56,9 @@ def test_a_generated_client_submits_a_job(tmp_path: Path, monkeypatch: pytest.Mo
         assert show.sync(job.id, client=client).state == "SUBMITTING"
         wrong = submit.sync(client=client, body=models.TrainSpec.from_dict({**asked, "steps": 0}))
         assert [problem.path for problem in wrong.problems] == ["steps"]
+
+        script = {"recipe": {"name": "script", "entry": "train.py", "working_dir": "/srv/x", "env_vars": {"A": "1"}}}
+        taken = submit.sync(client=client, body=models.ScriptSpec.from_dict(script))
+        assert isinstance(taken.spec, models.ScriptSpec), taken
+        assert taken.spec.to_dict()["recipe"]["env_vars"] == {"A": "1"}
+        assert taken.steps is None

@@ -132,6 +132,44 @@ def test_a_wrong_spec_is_told_by_field(
     assert not (shared_service.home / "runs").exists()
 
 
+SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "value", "words"),
+    [
+        ({"recipe": SCRIPT | {"env_vars": {"1A": "x"}}}, "recipe.env_vars.1A", "1A", "must have a name of letters"),
+        ({"recipe": SCRIPT | {"args": [1]}}, "recipe.args.0", 1, "must be text of 0 to 32768 characters"),
+        (
+            {"recipe": SCRIPT | {"entry": "../x"}},
+            "recipe.entry",
+            "../x",
+            "must be a path inside of the script's folder",
+        ),
+        ({"recipe": SCRIPT | {"secrets": {"A": {"value": "y"}}}}, "recipe.secrets.A.value", "y", "here: env, file"),
+        ({"recipe": SCRIPT | {"pip": ["-r x"]}}, "recipe.pip.0", "-r x", "not an option of pip"),
+        ({"recipe": SCRIPT | {"package": "x"}}, "recipe.package", "x", "the sha256 of a package"),
+        ({"recipe": {"name": "script"}}, "recipe.entry", None, "this field is required"),
+        ({"recipe": SCRIPT, "optimizer": {}}, "optimizer", {}, "the script makes its own optimizer"),
+        ({"recipe": SCRIPT, "stepz": 1}, "stepz", 1, "Allowed here: name, seed, steps, global_batch, bucket_elements"),
+        ({"recipe": SCRIPT, "steps": 0}, "steps", 0, "must be a whole number at least 1"),
+    ],
+)
+def test_a_wrong_job_of_a_script_is_told_by_field(
+    shared_service: Service, body: dict[str, Any], path: str, value: Any, words: str
+) -> None:
+    answer = shared_service.client.post("/v1/jobs", json=body)
+    assert answer.status_code == 422, answer.text
+    (problem,) = answer.json()["problems"]
+    assert (problem["path"], problem["value"]) == (path, value)
+    assert words in problem["message"]
+
+
+def test_a_recipe_of_another_name_is_told_all_names(shared_service: Service) -> None:
+    (problem,) = shared_service.client.post("/v1/jobs", json=spec(recipe={"name": "t5"})).json()["problems"]
+    assert problem["message"] == "must be one of bert, gpt, resnet, script"
+
+
 def test_all_problems_are_told_at_once(service: Service) -> None:
     wrong = spec(steps=0, workers={"min": 0, "max": 0}, optimizer={**ONEBIT, "lr": -1, "x": 1})
     paths = {problem["path"] for problem in service.client.post("/v1/jobs", json=wrong).json()["problems"]}

@@ -399,3 +399,10 @@ def test_a_report_does_not_undo_a_resize(service: Service) -> None:
     )
     assert service.job(job_id)["wanted_workers"]["max"] == 8
     assert wanted(service, job_id)["max"] == 8
+
+
+def test_a_script_whose_batch_nobody_knows_may_have_any_number_of_workers(service: Service) -> None:
+    recipe = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
+    job_id = service.client.post("/v1/jobs", json={"recipe": recipe}).json()["id"]
+    assert patch(service, job_id, max=4096).json()["wanted_workers"]["max"] == 4096
+    assert service.job(job_id)["steps"] is None

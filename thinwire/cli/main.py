@@ -33,13 +33,14 @@ from thinwire.cli.client import (
 )
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.news import workers_rows
-from thinwire.cli.quantities import loss_text, seconds_text
+from thinwire.cli.quantities import loss_text, seconds_text, steps_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
 from thinwire.cli.resize import resize
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
 from thinwire.contract.jobs import Job, JobList, JobState
 from thinwire.contract.reports import EventKind
+from thinwire.contract.spec import ScriptSpec
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
 
@@ -164,7 +165,7 @@ def jobs(
             job.id,
             job.name,
             str(job.state),
-            f"{job.progress.step if job.progress else 0}/{job.steps}",
+            steps_text(job.progress.step if job.progress else 0, job.steps),
             loss_text(job.validation_loss),
             _when(job.created_at.timestamp()),
         )
@@ -203,7 +204,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         rows.append(("restarts", f"{len(resumed)}, from the checkpoint of step {steps}"))
     rows += workers_rows(job)
     if job.progress:
-        rows.append(("step", f"{job.progress.step} of {job.steps}, {job.progress.phase}"))
+        rows.append(("step", f"{steps_text(job.progress.step, job.steps, ' of ')}, {job.progress.phase}"))
         rows.append(("loss", f"{loss_text(job.progress.loss)}, validation {loss_text(job.validation_loss)}"))
     rows.append(("folder", job.run_dir))
     if job.dashboard_url:
@@ -214,7 +215,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
             "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME."
         )
     if job.summary is not None:
-        _console().print(summary_table(read_summary(job.summary)))
+        unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
+        _console().print(summary_table(read_summary(job.summary), **unit))
 
 
 @app.command("watch")

@@ -33,5 +33,10 @@ def ratio_text(ratio: float | None) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss in nats; a dash where there is none."""
+    """A loss; a dash where there is none."""
     return "-" if loss is None else f"{loss:.4f}"
+
+
+def steps_text(step: int, of: int | None, between: str = "/") -> str:
+    """How far a run is: 20/100; only 20 where nobody knows of how many."""
+    return str(step) if of is None else f"{step}{between}{of}"

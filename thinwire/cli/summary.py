@@ -30,9 +30,9 @@ def read_summary(found: Mapping[str, JsonValue]) -> Summary:
         raise SummaryError("summary.json of the run is not complete: " + "; ".join(problems)) from error
 
 
-def summary_table(summary: Summary) -> RenderableType:
-    """The tables that a person reads at the end of a run."""
-    return Group(_what(summary), _losses(summary.loss), _bytes(summary), _seconds(summary.seconds))
+def summary_table(summary: Summary, loss_is: str = "loss, nats a byte") -> RenderableType:
+    """The tables that a person reads at the end of a run. loss_is: what the numbers of a loss are."""
+    return Group(_what(summary), _losses(summary.loss, loss_is), _bytes(summary), _seconds(summary.seconds))
 
 
 def _what(summary: Summary) -> Text:
@@ -55,8 +55,8 @@ def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _losses(loss: Losses) -> Table:
-    table = Table("loss, nats a byte", _right("first"), _right("last"), title="What was learned", title_justify="left")
+def _losses(loss: Losses, loss_is: str) -> Table:
+    table = Table(loss_is, _right("first"), _right("last"), title="What was learned", title_justify="left")
     table.add_row("training", loss_text(loss.train_first), loss_text(loss.train_last))
     table.add_row("validation", loss_text(loss.validation_first), loss_text(loss.validation_last))
     return table

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
 from thinwire.cli.news import REGROUP_KINDS, RESTART_KINDS, Regroups, Restarts, waiting_text, workers_text
-from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text, steps_text
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, Sample
 
@@ -47,7 +47,7 @@ class View:
     def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
         """Take a new answer of the service. Returns what has happened since the last one, a line each."""
         earlier = self.job.progress if self.job is not None else None
-        to_go = job.progress is None or job.progress.step < (job.steps or 0)
+        to_go = job.progress is None or job.steps is None or job.progress.step < job.steps
         no_worker = job.state is JobState.RUNNING and job.workers == 0
         self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
         self.unreachable = None
@@ -65,15 +65,15 @@ class View:
             self.samples.append((sample.step, sample.time))
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the speed of the last samples; None until a speed is known."""
-        if self.job is None or self.job.progress is None:
+        """Seconds to the last step at the speed of the last samples; None until both are known."""
+        if self.job is None or self.job.progress is None or self.job.steps is None:
             return None
         sample = self.job.progress
         first_step, first_time = self.samples[0] if self.samples else (sample.step, sample.time)
         step_s = sample.step_seconds
         if sample.step > first_step and sample.time > first_time:
             step_s = (sample.time - first_time) / (sample.step - first_step)
-        return ((self.job.steps or sample.step) - sample.step) * step_s if step_s > 0.0 else None
+        return (self.job.steps - sample.step) * step_s if step_s > 0.0 else None
 
 
 def watch(
@@ -129,7 +129,7 @@ def progress_line(view: View) -> str:
     if job.progress is None:
         return _standing(view, job)
     figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
-    line = "  ".join([f"step {job.progress.step}/{job.steps}", *figures])
+    line = "  ".join([f"step {steps_text(job.progress.step, job.steps)}", *figures])
     if job.state.terminal or view.stalled:
         return f"{line}  {_standing(view, job)}"
     return f"{line}  ETA {_eta(view.eta_s())}"
@@ -207,7 +207,7 @@ def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
     grid.add_row(
         Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
         ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
-        Text(f"step {sample.step}/{job.steps}"),
+        Text(f"step {steps_text(sample.step, job.steps)}"),
         Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
     )
     return grid

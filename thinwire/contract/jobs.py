@@ -1,6 +1,6 @@
 """What the jobs API answers and what a change of a job asks, as pydantic models.
 
-A submission is a `thinwire.contract.spec.TrainSpec`. A job's states, and the moves between them:
+A submission is a `thinwire.contract.spec.TrainSpec` or a `ScriptSpec`. A job's states, and the moves between them:
 
 SUBMITTING -> PENDING -> RUNNING -> SUCCEEDED
      |           |          |-----> FAILED
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from thinwire.contract.reports import Event, Sample
-from thinwire.contract.spec import TrainSpec, WorkerCount
+from thinwire.contract.spec import AnySpec, WorkerCount
 
 BODY_LIMIT_BYTES = 1 << 20
 """The largest body of a request, telemetry apart; so the largest job file too."""
@@ -104,7 +104,7 @@ class JobItem(BaseModel):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    steps: int | None = Field(None, description="optimizer steps that were asked for")
+    steps: int | None = Field(None, description="optimizer steps that were asked for; null where a script says")
     progress: Sample | None = Field(None, description="the newest sample that rank 0 has posted")
     validation_loss: float | None = Field(None, description="the newest validation loss")
     workers: int = Field(0, description="workers whose registration has not run out")
@@ -118,7 +118,7 @@ class JobItem(BaseModel):
 class Job(JobItem):
     """One job, as GET /v1/jobs/{id} shows it."""
 
-    spec: TrainSpec | None = Field(None, description="what was asked for; null only where unreadable")
+    spec: AnySpec | None = Field(None, description="what was asked for; null only where unreadable")
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
 
 

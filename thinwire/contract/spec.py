@@ -1,16 +1,30 @@
-"""What a user asks for: TrainSpec, the contract between the service and the workers. Torch-free.
+"""What a user asks for: TrainSpec, a recipe of ours; ScriptSpec, a script of the user's own. Torch-free.
 
-Every default of a job lives here. The world size never changes the mathematics: the global batch is
-fixed by the spec and each worker's share is derived from it.
+The contract between the service and the workers: every default of a job lives here. The world size never changes the
+mathematics: the global batch is fixed by the spec and each worker's share is derived from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from thinwire.contract import script
+from thinwire.contract.script import ScriptRecipe
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Whole = Annotated[int, Field(strict=True)]
@@ -27,6 +41,8 @@ Auto = Annotated[Literal["auto"], WithJsonSchema({"type": "string", "enum": ["au
 _Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
 LARGEST_STEP = 10**9
+_Steps = Annotated[Whole, Field(ge=1, le=LARGEST_STEP)]
+_Samples = Annotated[Whole, Field(ge=1, le=10**6)]
 WorkerCount = Annotated[Whole, Field(ge=1, le=MOST_WORKERS)]
 """A number of workers that a job may ask for, at its submission or later. Not a text, nor true, which would be 1."""
 
@@ -245,19 +261,13 @@ Optimizer = Annotated[
 ]
 
 
-class TrainSpec(_Frozen):
-    """One training job. YAML or JSON; unknown fields are refused."""
+class JobSpec(_Frozen):
+    """What every training job has, whoever wrote what it trains."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
     seed: Whole = Field(0, ge=0, lt=2**31)
-    steps: Whole = Field(ge=1, le=LARGEST_STEP, description="optimizer steps")
-    global_batch: Whole = Field(ge=1, le=10**6, description="samples in one step, over all workers")
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"
-    )
-    overlap: bool = Field(
-        True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
-    )
+    steps: _Steps | None
+    global_batch: _Samples | None
     bucket_elements: Whole | None = Field(
         None,
         ge=1 << 16,
@@ -266,12 +276,25 @@ class TrainSpec(_Frozen):
     )
     # By a factory: a default that is an object cannot be read by generators of clients, and says what the object's
     # own fields say.
+    workers: Workers = Field(default_factory=Workers)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+
+
+class TrainSpec(JobSpec):
+    """One training job of a recipe of ours. YAML or JSON; unknown fields are refused."""
+
+    steps: _Steps = Field(description="optimizer steps")
+    global_batch: _Samples = Field(description="samples in one step, over all workers")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the parameters; the optimizer keeps float32 masters of bfloat16 ones"
+    )
+    overlap: bool = Field(
+        True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
+    )
     recipe: Recipe = Field(default_factory=GptRecipe, description="default: a GPT")
     data: Data = Field(default_factory=PythonStdlib, description="default: the Python standard library's source")
     optimizer: Optimizer
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
-    workers: Workers = Field(default_factory=Workers)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     evaluation: Evaluation = Field(default_factory=Evaluation)
 
     @property
@@ -295,20 +318,79 @@ class TrainSpec(_Frozen):
 
     @model_validator(mode="after")
     def _possible(self) -> TrainSpec:
-        problems = list(_impossible(self))
-        if problems:
-            path, value, allowed = problems[0]
-            raise PydanticCustomError(
-                "impossible",
-                "{path} = {value} is not possible: {allowed}",
-                {
-                    "path": path,
-                    "value": value,
-                    "allowed": allowed,
-                    "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in problems],
-                },
-            )
+        _refuse(_impossible(self))
         return self
+
+
+class ScriptSpec(JobSpec):
+    """One training job of a script of the user's own, which says the rest. Unknown fields are refused."""
+
+    steps: _Steps | None = Field(None, description="optimizer steps; null: as many as the script makes")
+    global_batch: _Samples | None = Field(None, description="samples in one step; null: the script says")
+    recipe: ScriptRecipe
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_of_ours(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            _refuse([(name, given[name], words) for name, words in _OF_THE_SCRIPT.items() if name in given])
+        return given
+
+    @model_validator(mode="after")
+    def _possible(self) -> ScriptSpec:
+        _refuse([*_impossible_workers(self), *script.impossible(self.recipe)])
+        return self
+
+
+_OF_THE_SCRIPT = {
+    name: f"left out with recipe.name = script: the script {does}"
+    for name, does in {
+        "optimizer": "makes its own optimizer",
+        "data": "opens its own data",
+        "lr_schedule": "makes its own schedule",
+        "evaluation": "says when it evaluates, by run.evaluate_every",
+        "precision": "chooses the type of its parameters",
+        "overlap": "tells its optimizer",
+    }.items()
+}
+
+
+def _kind(given: object) -> str:
+    """Which of both a spec is, by the name of its recipe; what is neither is read as one of ours."""
+    recipe = given.get("recipe") if isinstance(given, Mapping) else getattr(given, "recipe", None)
+    name = recipe.get("name") if isinstance(recipe, Mapping) else getattr(recipe, "name", None)
+    return "ScriptSpec" if name == "script" else "TrainSpec"
+
+
+AnySpec = Annotated[
+    Annotated[TrainSpec, Tag("TrainSpec")] | Annotated[ScriptSpec, Tag("ScriptSpec")], Discriminator(_kind)
+]
+"""What POST /v1/jobs takes. The tags are the names of the schemas."""
+_ANY = TypeAdapter[TrainSpec | ScriptSpec](AnySpec)
+
+
+def read_spec(given: object) -> TrainSpec | ScriptSpec:
+    """The spec of a job, of either kind. Raises pydantic.ValidationError."""
+    return _ANY.validate_python(given)
+
+
+Impossible = tuple[str, Any, str]
+"""A field that is in range and cannot stand beside another: its path, its value, what is allowed."""
+
+
+def _refuse(found: Sequence[Impossible]) -> None:
+    if found:
+        path, value, allowed = found[0]
+        raise PydanticCustomError(
+            "impossible",
+            "{path} = {value} is not possible: {allowed}",
+            {
+                "path": path,
+                "value": value,
+                "allowed": allowed,
+                "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in found],
+            },
+        )
 
 
 def steps_of(amount: int | float, total: int) -> int:
@@ -319,19 +401,21 @@ def steps_of(amount: int | float, total: int) -> int:
 WorkersConflict = Literal["min_above_max", "more_workers_than_samples"]
 
 
-def conflicts_of_workers(least: int, most: int, global_batch: int) -> set[WorkersConflict]:
-    """What limits on the number of workers contradict, at a submission or later; which field is to blame differs."""
+def conflicts_of_workers(least: int, most: int, global_batch: int | None) -> set[WorkersConflict]:
+    """What limits on the number of workers contradict, at a submission or later; which field is to blame differs.
+
+    global_batch: None where only a script knows it.
+    """
     found: set[WorkersConflict] = set()
     if least > most:
         found.add("min_above_max")
-    if most > global_batch:
+    if global_batch is not None and most > global_batch:
         found.add("more_workers_than_samples")
     return found
 
 
-def _impossible(spec: TrainSpec) -> list[tuple[str, int | float | str, str]]:
-    """Fields that are each in range and cannot stand together, as (path, value, what is allowed)."""
-    found: list[tuple[str, int | float | str, str]] = []
+def _impossible_workers(spec: JobSpec) -> list[Impossible]:
+    found: list[Impossible] = []
     conflicts = conflicts_of_workers(spec.workers.min, spec.workers.max, spec.global_batch)
     if "min_above_max" in conflicts:
         found.append(("workers.min", spec.workers.min, f"at most workers.max = {spec.workers.max}"))
@@ -339,6 +423,12 @@ def _impossible(spec: TrainSpec) -> list[tuple[str, int | float | str, str]]:
         found.append(
             ("global_batch", spec.global_batch, f"at least one sample a worker: workers.max = {spec.workers.max}")
         )
+    return found
+
+
+def _impossible(spec: TrainSpec) -> list[Impossible]:
+    """Fields that are each in range and cannot stand together."""
+    found = _impossible_workers(spec)
     recipe = spec.recipe
     if isinstance(recipe, TextRecipe) and recipe.width % recipe.heads:
         found.append(("recipe.width", recipe.width, f"a multiple of recipe.heads = {recipe.heads}"))
