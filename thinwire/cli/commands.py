@@ -26,7 +26,10 @@ import typer
 GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
 OWN_WORK = {"drill": "thinwire.workers.drill.run:run", "chaos": "thinwire.workers.drill.chaos:run"}
 """What pyproject.toml declares: a checkout that was installed before may not know it yet."""
+OWN_COMMANDS = {"doctor": "thinwire.cli.doctor:app"}
+"""The same: those that came after others were installed."""
 OWN_HELP = {
+    "thinwire.cli.doctor:app": "Say what is wrong with boxes and links, before a job suffers from it.",
     "thinwire.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
     "thinwire.cli.drill:app": "Kill workers of a real job, and see what it costs.",
     "thinwire.cli.bench:app": "Measure kernels, the exchange and whole training steps in a lab.",
@@ -41,7 +44,9 @@ class CommandMissing(Exception):
 
 def installed_commands() -> list[EntryPoint]:
     """The entry points of the group, in order of name."""
-    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    found = {name: EntryPoint(name, value, GROUP) for name, value in OWN_COMMANDS.items()}
+    found |= {point.name: point for point in entry_points(group=GROUP)}
+    return [found[name] for name in sorted(found)]
 
 
 def work(name: str) -> Any:

@@ -1,0 +1,3 @@
+from tests.lab.conftest import namespaces
+
+__all__ = ["namespaces"]

@@ -1,0 +1,213 @@
+"""`thinwire doctor`: what is wrong with boxes and links, before a job suffers from it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.doctor.examination import Box, Examination, Here, Peer, examine
+from thinwire.doctor.facts import Questions
+from thinwire.doctor.finding import Wishes
+from thinwire.doctor.findings import findings
+from thinwire.doctor.link import SHORTEST_SECRET
+from thinwire.doctor.listener import Listener
+from thinwire.doctor.report import UNEXAMINED, as_json, as_text, exit_code
+from thinwire.lab.cli import rate_mbit
+
+PORT = 7655
+"""Where a doctor listens unless told otherwise."""
+
+app = typer.Typer(rich_markup_mode="markdown")
+
+
+class Unusable(Exception):
+    """What was asked cannot be done; the message says why, and what to do."""
+
+
+@app.command()
+def doctor(
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT],...", help=f"Other boxes, where `--listen` runs. PORT: {PORT} if not given."),
+    ] = None,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="Be examined: listen for the doctor of another box until Ctrl-C.")
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a secret of 16 characters or more, the same on all boxes. Nobody else is let in."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="This box's address for the others. Default: that by which the first peer is reached."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: any.")] = PORT,
+    ports: Annotated[
+        str,
+        typer.Option(
+            metavar="PORT,...", help="Ports that all boxes must reach at one another, beside any the kernel gives."
+        ),
+    ] = "",
+    interface: Annotated[
+        str | None,
+        typer.Option(help="The interface by which the boxes are to speak: it must be there, and be the one used."),
+    ] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="What every link should reach, such as 10gbit; half of it is enough."),
+    ] = None,
+    store: Annotated[
+        list[str] | None, typer.Option(help="A folder that every box must be able to write to. May be given again.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, max=10.0, help="How long each speed is measured. 0: not at all.")
+    ] = 1.0,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: findings, facts, measurements.")
+    ] = False,
+) -> None:
+    """Say what is wrong with boxes and the links between them, and what to change.
+
+    Alone, it looks at this box: disks, memory, interfaces, GPUs and their driver, versions. With `--peers` it looks at
+    the others too and at every pair: who reaches whom at which port, whether large frames arrive, how fast each
+    direction is alone and both are at once, how long a message takes, what the clocks say.
+
+    The measurements load the links for some seconds a pair: not while a job trains on them.
+
+    **Several boxes.** Put the same token file on all. On each of the others run `thinwire doctor --listen --token-file
+    FILE`, and on one `thinwire doctor --peers 10.0.0.2,10.0.0.3 --token-file FILE`.
+
+    **Exit status**: 0 nothing that would hurt a job; 1 something was found; 2 nothing could be examined.
+    """
+    try:
+        wishes = Wishes(interface=interface, rate_mbit=None if expect is None else _rate(expect))
+        questions = Questions(folders=tuple(store or ()))
+        wanted = _ports(ports)
+        if listen:
+            _listen(_secret(token_file), host or "", port)
+            return
+        if peers is None:
+            seen = examine([_alone()], questions)
+        else:
+            seen = _with_peers(_peers(peers), _secret(token_file), host, questions, wanted, seconds)
+    except Unusable as error:
+        typer.echo(f"thinwire: {error}", err=True)
+        raise typer.Exit(UNEXAMINED) from None
+    found = findings(seen, wishes)
+    if json_:
+        typer.echo(json.dumps(as_json(seen, found)))
+    else:
+        typer.echo(as_text(seen, found, colours=sys.stdout.isatty()), nl=False)
+    raise typer.Exit(exit_code(seen, found))
+
+
+def _alone() -> Box:
+    """This box, with a listener that nobody else can find."""
+    return Here(Listener(secrets.token_bytes(16), "127.0.0.1"), "127.0.0.1")
+
+
+def _with_peers(
+    peers: Sequence[tuple[str, int]],
+    secret: bytes,
+    host: str | None,
+    questions: Questions,
+    ports: Sequence[int],
+    seconds: float,
+) -> Examination:
+    own = host or _own_address(peers)
+    listener = Listener(secret, own if ":" in own else "")
+    try:
+        boxes: list[Box] = [Here(listener, own), *(Peer(*peer, secret) for peer in peers)]
+        return examine(boxes, questions, ports=ports, seconds=seconds, say=_say)
+    finally:
+        listener.close()
+
+
+def _say(what: str, done: float) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{what} ({done:.0%})" if done < 1.0 else "\r\x1b[K", nl=False, err=True)
+
+
+def _own_address(peers: Sequence[tuple[str, int]]) -> str:
+    """By which this box would reach the first peer that there is a route to. Nothing is sent."""
+    for host, port in peers:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as asked:
+                asked.connect(address)
+                return str(asked.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"  # none can be reached: the findings say why
+
+
+def _listen(secret: bytes, host: str, port: int) -> None:
+    try:
+        listener = Listener(secret, host, port)
+    except OSError as error:
+        raise Unusable(f"port {port} cannot be listened at: {error.strerror}; choose another with --port") from error
+    typer.echo(f"listening at port {listener.port}; Ctrl-C ends it", err=True)
+    try:
+        while True:
+            time.sleep(3600.0)
+    except KeyboardInterrupt:
+        listener.close()
+
+
+def _secret(path: Path | None) -> bytes:
+    if path is None:
+        raise Unusable(
+            "--token-file is missing: write one with `openssl rand -hex 16 > doctor.token`, and put it on all boxes"
+        )
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise Unusable(f"the token file {path} cannot be read: {error.strerror}") from error
+    if len(secret) < SHORTEST_SECRET:
+        raise Unusable(f"the token in {path} has {len(secret)} characters: it must have {SHORTEST_SECRET} at least")
+    return secret
+
+
+def _peers(text: str) -> list[tuple[str, int]]:
+    """HOST, HOST:PORT, [SIX], [SIX]:PORT, with commas between."""
+    found = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            found.append((str(ipaddress.IPv6Address(word)), PORT))
+            continue
+        except ValueError:
+            host, colon, number = word.rpartition(":")
+        if not colon or number.endswith("]"):
+            host, number = word, str(PORT)
+        if not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
+            raise Unusable(f"--peers {word!r}: must be HOST or HOST:PORT, with a port from 1 to 65535")
+        found.append((host.strip("[]"), int(number)))
+    if not found:
+        raise Unusable(f"--peers {text!r} names nobody: give HOST or HOST:PORT, with commas between")
+    return found
+
+
+def _ports(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    wrong = [word for word in words if not word.isdecimal() or not 0 < int(word) < 1 << 16]
+    if wrong:
+        raise Unusable(f"--ports {wrong[0]!r}: must be port numbers from 1 to 65535, with commas between")
+    return tuple(int(word) for word in words)
+
+
+def _rate(text: str) -> float:
+    try:
+        return rate_mbit(text)
+    except ValueError as error:
+        raise Unusable(f"--expect {error}") from error
