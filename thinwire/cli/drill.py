@@ -68,6 +68,8 @@ def drill(
 
     With `--chaos` workers are killed alone, in pairs, in a regroup, in a save, as they give the state and as newcomers;
     they are stopped for 3, 15 and 40 s and woken, terminated, and their number is changed; the membership is killed.
+    With root each worker runs in a network namespace, and the network is cut for as long: workers from all others, the
+    membership from all, a pair, one direction only.
     Every step is checked against the same job undisturbed: who committed it, which samples it used, whether all
     replicas are equal. A violation is printed with the seed, and the exit status is 1.
 
@@ -125,6 +127,7 @@ def _verdict_lines(found: Found) -> list[str]:
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.faults.items())
     loss, theirs = ("not evaluated" if one is None else f"{one:.4f}" for one in (found.loss, found.loss_undisturbed))
     return [
+        *([] if found.without_cuts is None else [f"the network was not cut: {found.without_cuts}"]),
         f"{sum(found.faults.values())} faults in {found.minutes:g} minutes: {kinds}",
         f"{found.committed} steps committed; {found.redone} of them run again though a holder lived; "
         f"resumed from a checkpoint {found.resumes} times",

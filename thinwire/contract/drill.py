@@ -113,7 +113,7 @@ class Found:
     faults: by kind. committed: the last step. compared: steps whose samples were compared. redone: steps run again
     although a holder of them lived. holders_lost: processes that no fault has touched and that ended all the same.
     resumes: from a checkpoint. grown: what of the survivors' threads, files and memory has grown, in words. violations:
-    each one, in words.
+    each one, in words. without_cuts: why the network was not cut; None where it was.
     """
 
     minutes: float
@@ -130,11 +130,17 @@ class Found:
     loss_undisturbed: float | None
     grown: tuple[str, ...]
     violations: tuple[str, ...]
+    without_cuts: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For a machine: faults as their number, and by kind beside it."""
         whole = asdict(self)
         return {**whole, "faults": sum(self.faults.values()), "faults_by_kind": self.faults}
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Found:
+        """Of asdict()'s fields, which have crossed a pipe as JSON."""
+        return cls(**{**fields, "grown": tuple(fields["grown"]), "violations": tuple(fields["violations"])})
 
 
 ChaosDrilling = Callable[[Chaos, Say], Found]

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from thinwire.lab import network
@@ -104,16 +104,17 @@ class Lab:
 
         Established connections too. The other direction stays as it is. Raises: LabError where there is no such host.
         """
-        self._deliver(sender, receiver, arrives=False)
+        self.deliver([(sender, receiver)], arrives=False)
 
     def mend(self, sender: int, receiver: int) -> None:
         """Let it arrive again. Raises: LabError where there is no such host."""
-        self._deliver(sender, receiver, arrives=True)
+        self.deliver([(sender, receiver)], arrives=True)
 
-    def _deliver(self, sender: int, receiver: int, *, arrives: bool) -> None:
-        for host in (sender, receiver):
+    def deliver(self, directions: Collection[tuple[int, int]], *, arrives: bool) -> None:
+        """Cut or mend several directions, (sender, receiver) each, at once: as nearly as their hosts run a command."""
+        for host in itertools.chain(*directions):
             self._check(host)
-        network.deliver(self.holder, sender, receiver, arrives=arrives)
+        network.deliver(self.holder, directions, arrives=arrives)
 
     def _check(self, host: int) -> None:
         if not 0 <= host < self.spec.hosts:

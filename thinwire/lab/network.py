@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -112,11 +113,15 @@ def build(holder: Holder, spec: LabSpec) -> str:
     return "none"
 
 
-def deliver(holder: Holder, sender: int, receiver: int, *, arrives: bool) -> None:
+def deliver(holder: Holder, directions: Iterable[tuple[int, int]], *, arrives: bool) -> None:
     """Whether frames of one host to another arrive, from now on. They vanish unseen: the switch looks for NOBODY."""
-    mac = _mac(receiver) if arrives else NOBODY
-    told = f"neigh replace {address_of(receiver)} lladdr {mac} dev {INTERFACE} nud permanent"
-    holder.output(namespace_of(sender), [tool("ip"), *told.split()])
+    told: dict[int, list[str]] = defaultdict(list)
+    for sender, receiver in directions:
+        mac = _mac(receiver) if arrives else NOBODY
+        told[namespace_of(sender)].append(
+            f"neigh replace {address_of(receiver)} lladdr {mac} dev {INTERFACE} nud permanent"
+        )
+    holder.outputs(list(told), [tool("ip"), "-batch", "-"], [_lines(lines) for lines in told.values()])
 
 
 def kernel_module_hint(module: str) -> str:

@@ -2,20 +2,24 @@
 
 The job is traced (workers/telemetry/trace.py), disturbed by a seeded schedule (faults.py), then run again undisturbed
 up to the same step; the verdict is made from both traces (verdict.py).
+
+With root each worker has a host of its own, and the network between them is cut too (hosts.py).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
 from thinwire.contract.reports import EventKind, Sample
+from thinwire.workers.drill import hosts
+from thinwire.workers.drill.cuts import Cuts, Network
 from thinwire.workers.drill.faults import TICK_S, Faults
 from thinwire.workers.drill.job import Job, made_by, own_ray, small_gpt
-from thinwire.workers.drill.survivors import Survivors
+from thinwire.workers.drill.later import Later
+from thinwire.workers.drill.survivors import Survivors, lives
 from thinwire.workers.drill.verdict import Verdict, judge, read
 from thinwire.workers.telemetry.trace import FOLDER
 
@@ -30,23 +34,35 @@ def run(chaos: Chaos, say: Say) -> Found:
 
     Raises: DrillFailed where the job ended, or makes no step any more; OSError.
     """
-    spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | {"overlap": True}
-    with own_ray(chaos.workers) as address:
-        job = _traced(Job(chaos.out / f"chaos-{time.time_ns() // 10**6}", spec, address))
-        faults = Faults(job, chaos.workers, chaos.seed, kill_all=chaos.kill_all)
-        survivors = Survivors()
-        with job:
-            living = _disturb(chaos, job, faults, survivors, say)
-        traces = read(job.run_dir / FOLDER)
-        last = max((one["step"] for process in traces for one in process.commits), default=0)
-        with _traced(Job(chaos.out / f"undisturbed-{time.time_ns() // 10**6}", spec, address)) as other:
-            other.until_step(last, say)
-    verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
-    found = _found(chaos, job, other, faults, survivors, verdict)
-    told = [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
+    without = hosts.why_not()
+    if without is None:
+        found, told = hosts.run(chaos, say)
+    else:
+        with own_ray(chaos.workers) as address:
+            found, told = disturb_and_judge(chaos, say, address)
+    found = replace(found, without_cuts=without)
     whole = {"chaos": {**asdict(chaos), "out": ""}, **made_by(), "figures": found.as_json(), "faults": told}
     (chaos.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     return found
+
+
+def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | None = None) -> tuple[Found, list[str]]:
+    """On the Ray at that address. What was found, and each fault in words with its second. Raises: as run()."""
+    spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | {"overlap": True}
+    job = _traced(Job(chaos.out / f"chaos-{time.time_ns() // 10**6}", spec, address))
+    later = Later()
+    cuts = None if network is None else Cuts(network, range(chaos.workers + 1), later)
+    faults = Faults(job, chaos.workers, chaos.seed, later, cuts, kill_all=chaos.kill_all)
+    survivors = Survivors()
+    with job:
+        living = _disturb(chaos, job, faults, survivors, say)
+    traces = read(job.run_dir / FOLDER)
+    last = max((one["step"] for process in traces for one in process.commits), default=0)
+    with _traced(Job(chaos.out / f"undisturbed-{time.time_ns() // 10**6}", spec, address)) as other:
+        other.until_step(last, say)
+    verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
+    found = _found(chaos, job, other, faults, survivors, verdict)
+    return found, [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
 
 
 def _traced(job: Job) -> Job:
@@ -95,14 +111,7 @@ def _last_step(job: Job) -> int:
 def _alive(job: Job) -> list[int]:
     """The processes of the trace that have not ended."""
     pids = [int(file.stem) for file in (job.run_dir / FOLDER).glob("*.jsonl")]
-    return [pid for pid in pids if _lives(pid)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return [pid for pid in pids if lives(pid)]
 
 
 def _found(chaos: Chaos, job: Job, other: Job, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:

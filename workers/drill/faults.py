@@ -9,14 +9,16 @@
     terminate        SIGTERM: it is to hand over and go
     resize           the job is asked for another number of workers
     membership       the membership's process is killed
+    cuts             of the network (cuts.py), where workers have hosts of their own
     all              with `kill_all`: every worker at once
 
-One that trains is spared in each of them (but for "all"), so that the state lives. A stopped process that is woken
-counts as touched from the moment it was stopped.
+One that trains is spared in each of them (but for "all"), so that the state lives. Each fault names the processes
+that it has reached, and how long their end may be its work: the verdict excuses no other.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -29,7 +31,10 @@ from typing import Any
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.drill.cuts import Cuts
 from thinwire.workers.drill.job import Job
+from thinwire.workers.drill.later import Later
+from thinwire.workers.drill.survivors import lives
 from thinwire.workers.drill.verdict import Touch
 
 STOPS_S = (3.0, 15.0, 40.0)
@@ -38,6 +43,10 @@ PAUSE_S = (4.0, 14.0)
 WAIT_S = 4.0
 """How long a fault waits for the moment that it is meant for. Then it comes anyway."""
 TICK_S = 0.02
+AFTERMATH_S = 120.0
+"""How long after a fault is over somebody may still end of it: a lease of 45 s, and a collective's 60 s."""
+CUTS = 4
+"""How many times as likely as any other kind a cut is: there are so many kinds of them."""
 
 Member = dict[str, Any]
 
@@ -45,11 +54,14 @@ Member = dict[str, Any]
 class Faults:
     """The schedule of one job. Call `look` often."""
 
-    def __init__(self, job: Job, workers: int, seed: int, *, kill_all: bool) -> None:
+    def __init__(
+        self, job: Job, workers: int, seed: int, later: Later, cuts: Cuts | None = None, *, kill_all: bool
+    ) -> None:
         self.touches: list[Touch] = []
         self.told: list[tuple[float, str]] = []
         self.counts: Counter[str] = Counter()
         self._job, self._workers, self._random = job, workers, random.Random(seed)
+        self._later, self._cuts = later, cuts
         self._kinds: dict[str, Callable[[list[Member]], str | None]] = {
             "kill": self._kill_one,
             "pair": self._kill_pair,
@@ -64,21 +76,22 @@ class Faults:
         }
         if kill_all:
             self._kinds["all"] = self._kill_all
-        self._wakes: list[tuple[float, int]] = []
+        if cuts is not None:
+            self._kinds["cuts"] = self._cut
+        self._lots = [kind for kind in self._kinds for _ in range(CUTS if kind == "cuts" else 1)]
+        self._asleep: set[int] = set()
+        self._at_cut: list[Member] = []
         self._revision = 0
         self._next = time.monotonic() + self._random.uniform(*PAUSE_S)
 
     def look(self) -> str | None:
-        """Wake who has slept long enough; a fault, if it is time. What was done, in words."""
-        now = time.monotonic()
-        for wake in [wake for wake in self._wakes if wake[0] <= now]:
-            self._wakes.remove(wake)
-            _signal(wake[1], signal.SIGCONT)
-        if now < self._next:
+        """A fault, if it is time. What was done, in words."""
+        self._later.check()
+        self._excuse()
+        if time.monotonic() < self._next:
             return None
-        known = self._job.members() or {}
-        members = [one for one in known.get("members", []) if one["pid"] not in {pid for _, pid in self._wakes}]
-        kind = self._random.choice(list(self._kinds))
+        members = [one for one in (self._job.members() or {}).get("members", []) if self._reachable(one)]
+        kind = self._random.choice(self._lots)
         done = self._kinds[kind](members)
         if done is None:  # there is nobody whom it could reach: another one, soon
             self._next = time.monotonic() + 0.5
@@ -89,10 +102,15 @@ class Faults:
         return f"{kind}: {done}"
 
     def end(self) -> None:
-        """Wake all that sleep."""
-        for _, pid in self._wakes:
-            _signal(pid, signal.SIGCONT)
-        self._wakes.clear()
+        """Wake all that sleep, mend what is cut."""
+        self._later.all_now()
+        self._excuse()
+
+    def _reachable(self, member: Member) -> bool:
+        """Neither stopped nor cut off, and alive, which a membership that is cut off cannot know."""
+        if self._cuts is not None and self._cuts.host_of(member["host"]) in self._cuts.off:
+            return False
+        return member["pid"] not in self._asleep and lives(member["pid"])
 
     # Each takes those that train and could be reached; None where there are too few.
 
@@ -151,17 +169,22 @@ class Faults:
             return None
         seconds = self._random.choice(STOPS_S)
         pid = chosen[0]["pid"]
-        self._touch(pid, deadly=False)
         if not _signal(pid, signal.SIGSTOP):
             return None
-        self._wakes.append((time.monotonic() + seconds, pid))
+        self._asleep.add(pid)
+        self._touch(pid, seconds)
+        self._later.do(seconds, lambda: self._wake(pid))
         return f"{_name(chosen[0])} for {seconds:g} s"
+
+    def _wake(self, pid: int) -> None:
+        _signal(pid, signal.SIGCONT)
+        self._asleep.discard(pid)
 
     def _terminate(self, members: list[Member]) -> str | None:
         chosen = self._some(members, 1)
         if not chosen:
             return None
-        self._touch(chosen[0]["pid"], deadly=False)
+        self._touch(chosen[0]["pid"], 0.0)
         return _name(chosen[0]) if _signal(chosen[0]["pid"], signal.SIGTERM) else None
 
     def _resize(self, members: list[Member]) -> str | None:
@@ -191,6 +214,31 @@ class Faults:
     def _kill_all(self, members: list[Member]) -> str | None:
         return self._kill(members)
 
+    def _cut(self, members: list[Member]) -> str | None:
+        if self._cuts is None or not self._cuts.ready:
+            return None
+        host_of = self._cuts.host_of
+        self._at_cut = self._all()
+        return self._cuts.begin(
+            self._random,
+            [host_of(one["host"]) for one in members],
+            lambda number: [host_of(one["host"]) for one in self._some(members, number)],
+        )
+
+    def _excuse(self) -> None:
+        """The workers of hosts that were cut off long enough, those that came meanwhile too."""
+        if self._cuts is None:
+            return
+        for mended in self._cuts.mended():
+            for pid in {
+                one["pid"] for one in (*self._at_cut, *self._all()) if self._cuts.host_of(one["host"]) in mended.excuses
+            }:
+                self.touches.append(Touch(pid, mended.began, mended.ended + AFTERMATH_S))
+
+    def _all(self) -> list[Member]:
+        known = self._job.members() or {}
+        return [*known.get("members", []), *known.get("waiting", [])]
+
     # What they are made of.
 
     def _some(self, members: list[Member], number: int) -> list[Member]:
@@ -204,13 +252,14 @@ class Faults:
     def _kill(self, members: list[Member]) -> str | None:
         done = []
         for one in members:
-            self._touch(one["pid"], deadly=True)
+            self._touch(one["pid"], math.inf)
             if _signal(one["pid"], signal.SIGKILL):
                 done.append(_name(one))
         return ", ".join(done) or None
 
-    def _touch(self, pid: int, *, deadly: bool) -> None:
-        self.touches.append(Touch(pid, time.monotonic(), deadly))
+    def _touch(self, pid: int, seconds: float) -> None:
+        now = time.monotonic()
+        self.touches.append(Touch(pid, now, now + seconds + AFTERMATH_S))
 
     def _generation(self) -> int:
         return int((self._job.members() or {}).get("generation", 0))

@@ -61,17 +61,21 @@ def made_by() -> dict[str, Any]:
 
 
 @contextmanager
-def own_ray(workers: int) -> Iterator[str]:
-    """A Ray of this process's own, with a CPU a worker. Gives its address."""
+def own_ray(num_cpus: int, own_address: str | None = None) -> Iterator[str]:
+    """A Ray of this process's own, with a CPU a worker. Gives its address.
+
+    own_address: of this machine, where others are to join; else Ray finds one.
+    """
     import ray
 
     context = ray.init(
         address="local",
-        num_cpus=workers,
+        num_cpus=num_cpus,
         include_dashboard=False,
         object_store_memory=200 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",
+        **({} if own_address is None else {"_node_ip_address": own_address}),
     )
     try:
         yield str(context.address_info["gcs_address"])

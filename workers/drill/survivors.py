@@ -67,6 +67,14 @@ def grown(pid: int, looks: Sequence[Look]) -> list[str]:
     return found
 
 
+def lives(pid: int) -> bool:
+    """Has this process not ended?"""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def _look(pid: int, now: float) -> Look | None:
     """None where it has ended."""
     try:

@@ -6,12 +6,16 @@ A *holder* of a step is a process that has committed it and lives. What is looke
     redone             a step that is run again though a holder of it goes on, or was never touched
     samples wrong      the samples of a step's last generation are not those of the same step of the undisturbed run
     replicas differ    two ranks of a generation hold different parameters after the same step
-    holders lost       a process that no fault has touched ended otherwise than well, or as it was asked to
+    holders lost       a process ended otherwise than well, or as it was asked to, and no fault explains it
+
+A fault explains what becomes of a process that it has touched, until that process has committed a step again after all
+that the fault can do is over: from then on it is as good as any other.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +37,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A fault has reached this process. time: of the monotonic clock. deadly: it does not live after that."""
+    """A fault has reached this process. Of the monotonic clock: time, and until when its end may come of that."""
 
     pid: int
     time: float
-    deadly: bool
+    until: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ def _redone(processes: Sequence[Process], touches: Collection[Touch]) -> Iterato
         lines = generations[number]
         began, first = lines[0][1]["time"], min(one["step"] for _, one in lines)
         seated = {pid for pid, _ in lines}
-        touched = {touch.pid for touch in touches if touch.time <= began}
+        touched = _touched(processes, touches, began)
         held: dict[int, int] = {}
         for before in numbers[:at]:
             for pid, one in generations[before]:
@@ -179,10 +183,19 @@ def _redone(processes: Sequence[Process], touches: Collection[Touch]) -> Iterato
 
 
 def _lost_holders(processes: Sequence[Process], touches: Collection[Touch], living: Collection[int]) -> Iterator[str]:
-    touched = {touch.pid for touch in touches}
+    touched = _touched(processes, touches, math.inf)
     for process in processes:
         if not process.commits or process.pid in touched or process.pid in living:
             continue
         if process.ended is None or not process.ended.startswith(ASKED_TO):
             why = process.ended or "without a word"
-            yield f"holder lost: process {process.pid} was touched by no fault, and ended: {why}"
+            yield f"holder lost: process {process.pid} was touched by no fault that explains it, and ended: {why}"
+
+
+def _touched(processes: Sequence[Process], touches: Collection[Touch], at: float) -> set[int]:
+    """Those that a fault had reached by then, and that had not got over it."""
+    last = {
+        process.pid: max((one["time"] for one in process.commits if one["time"] <= at), default=0.0)
+        for process in processes
+    }
+    return {touch.pid for touch in touches if touch.time <= at and last.get(touch.pid, 0.0) <= touch.until}

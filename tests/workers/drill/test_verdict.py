@@ -49,7 +49,7 @@ def test_a_run_that_goes_on_with_another_after_a_death_is_not_accused():
     later = two(range(6, 9), 2, begin=10.0, pids=(10, 12))
     stays.commits += later[0].commits
     stays.fed += later[0].fed
-    verdict = found([stays, dies, later[1]], [Touch(11, 5.5, deadly=True)])
+    verdict = found([stays, dies, later[1]], [Touch(11, 5.5)])
     assert counts(verdict) == {}
     assert verdict.violations == ()
     assert verdict.committed == 8
@@ -61,9 +61,9 @@ def test_a_step_run_again_counts_where_a_holder_goes_on_or_was_never_touched():
     again = two(range(4, 9), 2, begin=10.0, pids=(10, 12))
     stays.commits += again[0].commits
     stays.fed += again[0].fed
-    assert counts(found([stays, dies, again[1]], [Touch(11, 5.5, deadly=True)])) == {"redone": 2}
+    assert counts(found([stays, dies, again[1]], [Touch(11, 5.5)])) == {"redone": 2}
     # All that held it are dead: a resume from a checkpoint is no fault.
-    all_died = [Touch(10, 5.5, deadly=True), Touch(11, 5.5, deadly=True)]
+    all_died = [Touch(10, 5.5), Touch(11, 5.5)]
     assert counts(found([*two(range(1, 6)), *two(range(4, 9), 2, 10.0, (12, 13))], all_died, (12, 13))) == {}
     # Of the ranks' own steps between two syncs nobody else knows.
     local, other = two(range(1, 6))
@@ -71,12 +71,12 @@ def test_a_step_run_again_counts_where_a_holder_goes_on_or_was_never_touched():
         one["digest"] = one["digest"] if one["step"] <= 3 else None
     local.commits += again[0].commits
     local.fed += again[0].fed
-    assert counts(found([local, other, again[1]], [Touch(11, 5.5, deadly=True)])) == {}
+    assert counts(found([local, other, again[1]], [Touch(11, 5.5)])) == {}
 
 
 def test_two_generations_that_commit_at_a_time_are_found():
     old, new = two(range(1, 6)), two(range(6, 9), 2, begin=3.5, pids=(12, 13))
-    verdict = found([*old, *new], [Touch(10, 3.0, deadly=False), Touch(11, 3.0, deadly=False)], (10, 11, 12, 13))
+    verdict = found([*old, *new], [Touch(10, 3.0), Touch(11, 3.0)], (10, 11, 12, 13))
     assert verdict.commits_by_two == 2
     assert "committed step 5 in generation 1 0.500 s after generation 2" in verdict.violations[0]
 
@@ -87,7 +87,7 @@ def test_samples_are_those_of_the_last_generation_of_a_step_whoever_computed_the
     alone.fed = [fed(6, 2, rows=[600, 610]), fed(7, 2, rows=[700])]
     stays.commits += alone.commits
     stays.fed += [fed(6, 1, rows=[600]), *alone.fed]  # step 6 was begun in generation 1, and undone
-    verdict = found([stays, dies], [Touch(11, 5.5, deadly=True)])
+    verdict = found([stays, dies], [Touch(11, 5.5)])
     assert counts(verdict) == {"samples_wrong": 1}
     assert "step 7 of generation 2 was fed 1 samples, of which 1 are of that step's 2" in verdict.violations[0]
 
@@ -111,8 +111,24 @@ def test_replicas_that_differ_are_found():
 def test_who_ends_without_a_fault_was_lost(ended, touched, lost):
     processes = two(range(1, 4))
     processes[1].ended = ended
-    touches = [Touch(11, 2.0, deadly=False)] if touched else []
+    touches = [Touch(11, 2.0)] if touched else []
     assert found(processes, touches, living=(10,)).holders_lost == lost
+
+
+def test_a_fault_that_a_process_got_over_explains_nothing_any_more():
+    """It was cut off at 2 s for a second or two, and made steps after all that this could do."""
+    processes = two(range(1, 10))
+    processes[1].ended = "Fenced: it hangs"
+    assert counts(found(processes, [Touch(11, 2.0, until=12.0)], living=(10,))) == {}
+    verdict = found(processes, [Touch(11, 2.0, until=5.0)], living=(10,))
+    assert counts(verdict) == {"holders_lost": 1}
+    assert "touched by no fault that explains it, and ended: Fenced: it hangs" in verdict.violations[0]
+    # Nor may a step be run again that it held.
+    again = two(range(8, 12), 2, begin=20.0, pids=(12, 13))
+    killed, rest = Touch(10, 9.5), (12, 13)
+    short, long = Touch(11, 2.0, until=5.0), Touch(11, 2.0, until=12.0)
+    assert counts(found([*processes, *again], [killed, short], rest)) == {"redone": 2, "holders_lost": 1}
+    assert counts(found([*processes, *again], [killed, long], rest)) == {}
 
 
 def test_a_line_that_was_being_written_at_the_death_is_left_out(tmp_path):
