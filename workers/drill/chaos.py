@@ -9,6 +9,7 @@ With root each worker has a host of its own, and the network between them is cut
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import asdict, replace
 
@@ -22,6 +23,8 @@ from thinwire.workers.drill.later import Later
 from thinwire.workers.drill.survivors import Survivors, lives
 from thinwire.workers.drill.verdict import Verdict, judge, read
 from thinwire.workers.telemetry.trace import FOLDER
+
+logger = logging.getLogger(__name__)
 
 FIGURES_NAME = "chaos.json"
 SETTLE_S = 120.0
@@ -79,6 +82,7 @@ def _disturb(chaos: Chaos, job: Job, faults: Faults, survivors: Survivors, say: 
         while (now := time.monotonic()) < until:
             job.check()
             if (done := faults.look()) is not None:
+                logger.info("fault %s", done)
                 say(done, (now - began) / (60 * chaos.minutes))
             survivors.look(lambda: _alive(job))
             time.sleep(TICK_S)

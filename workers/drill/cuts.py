@@ -11,6 +11,7 @@ is told.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,8 @@ from itertools import product
 from typing import Protocol
 
 from thinwire.workers.drill.later import Later
+
+logger = logging.getLogger(__name__)
 
 HEAD = 0
 LENGTHS_S = (3.0, 15.0, 40.0)
@@ -167,6 +170,7 @@ class Cuts:
     def _mend(self, cut: Cut, began: float) -> None:
         self._network.deliver(cut.directions, arrives=True)
         now = time.monotonic()
+        logger.info("mended after %.1f s: %s", now - began, cut.words)
         self._mended.append(Mended(cut, began, now))
         self._rested = now + 5.0 + (now - began) / 2
         self._present = None

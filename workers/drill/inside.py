@@ -7,6 +7,7 @@ and for those that ask for something a line on stdin when it is done. What is pr
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -56,6 +57,7 @@ class Outside:
 
 def main() -> None:
     """See the module."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     fields = json.loads(sys.argv[1])
     addresses = fields.pop("addresses")
     chaos = Chaos(**{**fields, "out": Path(fields["out"])})

@@ -6,6 +6,11 @@ import sys
 
 import pytest
 
+from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.lab.leftovers import find_labs
+
+ZEROS = ("redone", "commits_by_two", "samples_wrong", "replicas_differ", "holders_lost")
+
 
 @pytest.mark.slow
 @pytest.mark.ray
@@ -49,5 +54,22 @@ def test_two_minutes_of_chaos_leave_one_history(tmp_path, optimizer):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["faults"] >= 8
     assert found["compared"] == found["committed"]
-    zeros = ("redone", "commits_by_two", "samples_wrong", "replicas_differ", "holders_lost")
-    assert {name: found[name] for name in zeros} == dict.fromkeys(zeros, 0)
+    assert {name: found[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("namespaces")
+def test_a_minute_in_which_the_network_is_cut_too_leaves_one_history(tmp_path):
+    command = [sys.executable, "-m", "thinwire.cli.main", "drill", "--chaos", "--workers", "3", "--minutes", "1"]
+    done = subprocess.run(
+        [*command, "--seed", "13", "--out", str(tmp_path), "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["without_cuts"] is None
+    assert found["faults_by_kind"]["cuts"] >= 1
+    assert found["compared"] == found["committed"]
+    assert {name: found[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+    assert not find_labs()
