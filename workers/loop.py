@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,11 +48,19 @@ REPORT_EVERY_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which run this is: its folder, when it was asked for (unix seconds), which submission."""
+    """Which run this is: its folder, when it was asked for (unix seconds), which submission.
+
+    adopted_by: a later submission that this worker belongs to by now; 0 for none.
+    """
 
     directory: Path
     created_at: float
     attempt: int = 1
+    adopted_by: Callable[[], int] = lambda: 0
+
+    def attempt_now(self) -> int:
+        """The submission that this worker belongs to."""
+        return max(self.attempt, self.adopted_by())
 
 
 def train(spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> Summary | None:
@@ -98,7 +107,7 @@ class Course:
     def __init__(self, spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> None:
         self.step = self.attended = 0
         self._spec, self._run, self._ranks, self._device, self._reporter = spec, run, ranks, device, reporter
-        self._saving = Saving(run.directory, spec.checkpoint, reporter, ranks.may_commit)
+        self._saving = Saving(run.directory, spec.checkpoint, reporter, ranks.may_commit, run.attempt_now)
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
         self._training: Training | None = None
@@ -202,6 +211,8 @@ class Course:
         training = self.training
         with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
             self._saving.wait(self._look)
+            self._saving.tell()
+            self._saving.raise_if_attempt_over()
         with self._meter.part("control"):
             equal = self._replicas_equal()
         self._saving.close()
@@ -350,6 +361,7 @@ class Course:
         if saving:
             self._saving.save(training, meter, step, self._look)
         self._saving.tell()
+        self._saving.raise_if_attempt_over()
         self.attended, self._due = step, due and not evaluating
 
 

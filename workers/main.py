@@ -20,7 +20,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
@@ -160,6 +159,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         limits=Limits(workers.min, workers.max),
         resources_per_worker=_resources(use_gpu),
         use_gpu=use_gpu,
+        attempt=how["train_loop_config"]["attempt"],
         lease_s=ADOPT_S,
         grace_s=workers.grace_s,
         **how,
@@ -167,9 +167,6 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
 
     def tell(now: WantedWorkers) -> None:
         ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
-
-    # Workers of an attempt whose driver died are this one's from now on, and say so to the service.
-    write_whole(RunFolder(run_dir).attempt, str(how["train_loop_config"]["attempt"]))
 
     def look() -> dict[str, Any] | None:
         membership = leftovers.actor(trainer.plan, trainer.plan.membership)

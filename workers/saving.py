@@ -29,12 +29,19 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.build import Training
-from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Superseded, Writer
+from thinwire.workers.checkpoints import (
+    AttemptSuperseded,
+    CheckpointId,
+    CheckpointRefused,
+    CheckpointStore,
+    Superseded,
+    Writer,
+)
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
 from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.telemetry.meter import Meter
-from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +58,16 @@ class Saving:
     """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
 
     def __init__(
-        self, run_dir: Path, settings: Checkpoint, reporter: Reporter, may_commit: Callable[[], bool] = lambda: True
+        self,
+        run_dir: Path,
+        settings: Checkpoint,
+        reporter: Reporter,
+        may_commit: Callable[[], bool] = lambda: True,
+        attempt: Callable[[], int] = lambda: 0,
     ) -> None:
-        """may_commit: see Writer."""
-        self._writer = Writer(store_of(run_dir, settings), may_commit=may_commit)
+        """may_commit: see Writer. attempt: see CheckpointStore."""
+        self._writer = Writer(store_of(run_dir, settings, attempt), may_commit=may_commit)
+        self._attempt_over: str | None = None
         self._reporter = reporter
         self._generation: int | None = None
         self._closed = False
@@ -72,9 +85,9 @@ class Saving:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
 
         What older generations have not saved yet, they save no more.
-        Raises: PeerLost, also where the store knows a newer generation than this, or another rank cannot load what rank
-        0 has found twice; FileNotFoundError where this rank does not see it, CheckpointRefused where it reads something
-        else; OSError.
+        Raises: RunSuperseded on rank 0, where the store knows a newer attempt of the job; PeerLost, also where it knows
+        a newer generation than this, or another rank cannot load what rank 0 has found twice; FileNotFoundError where
+        this rank does not see it, CheckpointRefused where it reads something else; OSError.
         """
         group, refused, before = training.group, None, None
         while True:
@@ -131,6 +144,8 @@ class Saving:
         try:
             if begins or generation is None:
                 generation = store.begin(generation)
+        except AttemptSuperseded as reason:
+            raise RunSuperseded(f"{reason}; this attempt ends without a word") from reason
         except Superseded as reason:
             logger.warning("generation_superseded reason=%s", reason)
             return 0, 0, 0
@@ -149,8 +164,15 @@ class Saving:
         for ticket in self._writer.ended():
             if ticket.failure is not None:
                 self._reporter.event(EventKind.CHECKPOINT_FAILED, ticket.which.step, reason=ticket.failure)
+                if ticket.attempt_over:
+                    self._attempt_over = ticket.failure
             else:
                 self._reporter.event(EventKind.CHECKPOINT_SAVED, ticket.which.step, path=ticket.address)
+
+    def raise_if_attempt_over(self) -> None:
+        """After `tell`. Raises: RunSuperseded where the store has said that a newer attempt of the job goes on."""
+        if self._attempt_over is not None:
+            raise RunSuperseded(f"{self._attempt_over}; this attempt ends without a word")
 
     def wait(self, look: Callable[[], None]) -> None:
         """Wait until all that is being written is whole, or has failed, or CLOSE_S are over. Raises what `look` raises.
@@ -178,10 +200,11 @@ def _all_have(mine: bool, training: Training) -> bool:
     return float(said) == 1.0
 
 
-def store_of(run_dir: Path, settings: Checkpoint) -> CheckpointStore:
+def store_of(run_dir: Path, settings: Checkpoint, attempt: Callable[[], int] = lambda: 0) -> CheckpointStore:
     """Where the checkpoints of a run are. Raises: ValueError where nothing opens the place."""
     own, store = RunFolder(run_dir).checkpoints, settings.store
-    return CheckpointStore(own if store is None else f"{store.rstrip('/')}/{run_dir.name}", settings.keep)
+    where = own if store is None else f"{store.rstrip('/')}/{run_dir.name}"
+    return CheckpointStore(where, settings.keep, attempt=attempt)
 
 
 def floor_of(run_dir: Path, settings: Checkpoint) -> int:

@@ -22,7 +22,7 @@ from thinwire.contract.files import write_first
 from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.elastic.worker_side import Failed
+from thinwire.workers.elastic.worker_side import Failed, adopted_by
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +64,12 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
         return None
     job = json.loads(folder.job.read_text())
     spec = TrainSpec.model_validate(job["spec"])
-    run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"])
+    run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"], adopted_by=adopted_by)
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
     ranks, number = _ranks(config, spec, address, device)
     adopt_s = ADOPT_S if ranks.elastic else 0.0
-    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt, address, adopt_s=adopt_s)
+    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
         summary = train(spec, run, ranks, device, reporter)

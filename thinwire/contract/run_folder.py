@@ -2,7 +2,6 @@
 
 job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
 workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
-attempt        the number of the attempt whose driver runs, where it adopts workers of the one before it
 token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
 service_url    where the service listens now; rewritten when the service starts again
 checkpoints/   written by the workers
@@ -36,11 +35,6 @@ class RunFolder:
     def workers(self) -> Path:
         """How many workers are wanted now."""
         return self.path / "workers.json"
-
-    @property
-    def attempt(self) -> Path:
-        """Whose driver runs."""
-        return self.path / "attempt"
 
     @property
     def token(self) -> Path:

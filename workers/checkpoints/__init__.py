@@ -21,13 +21,14 @@ what is here it puts no manifest any more. The eight digits are the mark of one 
 saves never mix, whoever writes them.
 """
 
-from thinwire.workers.checkpoints.beginning import Superseded
+from thinwire.workers.checkpoints.beginning import AttemptSuperseded, Superseded
 from thinwire.workers.checkpoints.manifest import CheckpointId, CheckpointRefused
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot
 from thinwire.workers.checkpoints.store import CheckpointStore
 from thinwire.workers.checkpoints.writer import Ticket, Writer
 
 __all__ = [
+    "AttemptSuperseded",
     "CheckpointId",
     "CheckpointRefused",
     "CheckpointStore",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,11 +43,15 @@ class CheckpointStore:
 
     where: a path, or a URL that fsspec or pyarrow opens. keep: how many are left when a newer one becomes whole.
     settle_s: for how long what an older generation has not finished must be as it is before it is removed.
+    attempt: which attempt of the job this process belongs to now; a later one may adopt it.
     Raises: ValueError where nothing opens `where`.
     """
 
-    def __init__(self, where: str | Path, keep: int, settle_s: float = SETTLE_S) -> None:
+    def __init__(
+        self, where: str | Path, keep: int, settle_s: float = SETTLE_S, attempt: Callable[[], int] = lambda: 0
+    ) -> None:
         self.keep = keep
+        self._attempt = attempt
         self.storage: Storage = open_storage(where)
         self._unfinished = Unfinished(settle_s)
 
@@ -67,7 +71,7 @@ class CheckpointStore:
 
         As beginning.begin. What older ones have not finished is looked at, to be removed when it has settled.
         """
-        begun = beginning.begin(self.storage, generation)
+        begun = beginning.begin(self.storage, generation, self._attempt())
         self._look_around(begun)
         return begun
 
@@ -173,7 +177,7 @@ class CheckpointStore:
             shards=[receipts[rank] for rank in sorted(receipts)],
             plain=snapshot.plain,
         )
-        beginning.raise_if_superseded(self.storage, which.generation)
+        beginning.raise_if_superseded(self.storage, which.generation, self._attempt())
         files = self.storage.files(folder)
         gone = [shard.file for shard in manifest.shards if files.get(shard.file) != shard.size_bytes]
         if gone:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from thinwire.workers.checkpoints.beginning import AttemptSuperseded
 from thinwire.workers.checkpoints.manifest import CheckpointId, Refusal, ShardRecord
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot, Staging
 from thinwire.workers.checkpoints.store import CheckpointStore
@@ -29,12 +30,14 @@ PEERS_LOOK_S = 0.1
 class Ticket:
     """What became of one save. On rank 0 it is over when the checkpoint is whole; on another when its shard is there.
 
-    failure: why there is no checkpoint; None where there is, or where it is not over yet.
+    failure: why there is no checkpoint; None where there is, or where it is not over yet. attempt_over: because a newer
+    attempt of the job has gone on from the checkpoints: there will be none any more.
     """
 
     def __init__(self, which: CheckpointId, rank: int, address: str, mark: int) -> None:
         self.which, self.rank, self.address, self.mark = which, rank, address, mark
         self.failure: str | None = None
+        self.attempt_over = False
         self.until = math.inf
         """When it is given up, of time.monotonic, if that is before it is anyway."""
         self._over = threading.Event()
@@ -238,6 +241,7 @@ class Writer:
                     one.ticket._succeed()
                     return True
         except Exception as error:  # noqa: BLE001 - as in _deliver
+            one.ticket.attempt_over = isinstance(error, AttemptSuperseded)
             self._end(one, f"{type(error).__name__}: {error}")
             return True
         if one.refusals:  # told at once; what there is of it is removed when nobody writes it any more

@@ -28,14 +28,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.silent_nodes import SilentNodes
 from thinwire.workers.elastic.worker import ElasticWorker, Hello, LeaseExpired
 
 logger = logging.getLogger(__name__)
 
+NODE_ID = "ray.io/node-id"
+"""A label that Ray gives each node."""
 HELLO_S = 30.0
 """A living worker answers in no time; one whose host is busy, in this."""
 NAME_FREE_S = 15.0
 """A dead worker's name is free soon after."""
+LOOK_S = 10.0
+"""Between two looks, of whoever waits for a place, at which nodes are silent."""
 _POLL_S = 0.1
 _SLOW_POLL_S = 1.0
 
@@ -75,6 +80,7 @@ class Starter(Protocol):
     """What the worker group lends to a bring-up. Called from its thread."""
 
     plan: Plan
+    silent: SilentNodes
 
     def resources(self) -> dict[str, float]:
         """Of one worker."""
@@ -149,7 +155,7 @@ class BringUp:
 
     def _adopt(self) -> Unit:
         try:
-            hello: Hello = self._get(self._actor.hello.remote(), HELLO_S)
+            hello: Hello = self._get(self._actor.hello.remote(self._plan.attempt), HELLO_S)
         except LeaseExpired:
             self._let_it_save()
             raise
@@ -163,7 +169,7 @@ class BringUp:
         with suppress(RayError):
             while time.monotonic() < until:
                 try:
-                    self._get(self._actor.hello.remote(), HELLO_S)
+                    self._get(self._actor.hello.remote(self._plan.attempt), HELLO_S)
                 except LeaseExpired:
                     self._cancelled.wait(_SLOW_POLL_S)
                     self._check()
@@ -178,7 +184,7 @@ class BringUp:
 
     def _start(self) -> Unit:
         slot = self.slot
-        metadata = self._get(self._actor.get_metadata.remote())
+        metadata = self._first_answer(self._actor.get_metadata.remote())
         # What the train function may ask Ray Train for: its slot. Its rank changes with the generations.
         seat = DistributedContext(
             world_rank=slot, world_size=self._plan.limits.max, local_rank=0, local_world_size=1, node_rank=slot
@@ -189,20 +195,45 @@ class BringUp:
         return Unit(slot, self.unit_name, self._group, worker, time.monotonic(), self.adopts)
 
     def _place(self) -> None:
-        if self._group is not None and not leftovers.placed(self._group):  # its node is gone
-            remove_placement_group(self._group)
-            self._group = None
-            self.unit_name = self._plan.new_unit(self.slot)
-        if self._group is None:
-            self._group = placement_group(
-                [self._starter.resources()], "STRICT_PACK", name=self.unit_name, lifetime="detached"
-            )
+        silent = self._starter.silent.now()
+        if self._group is not None and (not leftovers.placed(self._group) or leftovers.node_of(self._group) in silent):
+            self._give_back()
+        while True:
+            if self._group is None:
+                self._group = self._ask_for_place(silent)
+            if self._wait_for_place(LOOK_S):
+                break
+            before, silent = silent, self._starter.silent.now()
+            if silent != before:  # Ray may be placing it on a node that is silent now, or may place it on one that was
+                self._give_back()
+        self.placed = True
+
+    def _ask_for_place(self, silent: frozenset[str]) -> Any:
+        if silent:
+            logger.info("place_elsewhere slot=%d silent_nodes=%s", self.slot, ",".join(sorted(silent)))
+        return placement_group(
+            [self._starter.resources()],
+            "STRICT_PACK",
+            name=self.unit_name,
+            lifetime="detached",
+            bundle_label_selector=[{NODE_ID: f"!in({','.join(sorted(silent))})"}] if silent else None,
+        )
+
+    def _wait_for_place(self, within_s: float) -> bool:
         began = time.monotonic()
         while not leftovers.placed(self._group):
             self._check()
-            self._cancelled.wait(_POLL_S if time.monotonic() - began < 2.0 else _SLOW_POLL_S)
+            waited_s = time.monotonic() - began
+            if waited_s > within_s:
+                return False
+            self._cancelled.wait(_POLL_S if waited_s < 2.0 else _SLOW_POLL_S)
         self._check()
-        self.placed = True
+        return True
+
+    def _give_back(self) -> None:
+        remove_placement_group(self._group)
+        self._group = None
+        self.unit_name = self._plan.new_unit(self.slot)
 
     def _create(self) -> Any:
         resources = self._starter.resources()
@@ -226,6 +257,18 @@ class BringUp:
                 leftovers.kill(old)
             self._check()
             time.sleep(_POLL_S)
+
+    def _first_answer(self, ref: Any) -> Any:
+        """Its process starts, which may take long; on a node that has vanished meanwhile it takes for ever."""
+        while True:
+            try:
+                return self._get(ref, LOOK_S)
+            except GetTimeoutError:
+                node = None if self._group is None else leftovers.node_of(self._group)
+                if node is not None and not self._starter.silent.answers(node):
+                    raise GetTimeoutError(
+                        f"slot {self.slot} was placed on node {node}, which does not answer"
+                    ) from None
 
     def _get(self, ref: Any, within_s: float | None = None) -> Any:
         until = None if within_s is None else time.monotonic() + within_s

@@ -38,6 +38,7 @@ from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, Worker
 from thinwire.workers.elastic.failures import Failure, Failures, JobFailed, Others, WorkerFailed
 from thinwire.workers.elastic.membership_actor import Headcount, MembershipLink
 from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.silent_nodes import SilentNodes
 from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
 from thinwire.workers.elastic.worker_side import Failed, Left
 
@@ -120,6 +121,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._failures = self._failures_of.setdefault(train_run_context.run_id, Failures(self.plan))
         self._link = MembershipLink(self.plan)
         self._health = Health(self.plan.leave_s)
+        self.silent = SilentNodes()
         self._vacant: dict[int, tuple[str, Any]] = {}
         """Placement groups of the dead, by slot, with their names: the next worker of the slot takes them."""
         self._has_enough = False
@@ -237,8 +239,8 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         lost: list[tuple[Unit, Loss, Any]] = []
         failed: list[tuple[Unit, Failed]] = []
         left: list[tuple[Unit, Left]] = []
-        for unit, status in zip(self._units, statuses, strict=True):
-            counted, loss = self._health.read(unit, status, headcount)
+        for index, (unit, status) in enumerate(zip(self._units, statuses, strict=True)):
+            counted, loss = self._health.read(unit, status, headcount, self._unanswered_s(index))
             own = own_error(counted)
             if loss is not None:
                 lost.append((unit, loss, status))
@@ -268,6 +270,8 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             )
         for unit, loss, _ in lost:
             leftovers.kill(unit.worker.actor)
+            if not loss.answered:
+                self.silent.suspect(unit.worker.metadata.node_id)
             if loss.node_lives and unit.group is not None:
                 self._vacant[unit.slot] = (unit.name, unit.group)
             else:
@@ -289,6 +293,10 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             except RayError as error:  # the controller would end the job; the head node may answer at the next poll
                 logger.warning("steering_failed reason=%s", str(error).splitlines()[0])
         return WorkerGroupPollStatus(worker_statuses=dict(enumerate(status for _, status in kept)))
+
+    def _unanswered_s(self, index: int) -> float:
+        poll = self._world_rank_to_ongoing_poll.get(index)
+        return 0.0 if poll is None else time_monotonic() - poll.start_time
 
     def _judge_failures(
         self, failed: list[tuple[Unit, Failed]], kept: list[tuple[Unit, Any]], headcount: Headcount

@@ -47,6 +47,12 @@ def placed(unit: Any) -> bool:
     return bool(placement_group_table(unit).get("state") == "CREATED")
 
 
+def node_of(unit: Any) -> str | None:
+    """The id of the node where this placement group has its resources; None where it has none."""
+    nodes = placement_group_table(unit).get("bundles_to_node_id") or {}
+    return next((node for node in nodes.values() if node), None)
+
+
 def actor(plan: Plan, name: str) -> Any | None:
     """The handle of a living actor of the job; None where there is none."""
     try:

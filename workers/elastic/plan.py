@@ -17,7 +17,8 @@ NAMESPACE = "thinwire"
 class Plan:
     """An elastic job.
 
-    limits: at its start; the membership actor holds the present ones. lease_s: a worker that nobody has asked for so
+    limits: at its start; the membership actor holds the present ones. attempt: which submission of the job; workers of
+    an earlier one that are adopted belong to it from then on. lease_s: a worker that nobody has asked for so
     long ends, after grace_s in which its train function may save. leave_s: how long the process of a worker may go on
     that is no member any more. A slot that dies more than max_early_deaths times in a row within early_s of its start
     ends the job.
@@ -30,6 +31,7 @@ class Plan:
     job: str
     secret: str = field(repr=False)
     limits: Limits
+    attempt: int = 0
     lease_s: float = 10.0
     grace_s: float = 5.0
     leave_s: float = 30.0

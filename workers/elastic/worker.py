@@ -64,9 +64,10 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         self._lease = Lease(plan.lease_s, self._end)
         heed_sigterm(plan.grace_s, self._train_function_runs)
 
-    def hello(self) -> Hello:
-        """Who this is. Raises: LeaseExpired where it is ending."""
+    def hello(self, attempt: int) -> Hello:
+        """Who this is, and whose from now on: of this attempt of the job. Raises: LeaseExpired where it is ending."""
         self._lease.renew()
+        worker_side.adopt(attempt)
         if lease_expired.is_set():
             raise LeaseExpired(f"slot {self._slot} is ending: nobody asked for it in {self._plan.lease_s:g} s")
         return Hello(self._slot, self._unit)

@@ -61,6 +61,20 @@ class Failed:
     of_all: bool = False
 
 
+_adopted_by = 0
+
+
+def adopt(attempt: int) -> None:
+    """This worker belongs to this attempt of the job from here on. By the worker, when its driver says so."""
+    global _adopted_by
+    _adopted_by = max(_adopted_by, attempt)
+
+
+def adopted_by() -> int:
+    """The attempt of the job whose driver has adopted this worker; 0 where none has but its own."""
+    return _adopted_by
+
+
 def seat(facts: dict[str, Any]) -> None:
     """Say what this process is. By the worker, before its train function runs."""
     _facts.clear()

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -60,13 +61,23 @@ class Refused(ServiceError):
 class ServiceClient:
     """The calls of one worker to the service. May be shared by threads.
 
-    The address and the token are read from the run folder before each call, since the service may have moved; and
-    so is the attempt, where a worker may be adopted by a later one (the file `attempt`). One
-    line is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
+    The address and the token are read from the run folder before each call, since the service may have moved. One line
+    is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
     """
 
-    def __init__(self, run_dir: Path, rank: int, attempt: int, *, timeout_s: float = 5.0, adopt_s: float = 0.0) -> None:
-        """adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it."""
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        attempt: int | Callable[[], int],
+        *,
+        timeout_s: float = 5.0,
+        adopt_s: float = 0.0,
+    ) -> None:
+        """attempt: asked before each call, where a later one may adopt this worker.
+
+        adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it.
+        """
         self.rank = rank
         self._adopt_s, self._stale_since = adopt_s, math.inf
         self._attempt = attempt
@@ -84,10 +95,7 @@ class ServiceClient:
     @property
     def attempt(self) -> int:
         """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
-        try:
-            return max(self._attempt, int(self._folder.attempt.read_text()))
-        except (OSError, ValueError):  # no attempt adopts workers here
-            return self._attempt
+        return self._attempt() if callable(self._attempt) else self._attempt
 
     def register(self, address: str) -> None:
         """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,13 +119,14 @@ class ServiceReporter:
         run_dir: Path,
         job_id: str,
         rank: int,
-        attempt: int,
+        attempt: int | Callable[[], int],
         address: str,
         *,
         adopt_s: float = 0.0,
     ) -> None:
         """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
 
+        `attempt`: see ServiceClient.
         `address`: the network address on which this worker's metrics are served.
         `adopt_s`: how long a later attempt may take to adopt this worker.
         """

@@ -63,6 +63,22 @@ def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may
     assert not loss.node_lives
 
 
+def test_a_worker_that_does_not_answer_is_gone_once_the_membership_has_counted_it_out_and_its_node_is_in_doubt():
+    reader, status = decisions.Health(leave_s=30.0), WorkerStatus(running=True)
+    out = Headcount(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(1.0, "fenced: not heard of for 10 s")})
+    assert reader.read(unit(), status, out, unanswered_s=9.0)[1] is None
+    loss = reader.read(unit(), status, out, unanswered_s=11.0)[1]
+    assert "not heard of for 10 s" in loss.why
+    assert not loss.answered
+    seated = Headcount(target=2, generation=1, seated=frozenset({1}), gone={})
+    assert (
+        reader.read(unit(), status, seated, unanswered_s=600.0)[1] is None
+    )  # this host may be the one that is cut off
+    never_seated = Headcount(target=2, generation=1, seated=frozenset({0}), gone={})
+    assert reader.read(unit(), status, never_seated, unanswered_s=59.0)[1] is None
+    assert not reader.read(unit(), status, never_seated, unanswered_s=61.0)[1].answered
+
+
 def test_an_exception_of_the_train_function_is_not_death():
     status = WorkerStatus(running=False, error=ValueError("a bug"))
     assert decisions.Health(leave_s=30.0).read(unit(), status, None) == (status, None)
