@@ -14,7 +14,7 @@ from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.saving import Saving, floor_of
 from thinwire.workers.telemetry.meter import Meter
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import RunSuperseded, Silent
 
 KEEP = 2
 
@@ -22,7 +22,7 @@ KEEP = 2
 class Worker:
     """The only one of its generation, so that it needs nobody to come to a step at which it saves."""
 
-    def __init__(self, run_dir, generation, seed, may_commit=lambda: True):
+    def __init__(self, run_dir, generation, seed, may_commit=lambda: True, attempt=0):
         self.group = SoloGroup()
         model = seeded(seed, lambda: torch.nn.Linear(31, 17))
         optimizer = OneBitAdam(model.parameters(), warmup=4, group=self.group)
@@ -31,7 +31,7 @@ class Worker:
         self.told = []
         reporter = Silent()
         reporter.event = lambda kind, step, **fields: self.told.append((kind.value, step, fields.get("reason", "")))
-        self.saving = Saving(run_dir, Checkpoint(every_steps=10, keep=KEEP), reporter, may_commit)
+        self.saving = Saving(run_dir, Checkpoint(every_steps=10, keep=KEEP), reporter, may_commit, lambda: attempt)
         self.saving.seated(generation, lost=False)
 
     def resume(self):
@@ -94,6 +94,41 @@ def test_a_late_worker_of_fixed_ranks_is_told_by_the_store(tmp_path, store):
     assert living.save(10)[0] == "checkpoint_saved"
     assert "Superseded" in late.save(20)[2]
     assert resumed_by(tmp_path, None) == (10, living.parameters)
+
+
+@pytest.mark.parametrize("later", [2, 7], ids=["the same number", "a higher one"])
+def test_an_attempt_that_another_has_gone_on_from_makes_nothing_whole_whatever_its_generation(tmp_path, store, later):
+    """Each has a membership of its own, on another Ray: both number on, and neither hears of the other."""
+    first = Worker(tmp_path, 1, seed=1, attempt=1)
+    first.resume()
+    assert first.save(10)[0] == "checkpoint_saved"
+    second = Worker(tmp_path, 2, seed=2, attempt=2)
+    assert second.resume() == 10
+    first.saving.seated(later, lost=True)  # it has lost a worker, or taken one in that has looked at the store
+    first.saving.raise_if_attempt_over()
+    kind, _, reason = first.save(20)
+    assert (kind, reason) == (
+        "checkpoint_failed",
+        "AttemptSuperseded: attempt 2 of this job has gone on from the checkpoints here; this is 1",
+    )
+    with pytest.raises(RunSuperseded, match="attempt 2 of this job has gone on"):
+        first.saving.raise_if_attempt_over()
+    assert second.save(20)[0] == "checkpoint_saved"
+    assert store.newest_whole() == (2, 20)
+    with pytest.raises(RunSuperseded):  # all its workers have died, and others have come
+        Worker(tmp_path, later + 1, seed=1, attempt=1).resume()
+    assert Worker(tmp_path, 8, seed=3, attempt=2).resume() == 20
+
+
+def test_workers_that_a_newer_attempt_has_adopted_save_as_its_own(tmp_path):
+    attempts = [1]
+    worker = Worker(tmp_path, 1, seed=1)
+    worker.saving._writer.store._attempt = lambda: attempts[-1]
+    worker.resume()
+    Worker(tmp_path, 2, seed=2, attempt=2).resume()
+    attempts.append(2)
+    worker.saving.seated(3, lost=False)
+    assert worker.save(10)[0] == "checkpoint_saved"
 
 
 def test_a_generation_below_one_that_the_store_knows_does_not_begin(tmp_path):

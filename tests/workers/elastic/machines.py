@@ -61,8 +61,12 @@ class Machines:
         self._token = secrets.token_hex(32)
         self.lab.__enter__()
         self.join(HEAD)
-        # It begins to ask when the head answers.
         self.start(HEAD, [sys.executable, "-m", "tests.workers.elastic.watch", self.ray_address], "nodes.log")
+        try:
+            self.wait_node(HEAD, alive=True)  # `ray start` of the others gives up a head that comes late
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
