@@ -1,19 +1,24 @@
 """The run of a job on threads: what is counted, what a resume continues, what a failure leaves behind."""
 
 import shutil
+import time
 
 import pytest
 import torch
 
 from tests.workers.small_job import run_small, small_spec
-from thinwire.comm import NonFiniteInput, PeerLost, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
+from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
+from thinwire.workers.loop import Run, train
+from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import ring_bytes, write_report
+from thinwire.workers.telemetry.reporter import RunSuperseded, Silent
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, refuse_non_finite
 
 
@@ -251,3 +256,16 @@ def test_a_run_that_goes_on_with_another_global_batch_begins_its_warmup_again(tm
     assert [s.phase for s in samples[:6]] == ["warmup"] * 6
     assert samples[-1].phase == "compressed"
     assert summary["replicas_bit_equal"] is True
+
+
+def test_an_attempt_ends_at_its_next_checkpoint_when_a_newer_one_has_gone_on_from_the_store(tmp_path):
+    """Its service is dead, and nobody else can tell it."""
+    spec = small_spec(steps=10**6, evaluation={"every_steps": 10**6, "windows": 9})
+
+    class Others(Silent):
+        def event(self, kind, step, **fields):
+            if kind == EventKind.CHECKPOINT_SAVED and step == 8:
+                CheckpointStore(tmp_path / "checkpoints", keep=2, attempt=lambda: 2).begin(None)
+
+    with pytest.raises(RunSuperseded, match="attempt 2 of this job has gone on"):
+        train(spec, Run(tmp_path, time.time(), attempt=1), FixedRanks(SoloGroup()), torch.device("cpu"), Others())
