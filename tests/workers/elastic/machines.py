@@ -28,6 +28,8 @@ from thinwire.workers.drill.verdict import Process, Touch
 from thinwire.workers.telemetry import trace
 
 HEAD, PORT = 0, 6379
+START_S = 500.0
+"""A node is there in 10 s; where other work holds the cores, in minutes."""
 RAY_TIMES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "60"}
 """As docs/operations.md says for a Ray of several machines; its health checks are as Ray has them."""
 SPEC = {
@@ -84,8 +86,9 @@ class Machines:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
-            "RAY_raylet_start_wait_time_s": "120",
-            "RAY_agent_register_timeout_ms": "120000",
+            "RAY_raylet_start_wait_time_s": "300",
+            "RAY_agent_register_timeout_ms": "300000",
+            "RAY_worker_niceness": "0",  # its 15 would starve them where tests run side by side
             "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
@@ -128,7 +131,7 @@ class Machines:
         text = (self.folder / "nodes.log").read_text()
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
-    def wait_node(self, host: int, *, alive: bool, since: float = 0.0, within_s: float = 180.0) -> dict:
+    def wait_node(self, host: int, *, alive: bool, since: float = 0.0, within_s: float = START_S) -> dict:
         """Until Ray's head has so thought of the node of a host."""
 
         def found() -> dict | None:
@@ -178,7 +181,7 @@ class Machines:
         self.lab.mend(one, other)
         self.lab.mend(other, one)
 
-    def wait_gone(self, host: int, within_s: float = 120.0) -> None:
+    def wait_gone(self, host: int, within_s: float = START_S) -> None:
         """Until nothing of Ray runs there any more."""
         until(lambda: not self.pids(host), lambda: f"host {host}: {self.pids(host)}", within_s, every_s=0.3)
 
@@ -267,7 +270,7 @@ class NodesJob:
                     return min(of.values(), key=lambda first: first["time"])
         return None
 
-    def wait_trained(self, size: int, since: float = 0.0, after: int = 0, within_s: float = 300.0) -> dict:
+    def wait_trained(self, size: int, since: float = 0.0, after: int = 0, within_s: float = START_S) -> dict:
         """The same, waited for."""
         return until(
             lambda: self.trained(size, since, after), lambda: f"{size} training\n{self.tail()}", within_s, every_s=0.3
@@ -278,7 +281,7 @@ class NodesJob:
         newest, hosts = self.generation(), self.hosts()
         return sorted({hosts[one["pid"]] for one in self.commits() if one["generation"] == newest})
 
-    def wait_step_after(self, since: float, within_s: float = 180.0) -> dict:
+    def wait_step_after(self, since: float, within_s: float = START_S) -> dict:
         """The first step after that."""
 
         def found() -> dict | None:
@@ -286,12 +289,12 @@ class NodesJob:
 
         return until(found, self.tail, within_s, every_s=0.3)
 
-    def settle(self, steps: int = 8, within_s: float = 180.0) -> None:
+    def settle(self, steps: int = 8, within_s: float = START_S) -> None:
         """Until so many more steps are made."""
         before = len({one["step"] for one in self.commits()})
         until(lambda: len({one["step"] for one in self.commits()}) >= before + steps, self.tail, within_s, every_s=0.3)
 
-    def wait_log(self, text: str, within_s: float = 120.0) -> None:
+    def wait_log(self, text: str, within_s: float = START_S) -> None:
         """Until it is in the log."""
         until(lambda: text in self.log(), lambda: f"{text}\n{self.tail()}", within_s, every_s=0.3)
 
