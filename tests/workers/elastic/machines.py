@@ -132,9 +132,14 @@ class Machines:
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def wait_node(self, host: int, *, alive: bool, since: float = 0.0, within_s: float = START_S) -> dict:
-        """Until Ray's head has so thought of the node of a host."""
+        """Until Ray's head has so thought of the node of a host.
+
+        A raylet gives up where its agent takes 15 s to start, as on a busy machine: then it is started again.
+        """
 
         def found() -> dict | None:
+            if alive and not self.pids(host):
+                self.join(host)
             of = [one for one in self.nodes() if one["address"] == self.addresses[host] and one["time"] > since]
             return next((one for one in of if one["alive"] == alive), None)
 

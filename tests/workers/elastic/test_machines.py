@@ -78,6 +78,7 @@ def test_a_node_without_power_is_replaced_by_another_and_a_dead_one_comes_back_w
     print(f"Ray gave it up after {given_up['time'] - killed:.1f} s: {given_up['why']}")
     machines.readdress(1, "10.84.0.77")
     joined = machines.join(1)
+    machines.wait_node(1, alive=True, since=joined)
     two = job.wait_trained(2, joined, one["generation"])
     told("it was started again, with another address", joined, two)
     clean(job)
@@ -133,6 +134,7 @@ def test_a_node_that_is_cut_off_comes_back_and_never_trains_beside_the_others(st
             print(f"its Ray ended {time.time() - mended:.1f} s after the mending")
             machines.readdress(2, "10.84.0.77")
             mended = machines.join(2)
+            machines.wait_node(2, alive=True, since=mended)
         two = job.wait_trained(2, mended, one["generation"])
         told("the node was back" + (", with another address" if length_s > NODE_DEAD_S else ""), mended, two)
         assert not [node for node in machines.nodes() if not node["alive"]] or length_s > NODE_DEAD_S
@@ -161,7 +163,8 @@ def test_a_head_that_is_cut_off_ends_no_history(started):
     mended = machines.heal(HEAD)
     for host in (1, 2):
         machines.wait_gone(host)
-        machines.join(host)
+    for host in (1, 2):
+        machines.wait_node(host, alive=True, since=machines.join(host))
     two = job.wait_trained(2, mended, before)
     told("Ray had given both nodes up, and they were started again", mended, two)
     clean(job)
