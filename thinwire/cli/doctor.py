@@ -100,7 +100,7 @@ def doctor(
         if peers is None:
             seen = examine([_alone()], questions)
         else:
-            seen = _with_peers(_peers(peers), _secret(token_file), host, questions, wanted, seconds)
+            seen = _with_peers(_peers(peers), _secret(token_file), (host, port), questions, wanted, seconds)
     except Unusable as error:
         typer.echo(f"thinwire: {error}", err=True)
         raise typer.Exit(UNEXAMINED) from None
@@ -120,13 +120,13 @@ def _alone() -> Box:
 def _with_peers(
     peers: Sequence[tuple[str, int]],
     secret: bytes,
-    host: str | None,
+    here: tuple[str | None, int],
     questions: Questions,
     ports: Sequence[int],
     seconds: float,
 ) -> Examination:
-    own = host or _own_address(peers)
-    listener = Listener(secret, own if ":" in own else "")
+    own = here[0] or _own_address(peers)
+    listener = _listener(secret, own if ":" in own else "", here[1])
     try:
         boxes: list[Box] = [Here(listener, own), *(Peer(*peer, secret) for peer in peers)]
         return examine(boxes, questions, ports=ports, seconds=seconds, say=_say)
@@ -153,16 +153,20 @@ def _own_address(peers: Sequence[tuple[str, int]]) -> str:
 
 
 def _listen(secret: bytes, host: str, port: int) -> None:
-    try:
-        listener = Listener(secret, host, port)
-    except OSError as error:
-        raise Unusable(f"port {port} cannot be listened at: {error.strerror}; choose another with --port") from error
+    listener = _listener(secret, host, port)
     typer.echo(f"listening at port {listener.port}; Ctrl-C ends it", err=True)
     try:
         while True:
             time.sleep(3600.0)
     except KeyboardInterrupt:
         listener.close()
+
+
+def _listener(secret: bytes, host: str, port: int) -> Listener:
+    try:
+        return Listener(secret, host, port)
+    except OSError as error:
+        raise Unusable(f"port {port} cannot be listened at: {error.strerror}; choose another with --port") from error
 
 
 def _secret(path: Path | None) -> bytes:

@@ -75,6 +75,7 @@ def _door(seen: Examination, names: Sequence[str], port: str, blame: Blame, met:
         "into": f"on {names[blame.box]}, inwards" if blame.box is not None else "",
         "out": f"on {names[blame.box]}, outwards" if blame.box is not None else "",
         "box": f"on {names[blame.box]}, both ways" if blame.box is not None else "",
+        "both": f"on {names[source]} and {names[target]}",
         "all": "on every box, or in what joins them",
     }
     side = sides.get(blame.what, f"on {names[target]} inwards, or on {names[source]} outwards")

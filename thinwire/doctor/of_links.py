@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import median_low
 
 from thinwire.doctor.blame import Blame, Pair, blamed
 from thinwire.doctor.examination import Examination
@@ -80,26 +80,39 @@ def _mtu(seen: Examination, pair: Pair) -> int | None:
 
 
 def _clocks(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
-    """Each box's clock against those of the others."""
-    ahead: dict[int, list[float]] = {}
-    for call in between(seen):
-        if call.visit.clock_s is not None and abs(call.visit.clock_s) > (call.visit.clock_error_s or 0.0):
-            ahead.setdefault(call.target, []).append(call.visit.clock_s)
-            ahead.setdefault(call.source, []).append(-call.visit.clock_s)
-    skews = {place: median(all_of) for place, all_of in ahead.items()}
-    off = [place for place, skew in skews.items() if abs(skew) > CLOCK_S]
-    if len(skews) == 2 and off:
-        off = [max(skews, key=lambda place: skews[place])]  # nobody knows which of two is right
-    for place in off:
-        skew = skews[place]
-        yield Finding(
-            severity="warning",
-            kind="clock",
-            boxes=(names[place],),
-            what=f"the clock of {names[place]} is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} "
-            + (f"that of {names[next(one for one in skews if one != place)]}" if len(skews) == 2 else "the others'"),
-            change=f"Let chrony or systemd-timesyncd set the clock of {names[place]}: events and leases compare times.",
-        )
+    """Each box's clock against the median of all."""
+    ahead = _clocks_ahead(seen)
+    if not ahead:
+        return
+    usual = median_low(ahead.values())
+    for place, clock in ahead.items():
+        skew = clock - usual
+        if abs(skew) > CLOCK_S:
+            other = f"that of {names[next(one for one in ahead if one != place)]}" if len(ahead) == 2 else "the others'"
+            yield Finding(
+                severity="warning",
+                kind="clock",
+                boxes=(names[place],),
+                what=f"the clock of {names[place]} is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {other}",
+                change=f"Let chrony or systemd-timesyncd set the clock of {names[place]}: events and leases compare "
+                "times.",
+            )
+
+
+def _clocks_ahead(seen: Examination) -> dict[int, float]:
+    """Seconds by which each box's clock is ahead of the first one's, by whichever calls lead there."""
+    offsets = [(call.source, call.target, call.visit.clock_s) for call in between(seen)]
+    ahead: dict[int, float] = {}
+    for source, target, offset in offsets * len(seen.boxes):
+        if offset is None:
+            continue
+        if not ahead:
+            ahead[source] = 0.0
+        if source in ahead:
+            ahead.setdefault(target, ahead[source] + offset)
+        elif target in ahead:
+            ahead[source] = ahead[target] - offset
+    return ahead
 
 
 def _speeds(seen: Examination, names: Sequence[str], wishes: Wishes) -> Iterator[Finding]:

@@ -191,6 +191,8 @@ def _search(arrives: Callable[[int], bool], most: int) -> int | None:
     for usual in (1500, 1450, 1400, 9000):  # what it is in most networks, with and without a tunnel
         if low < usual < high:
             low, high = (usual, high) if arrives(usual) else (low, usual)
+    if low > SMALLEST_MTU and not arrives(low + 1):
+        return low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if arrives(middle) else (low, middle)
