@@ -1,0 +1,52 @@
+"""A rank that works as one of n: the same calls, bytes and threads as on a real group, and no wire."""
+
+import pytest
+import torch
+
+from thinwire.comm import run_threads
+from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+STEPS = 4
+
+
+def train(make, group):
+    """Bytes and collectives by kind, of a few steps of a small model."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 41)
+    optimizer = make(model.parameters(), lr=1e-9, group=group, overlap=True, bucket_elements=1 << 12)
+    before = group.stats.sent_bytes
+    for _ in range(STEPS):
+        model(torch.ones(2, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return group.stats.sent_bytes - before, dict(group.stats.bytes_by_kind), optimizer.stats()["overlapped"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Adam,
+        lambda params, **known: OneBitAdam(params, warmup=2, **known),
+        lambda params, **known: OneBitLamb(params, warmup=2, **known),
+        lambda params, **known: ZeroOneAdam(params, dense_steps=1, var_freeze_step=2, **known),
+    ],
+    ids=["adam", "onebit_adam", "onebit_lamb", "zero_one_adam"],
+)
+def test_a_mirrored_rank_sends_what_a_rank_of_three_sends(make):
+    real = run_threads(3, lambda group: train(make, group))[0]
+    assert train(make, MirroredGroup(3)) == real
+
+
+def test_both_phases_have_a_communicator_as_on_a_real_group():
+    group = MirroredGroup(2)
+    second = group.second_communicator()
+    assert second is not group
+    assert second is group.second_communicator()
+    assert second.stats is group.stats
+    assert MirroredGroup(1).second_communicator().size == 1
+
+
+def test_no_rank_is_refused():
+    with pytest.raises(ValueError, match="size = 0"):
+        MirroredGroup(0)

@@ -1,0 +1,80 @@
+"""Steps by kind, against the plans that the optimizers themselves follow."""
+
+import pytest
+import torch
+
+from tests.workers.small_job import small_spec
+from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.optim.engine.schedule import Wire, is_variance_step
+from thinwire.workers.build import OPTIMIZERS, _hyper, learning_rate
+from thinwire.workers.plan import schedule
+
+ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
+
+
+def kinds_that_ran(spec):
+    """Of a real optimizer over the whole run, on one parameter."""
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = OPTIMIZERS[spec.optimizer.name]([param], group=MirroredGroup(2), **_hyper(spec))
+    found = {"full": 0, "both": 0, "compressed": 0, "local": 0}
+    for step in range(1, spec.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spec, step)
+        plan = optimizer.plan(step)
+        full, bits = plan.gradient is Wire.FULL, plan.momentum is Wire.COMPRESSED
+        found[
+            {(True, True): "both", (True, False): "full", (False, True): "compressed"}.get((full, bits), "local")
+        ] += 1
+        param.grad = torch.full((8,), 0.5)
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ZERO_ONE,
+        {**ZERO_ONE, "dense_steps": 0},
+        {**ZERO_ONE, "var_freeze": 40, "local_step_clipper": 8},
+        {**ZERO_ONE, "var_freeze": 5},
+        {**ZERO_ONE, "local_step_scaler": 7, "var_update_scaler": 2, "dense_steps": 3, "var_freeze": 0.5},
+        {"name": "onebit_adam", "warmup": 30},
+        {"name": "onebit_lamb", "warmup": 0.25},
+    ],
+)
+def test_kinds_are_those_that_the_optimizer_makes(optimizer):
+    spec = small_spec(steps=150, optimizer=optimizer, lr_schedule={"warmup": 12})
+    count = schedule.zero_one if optimizer["name"] == "zero_one_adam" else schedule.one_bit
+    kinds = count(spec)
+    ran = kinds_that_ran(spec)
+    assert {name: getattr(kinds, name) for name in ran} == ran
+    assert kinds.latest_warmup is None
+
+
+def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may():
+    kinds = schedule.one_bit(small_spec(steps=1000, optimizer={"name": "onebit_adam"}, lr_schedule={"warmup": 50}))
+    assert (kinds.full, kinds.compressed, kinds.latest_warmup) == (104, 896, 250)
+
+
+def test_a_job_of_another_optimizer_is_counted_as_if_it_had_this_one():
+    spec = small_spec(steps=1000, optimizer={"name": "sgd"})
+    assert schedule.one_bit(spec).warmup < 300
+    assert schedule.zero_one(spec).local > 300
+    assert schedule.dense(spec).full == 1000
+
+
+@pytest.mark.parametrize(("steps", "scaler"), [(0, 1), (1, 1), (37, 1), (100, 3), (1000, 16)])
+def test_variance_steps_are_counted_as_they_are_planned(steps, scaler):
+    assert schedule.variance_steps(steps, scaler) == sum(is_variance_step(n, scaler) for n in range(1, steps + 1))
+
+
+def test_a_long_run_is_counted_at_some_of_its_steps(monkeypatch):
+    spec = small_spec(steps=9000, optimizer=ZERO_ONE)
+    exact = schedule.zero_one(spec)
+    monkeypatch.setattr(schedule, "MOST_LOOKED_AT", 2000)
+    assert schedule.zero_one(spec).compressed == pytest.approx(exact.compressed, rel=0.01)
+
+
+def test_a_run_of_a_billion_steps_takes_no_time_to_count():
+    kinds = schedule.zero_one(small_spec(steps=10**9, optimizer=ZERO_ONE))
+    assert kinds.warmup + kinds.later == pytest.approx(10**9)

@@ -1,0 +1,9 @@
+"""Will compression pay? What `thinwire plan` does: rehearse a job's steps, know the link, predict the whole run.
+
+schedule.py     how many steps of which kind a run has, by method
+rehearsal.py    what the processor does in a step of each method, on the job's own model
+transport.py    what the transport costs the processor, over the loopback
+ranks.py        the processes that rehearse, and what they say
+forecast.py     from all that to seconds, bytes and a verdict
+run.py          `thinwire plan`
+"""

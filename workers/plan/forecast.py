@@ -1,0 +1,257 @@
+"""From a rehearsal, a link and a job file to seconds, bytes and a verdict: the whole run, by every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from thinwire.comm.bucket_size import ON_CPU, ON_GPU
+from thinwire.comm.wire.network import Network, bucket_elements
+from thinwire.comm.wire.step_time import (
+    NOTHING,
+    Sent,
+    Transport,
+    Work,
+    dense_16,
+    dense_32,
+    one_bit,
+    step_seconds,
+    wire_seconds,
+)
+from thinwire.contract.plan import Link, MethodPlan, Plan
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.plan import schedule
+from thinwire.workers.plan.schedule import Kinds
+
+DENSE = ("dense_fp32", "dense_bf16")
+ONE_BIT = ("onebit_adam", "onebit_lamb")
+ZERO_ONE = "zero_one_adam"
+COMPRESSED = (*ONE_BIT, ZERO_ONE)
+TITLES = {
+    "dense_fp32": "dense fp32",
+    "dense_bf16": "dense bf16",
+    "onebit_adam": "1-bit Adam",
+    "onebit_lamb": "1-bit LAMB",
+    "zero_one_adam": "0/1 Adam",
+}
+WORTH = 1.05
+"""Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds of a whole step of one of our optimizers without a wire, by its kind. local: 0/1 Adam's alone."""
+
+    full: float
+    compressed: float
+    local: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a worker's processor does in a step of the job's model, in seconds; the slowest of those that rehearsed.
+
+    update_s: of torch's AdamW. cast_s: of the gradient to bfloat16 and back. cores: of one worker; infinite on a GPU.
+    """
+
+    elements: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+    cast_s: float
+    busy: dict[str, Busy]
+    transport: Transport
+    cores: float
+    device: str
+
+
+def network_of(link: Link, workers: int, per_machine: int) -> Network:
+    """The link as a Network. Raises: ValueError where machines are not full."""
+    if workers == 1:
+        return Network(1, 0.0, inf)
+    return Network(workers, link.latency_s, link.bytes_per_s, per_machine)
+
+
+def chosen_bucket(spec: TrainSpec, network: Network, elements: int, on_gpu: bool) -> int:
+    """Elements of a bucket, as a job chooses it."""
+    if spec.bucket_elements is not None or network.ranks == 1:
+        return spec.bucket_elements or elements
+    return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements)
+
+
+def forecast(spec: TrainSpec, link: Link, workers: int, per_machine: int, found: Rehearsed) -> Plan:
+    """The plan of a job. Pure."""
+    network = network_of(link, workers, per_machine)
+    bucket = chosen_bucket(spec, network, found.elements, found.cores == inf)
+    dense = {name: _dense(name, spec, network, found) for name in DENSE}
+    runs = {name: one.run_s for name, one in dense.items()}
+    ways = [_Way(name, spec, network, found, bucket) for name in COMPRESSED]
+    methods = [_with_gains(one, runs) for one in (*dense.values(), *(way.plan() for way in ways))]
+    best = min(methods, key=lambda one: one.run_s)
+    compress = best.name in COMPRESSED and min(runs.values()) >= WORTH * best.run_s
+    if not compress:
+        best = min(methods[: len(DENSE)], key=lambda one: one.run_s)
+    return Plan(
+        job=spec.name,
+        steps=spec.steps,
+        elements=found.elements,
+        workers=workers,
+        per_machine=per_machine,
+        device=found.device,
+        cores=None if found.cores == inf else found.cores,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s,
+        link=link,
+        methods=tuple(methods),
+        compress=compress,
+        best=best.name,
+        verdict=_verdict(spec, network, found, methods, best if compress else None),
+        assumed=tuple(_assumed(spec, found)),
+    )
+
+
+class _Way:
+    """One compressed method of a run."""
+
+    def __init__(self, name: str, spec: TrainSpec, network: Network, found: Rehearsed, bucket: int) -> None:
+        self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
+        self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec)
+        full = dense_32(network, found.elements, found.transport, bucket)
+        bits = one_bit(network, found.elements, found.transport, bucket)
+        # What 0/1 Adam sends at a sync is a sum of steps, the last one included: it goes when backward is over.
+        early = found.backward_s if spec.overlap else 0.0
+        backward_s = 0.0 if name == ZERO_ONE else early
+        self._steps: dict[str, tuple[float, float, Sent]] = {
+            "full": (self._kinds.full, *self._step(self._busy.full, early, full)),
+            "both": (self._kinds.both, *self._step(self._busy.compressed, 0.0, full + bits)),
+            "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, backward_s, bits)),
+            "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
+        }
+
+    def plan(self) -> MethodPlan:
+        """Without the gains."""
+        warmup, warmup_s, warmup_bytes = self._sum("full", "both")
+        later, later_s, later_bytes = self._sum("compressed", "local")
+        return MethodPlan(
+            name=self._name,
+            title=TITLES[self._name],
+            warmup=warmup,
+            warmup_step_s=warmup_s / warmup if warmup else None,
+            warmup_step_bytes=warmup_bytes / warmup if warmup else None,
+            step_s=later_s / later if later else warmup_s / warmup,
+            step_bytes=later_bytes / later if later else warmup_bytes / warmup,
+            run_s=warmup_s + later_s,
+            run_bytes=warmup_bytes + later_bytes,
+            gain_fp32=1.0,
+            gain_bf16=1.0,
+        )
+
+    def _step(self, busy_s: float, backward_s: float, sent: Sent) -> tuple[float, Sent]:
+        work = Work(busy_s, min(backward_s, busy_s))
+        return step_seconds(self._network, work, sent, self._found.cores), sent
+
+    def _sum(self, *kinds: str) -> tuple[float, float, float]:
+        """Steps, seconds and bytes of those kinds."""
+        found = [self._steps[kind] for kind in kinds]
+        steps = sum(count for count, _, _ in found)
+        seconds = sum(count * step_s for count, step_s, _ in found)
+        return steps, seconds, sum(count * sent.payload_bytes for count, _, sent in found)
+
+
+def _dense(name: str, spec: TrainSpec, network: Network, found: Rehearsed) -> MethodPlan:
+    sent, work = dense_step(name, network, found)
+    step_s = step_seconds(network, work, sent, found.cores)
+    return MethodPlan(
+        name=name,
+        title=TITLES[name],
+        warmup=0,
+        warmup_step_s=None,
+        warmup_step_bytes=None,
+        step_s=step_s,
+        step_bytes=sent.payload_bytes,
+        run_s=spec.steps * step_s,
+        run_bytes=spec.steps * sent.payload_bytes,
+        gain_fp32=1.0,
+        gain_bf16=1.0,
+    )
+
+
+def dense_step(name: str, network: Network, found: Rehearsed) -> tuple[Sent, Work]:
+    """What a step under DistributedDataParallel sends and does, with torch's AdamW."""
+    send: Callable[[Network, int, Transport], Sent] = dense_32 if name == "dense_fp32" else dense_16
+    cast_s = 0.0 if name == "dense_fp32" or network.ranks == 1 else found.cast_s
+    busy_s = found.forward_s + found.backward_s + found.update_s + cast_s
+    return send(network, found.elements, found.transport), Work(busy_s, found.backward_s)
+
+
+def _with_gains(one: MethodPlan, runs: dict[str, float]) -> MethodPlan:
+    gains = {name: run_s / one.run_s for name, run_s in runs.items()}
+    told = {slot: getattr(one, slot) for slot in one.__slots__}
+    return MethodPlan(**told | {"gain_fp32": gains["dense_fp32"], "gain_bf16": gains["dense_bf16"]})
+
+
+def _verdict(
+    spec: TrainSpec, network: Network, found: Rehearsed, methods: list[MethodPlan], best: MethodPlan | None
+) -> str:
+    """In one sentence. best: the compressed method that pays, if one does."""
+    dense = min(methods[: len(DENSE)], key=lambda one: one.run_s)
+    if best is not None:
+        return (
+            f"Compress, with {best.title}: the run takes {hours(best.run_s)} where {dense.title}, the faster of the "
+            f"dense ways, takes {hours(dense.run_s)}: {dense.run_s / best.run_s:.2g} times as fast, warm-up included."
+        )
+    if network.ranks == 1:
+        return "Do not compress: one worker sends nothing."
+    tried = min(methods[len(DENSE) :], key=lambda one: one.step_s)
+    if dense.step_s >= WORTH * tried.step_s:
+        return (
+            f"Do not compress: the run is too short. After its warm-up {tried.title} makes steps "
+            f"{dense.step_s / tried.step_s:.2g} times as fast as {dense.title}, but {tried.warmup:.0f} of {spec.steps} "
+            "steps are warm-up."
+        )
+    sent, work = dense_step(dense.name, network, found)
+    latency_s, wire_s = sent.cost.rounds * network.latency_s, wire_seconds(network, sent)
+    if latency_s > wire_s / 2:
+        return (
+            f"Do not compress: the model is too small. Of {ms(wire_s)} that a dense exchange takes, {ms(latency_s)} "
+            f"are latency, which fewer bytes do not shorten ({found.elements:,} values)."
+        )
+    waited_s = dense.step_s - work.busy_s
+    if waited_s < (1 - 1 / WORTH) * dense.step_s:
+        return (
+            f"Do not compress: the job is compute-bound. Of a dense step's {ms(dense.step_s)} only {ms(waited_s)} are "
+            f"the network: an exchange that took no time would gain {dense.step_s / work.busy_s - 1:.0%}."
+        )
+    return (
+        f"Do not compress: the link is too fast for it. A dense exchange adds {ms(waited_s)} to a step, and a step of "
+        f"{tried.title} is not shorter: its exchange costs the processor as much as it saves the wire."
+    )
+
+
+def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
+    """What the figures stand on and nobody has measured."""
+    told = []
+    counted = schedule.one_bit(spec)
+    if counted.latest_warmup is not None:
+        told.append(
+            f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {counted.full:.0f}, the earliest that "
+            f"its rule allows; it may last to step {counted.latest_warmup}"
+        )
+    if found.cores == inf:
+        told.append("on GPUs the transport costs the processor nothing")
+    told.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")
+    return told
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with three digits at most, or seconds."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def hours(seconds: float) -> str:
+    """Hours, minutes or seconds with three digits at most."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

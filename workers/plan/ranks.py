@@ -1,0 +1,203 @@
+"""The processes that rehearse: all that will share a machine at once, so that they share its cores and memory.
+
+    python -m thinwire.workers.plan.ranks ORDERS      as rank RANK of WORLD_SIZE, started by spawn() below
+
+They meet over the loopback. The first `per_machine` of them rehearse; where that is one, a second one helps to time the
+transport. Rank 0 says what it does on stdout, in lines that begin with MARK, and at the end what all have found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.groups.distributed import TorchGroup
+from thinwire.comm.wire.step_time import Transport
+from thinwire.contract.plan import PlanFailed, Say
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.plan import transport
+from thinwire.workers.plan.forecast import Busy, Rehearsed
+from thinwire.workers.plan.rehearsal import RecipeModel, Setting, rehearse
+
+MARK = "@plan "
+PARTS = 5
+"""What rank 0 tells of: the transport, forward and backward, and each compressed method."""
+LAST_WORDS = 15
+"""Lines of a process that failed that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """spec: as JSON. workers: of the job; per_machine: of them here; bucket_elements, steps: as in Setting."""
+
+    spec: dict[str, Any]
+    workers: int
+    per_machine: int
+    bucket_elements: int
+    steps: int
+
+    @property
+    def device(self) -> torch.device:
+        """What the job's workers will use, of what is here."""
+        wanted = self.spec["workers"]["device"]
+        on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+        return torch.device("cuda" if on_gpu else "cpu")
+
+
+def spawn(orders: Orders, say: Say) -> Rehearsed:
+    """Start them, listen, and return what they have found. Raises: PlanFailed with the words of one that failed.
+
+    Ends what it started, also on Ctrl-C.
+    """
+    count = max(orders.per_machine, 2)
+    with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
+        argv = [sys.executable, "-m", "thinwire.workers.plan.ranks", folder, json.dumps(asdict(orders))]
+        children: list[subprocess.Popen[str]] = []
+        errors = [open(Path(folder) / f"{rank}.log", "w+") for rank in range(count)]
+        try:
+            for rank in range(count):
+                child = subprocess.Popen(
+                    argv,
+                    env={**environment, "RANK": str(rank)},
+                    stdout=subprocess.PIPE if rank == 0 else errors[rank],
+                    stderr=errors[rank],
+                    text=True,
+                )
+                children.append(child)
+            ended = threading.Thread(target=_end_all_with_the_first_that_fails, args=(children,), daemon=True)
+            ended.start()
+            assert children[0].stdout is not None
+            found = _listen(children[0].stdout, say)
+            codes = [child.wait() for child in children]
+            if found is None or any(codes):
+                failed = next((rank for rank, code in enumerate(codes) if code > 0), 0)
+                errors[failed].seek(0)
+                words = errors[failed].read().splitlines()[-LAST_WORDS:]
+                raise PlanFailed(f"the dry steps failed (exit codes {codes}):\n" + "\n".join(words))
+            return found
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+            for file in errors:
+                file.close()
+
+
+def _listen(lines: IO[str], say: Say) -> Rehearsed | None:
+    found, done = None, 0
+    for line in lines:
+        _, mark, told = line.partition(MARK)
+        if not mark:
+            continue
+        message = json.loads(told)
+        if "found" in message:
+            found = as_rehearsed(message["found"])
+        else:
+            say(message["doing"], done / PARTS)
+            done += 1
+    return found
+
+
+def _end_all_with_the_first_that_fails(children: Sequence[subprocess.Popen[str]]) -> None:
+    """The others would wait for it."""
+
+    def watch(child: subprocess.Popen[str]) -> None:
+        if child.wait() != 0:
+            for other in children:
+                if other.poll() is None:
+                    other.terminate()
+
+    for child in children:
+        threading.Thread(target=watch, args=(child,), daemon=True).start()
+
+
+def as_rehearsed(plain: dict[str, Any]) -> Rehearsed:
+    """From JSON."""
+    busy = {name: Busy(**times) for name, times in plain["busy"].items()}
+    return Rehearsed(**{**plain, "busy": busy, "transport": Transport(**plain["transport"])})
+
+
+def slowest(all_n: Sequence[Rehearsed]) -> Rehearsed:
+    """Of each time the longest: ranks wait for the last one."""
+    first = all_n[0]
+    names = ("forward_s", "backward_s", "update_s", "cast_s")
+    times = {name: max(getattr(one, name) for one in all_n) for name in names}
+    busy = {
+        name: Busy(*(max(getattr(one.busy[name], kind) for one in all_n) for kind in Busy.__slots__))
+        for name in first.busy
+    }
+    return replace(first, busy=busy, **times)
+
+
+def run_rank(orders: Orders, group: TorchGroup, measured: Transport) -> Rehearsed | None:
+    """This rank's part. Collective. Returns what all have found on rank 0, None on the others."""
+    rehearses, rank = group.rank < orders.per_machine, group.rank
+    own, device = None, orders.device
+    if device.type == "cuda":
+        if torch.cuda.device_count() < orders.per_machine:
+            raise PlanFailed(f"{orders.per_machine} workers on a machine with {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+    # Whoever only helped with the transport does not take part in the barriers.
+    fellows = dist.new_group(list(range(min(orders.per_machine, group.size))))
+    if rehearses:
+        spec = TrainSpec.model_validate(orders.spec)
+        cores = float("inf") if device.type == "cuda" else len(os.sched_getaffinity(0)) / orders.per_machine
+        setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, spec.overlap)
+
+        def together() -> None:
+            dist.barrier(group=fellows)
+
+        def tell(doing: str) -> None:
+            if rank == 0:
+                say_line(doing=doing)
+
+        own = rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
+    told: list[Rehearsed | None] = [None] * group.size
+    dist.all_gather_object(told, own)
+    if rank:
+        return None
+    return replace(slowest([one for one in told if one is not None]), transport=measured)
+
+
+def say_line(**message: Any) -> None:
+    """One line to whoever started this process."""
+    print(MARK + json.dumps(message), flush=True)  # noqa: T201 - the way to the parent
+
+
+def _main(folder: str, told: str) -> None:
+    torch.set_num_threads(1)  # as a worker on a CPU: Ray gives it one
+    orders = Orders(**json.loads(told))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    group = TorchGroup()
+    if group.rank == 0:
+        say_line(doing="what sending costs the processor")
+    own = Transport() if orders.device.type == "cuda" else transport.measure(group)
+    all_n: list[Transport] = [own] * group.size
+    dist.all_gather_object(all_n, own)
+    dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
+    found = run_rank(orders, group, dearest)
+    if found is not None:
+        say_line(found=asdict(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,88 @@
+"""`thinwire plan`: alone, with a link that is given; or as ranks on their own machines, which measure it first."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.bucket_size import measure
+from thinwire.comm.groups.distributed import TorchGroup
+from thinwire.comm.wire.step_time import Transport
+from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.data.corpus import DataError
+from thinwire.workers.plan.forecast import chosen_bucket, forecast, network_of
+from thinwire.workers.plan.ranks import Orders, run_rank, spawn
+from thinwire.workers.recipes import REGISTRY as RECIPES
+
+HERE = Link(0.0, float("inf"), "one worker: no link")
+
+
+def run(request: PlanRequest, say: Say) -> Plan | None:
+    """Rehearse and predict. None on all ranks but 0. Raises: PlanFailed."""
+    if request.spec.recipe.name not in RECIPES:
+        raise PlanFailed(f"recipe {request.spec.recipe.name!r}: its model cannot be rehearsed by `thinwire plan` yet")
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return _as_ranks(request, say)
+        return _alone(request, say)
+    except (DataError, ValueError) as error:
+        raise PlanFailed(str(error)) from error
+
+
+def _alone(request: PlanRequest, say: Say) -> Plan:
+    workers = request.workers or request.spec.workers.max
+    link = HERE if workers == 1 else request.link
+    if link is None:
+        raise PlanFailed(
+            "there is no link to measure from this machine alone: give --rate (and --latency), or start the command on "
+            "each machine as torchrun starts a script: torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python "
+            "thinwire plan FILE"
+        )
+    orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
+    found = spawn(orders, say)
+    say("done", 1.0)
+    return forecast(request.spec, link, workers, request.per_machine, found)
+
+
+def orders_of(spec: TrainSpec, link: Link, workers: int, per_machine: int, steps: int) -> Orders:
+    """What the processes that rehearse are told. Raises: ValueError where machines are not full, more workers than
+    samples."""
+    if workers > spec.global_batch:
+        raise ValueError(f"{workers} workers for global_batch = {spec.global_batch}: at least one sample a worker")
+    network = network_of(link, workers, per_machine)
+    with torch.device("meta"):
+        elements = sum(param.numel() for param in RECIPES[spec.recipe.name](spec.recipe, spec.seed).parameters())
+    bucket = chosen_bucket(spec, network, elements, on_gpu=False)
+    return Orders(spec.model_dump(mode="json"), workers, per_machine, bucket, steps)
+
+
+def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
+    """Each rank rehearses on its machine, all at once; the link is measured between them unless it is given."""
+    torch.set_num_threads(1)
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo")
+    try:
+        group = TorchGroup()
+        workers = request.workers or group.size
+        link = request.link
+        if link is None:
+            if group.rank == 0:
+                say("measuring the link", 0.0)
+            network = measure(group)
+            link = Link(network.latency_s, network.bytes_per_s, f"measured between {group.size} ranks")
+        orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
+        # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
+        found = run_rank(replace(orders, per_machine=group.size), group, Transport())
+        if found is None:
+            return None
+        say("done", 1.0)
+        cores = found.cores * group.size / request.per_machine
+        return forecast(request.spec, link, workers, request.per_machine, replace(found, cores=cores))
+    finally:
+        if own:
+            dist.destroy_process_group()

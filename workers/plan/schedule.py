@@ -1,0 +1,120 @@
+"""How many steps of which kind does a run have, by method? From the job file alone; nothing is measured.
+
+    full        the gradient in full: a warm-up step, or any step of a dense optimizer
+    both        0/1 Adam, until its freeze: a step that moves the variance sends the gradient in full, and syncs
+    compressed  one bit a value
+    local       0/1 Adam, between two syncs: nothing is sent
+
+With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
+the latest is told beside it (optim/variance/when_to_freeze.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.contract.spec import OneBitAdamSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
+from thinwire.optim.engine.schedule import counted_interval, rate_interval
+from thinwire.optim.variance.when_to_freeze import VarianceFreeze, VarianceStability
+from thinwire.workers.build import learning_rate
+
+MOST_LOOKED_AT = 20_000
+"""Steps of a long run at which the gap between syncs is looked at; in between it is taken to be in proportion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Steps of a run by kind. latest_warmup: where the end of the warm-up is assumed, its latest step; else None."""
+
+    full: float
+    both: float = 0.0
+    compressed: float = 0.0
+    local: float = 0.0
+    latest_warmup: int | None = None
+
+    @property
+    def warmup(self) -> float:
+        """Steps in which the gradient crosses the wire in full."""
+        return self.full + self.both
+
+    @property
+    def later(self) -> float:
+        """All the others."""
+        return self.compressed + self.local
+
+
+def dense(spec: TrainSpec) -> Kinds:
+    """A run that compresses nothing."""
+    return Kinds(full=spec.steps)
+
+
+def one_bit(spec: TrainSpec) -> Kinds:
+    """1-bit Adam and 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
+    if spec.warmup_steps is not None:
+        return Kinds(full=spec.warmup_steps, compressed=spec.steps - spec.warmup_steps)
+    rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps))
+    latest = min(rule.latest_end or spec.steps, spec.steps)
+    first = min(rule.earliest_end, latest)
+    return Kinds(full=first, compressed=spec.steps - first, latest_warmup=latest)
+
+
+def zero_one(spec: TrainSpec) -> Kinds:
+    """0/1 Adam. Where the job has another optimizer, with the defaults of 0/1 Adam."""
+    given = spec.optimizer if isinstance(spec.optimizer, ZeroOneAdamSpec) else ZeroOneAdamSpec(name="zero_one_adam")
+    if spec.steps < 2:
+        return Kinds(full=spec.steps)
+    freeze = VarianceFreeze(_beta2(spec), spec.var_freeze_step, spec.steps, min(spec.lr_warmup_steps, spec.steps - 1))
+    end = _first(lambda step: freeze.reason(step, 0) is not None, spec.steps)
+    dense_steps = min(freeze.dense_steps if given.dense_steps is None else given.dense_steps, end)
+    between = end - dense_steps
+    both = variance_steps(between, given.var_update_scaler)
+    syncs = _syncs(spec, given, end)
+    return Kinds(full=dense_steps, both=both, compressed=between - both + syncs, local=spec.steps - end - syncs)
+
+
+def variance_steps(steps: int, scaler: int) -> int:
+    """How many of steps 1 to `steps` are in T_v of 0/1 Adam."""
+    found, at, gap, left = 0, 1, 1, scaler
+    while at <= steps:
+        found += 1
+        at += gap
+        left -= 1
+        if left == 0:
+            gap, left = 2 * gap, scaler
+    return found
+
+
+def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> float:
+    """Steps after the freeze at which the sum of the updates is exchanged."""
+
+    def interval(step: int) -> int:
+        if given.local_step_scaler is not None:
+            return counted_interval(step, frozen_at, given.local_step_scaler, given.local_step_clipper)
+        peak = learning_rate(spec, min(step, spec.lr_warmup_steps))  # so far
+        return rate_interval(learning_rate(spec, step), peak, given.local_step_clipper)
+
+    left = spec.steps - frozen_at
+    if left <= MOST_LOOKED_AT:
+        syncs, last = 0, frozen_at
+        for step in range(frozen_at + 1, spec.steps + 1):
+            if step - last >= interval(step):
+                syncs, last = syncs + 1, step
+        return syncs
+    looked_at = [frozen_at + 1 + i * left // MOST_LOOKED_AT for i in range(MOST_LOOKED_AT)]
+    return left * sum(1 / interval(step) for step in looked_at) / MOST_LOOKED_AT
+
+
+def _first(holds: Callable[[int], bool], last: int) -> int:
+    """The first step from 1 on at which it holds, if it then holds for good; `last` where it never does."""
+    low, high = 1, last
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _beta2(spec: TrainSpec) -> float:
+    return (
+        OneBitAdamSpec(name="onebit_adam").betas[1] if isinstance(spec.optimizer, SgdSpec) else spec.optimizer.betas[1]
+    )
