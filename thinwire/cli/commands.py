@@ -24,7 +24,11 @@ from typing import Any
 import typer
 
 GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
-OWN_WORK = {"drill": "thinwire.workers.drill.run:run", "chaos": "thinwire.workers.drill.chaos:run"}
+OWN_WORK = {
+    "drill": "thinwire.workers.drill.run:run",
+    "chaos": "thinwire.workers.drill.chaos:run",
+    "plan": "thinwire.workers.plan.run:run",
+}
 """What pyproject.toml declares: a checkout that was installed before may not know it yet."""
 OWN_COMMANDS = {"doctor": "thinwire.cli.doctor:app"}
 """The same: those that came after others were installed."""

@@ -33,6 +33,7 @@ from thinwire.cli.client import (
 )
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.news import workers_rows
+from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
 from thinwire.cli.resize import resize
@@ -265,6 +266,7 @@ def logs(
 
 
 app.command()(resize)
+app.command()(plan)
 
 
 @app.command()

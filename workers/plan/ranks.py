@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,7 +66,7 @@ def spawn(orders: Orders, say: Say) -> Rehearsed:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
         argv = [sys.executable, "-m", "thinwire.workers.plan.ranks", folder, json.dumps(asdict(orders))]
         children: list[subprocess.Popen[str]] = []
-        errors = [open(Path(folder) / f"{rank}.log", "w+") for rank in range(count)]
+        errors = [(Path(folder) / f"{rank}.log").open("w+") for rank in range(count)]
         try:
             for rank in range(count):
                 child = subprocess.Popen(
@@ -142,34 +143,37 @@ def slowest(all_n: Sequence[Rehearsed]) -> Rehearsed:
     return replace(first, busy=busy, **times)
 
 
-def run_rank(orders: Orders, group: TorchGroup, measured: Transport) -> Rehearsed | None:
-    """This rank's part. Collective. Returns what all have found on rank 0, None on the others."""
-    rehearses, rank = group.rank < orders.per_machine, group.rank
-    own, device = None, orders.device
+def run_rank(orders: Orders, group: TorchGroup, rehearsing: int, sharing: int) -> Rehearsed | None:
+    """This rank's part: the first `rehearsing` ranks rehearse. sharing: workers that share the cores of this machine.
+
+    Collective. Returns what all have found on rank 0, None on the others. Raises: PlanFailed.
+    """
+    fellows = dist.new_group(list(range(rehearsing)))  # who only times the transport is in no barrier
+    told: list[Rehearsed | None] = [None] * group.size
+    dist.all_gather_object(told, _own(orders, group.rank, sharing, fellows) if group.rank < rehearsing else None)
+    return slowest([one for one in told if one is not None]) if group.rank == 0 else None
+
+
+def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup) -> Rehearsed:
+    device, cores = orders.device, len(os.sched_getaffinity(0)) / sharing
     if device.type == "cuda":
         if torch.cuda.device_count() < orders.per_machine:
-            raise PlanFailed(f"{orders.per_machine} workers on a machine with {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-    # Whoever only helped with the transport does not take part in the barriers.
-    fellows = dist.new_group(list(range(min(orders.per_machine, group.size))))
-    if rehearses:
-        spec = TrainSpec.model_validate(orders.spec)
-        cores = float("inf") if device.type == "cuda" else len(os.sched_getaffinity(0)) / orders.per_machine
-        setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, spec.overlap)
+            raise PlanFailed(
+                f"{orders.per_machine} workers on a machine, and this one has {torch.cuda.device_count()} GPUs: lower "
+                "--per-machine, or set workers.device = cpu"
+            )
+        device, cores = torch.device("cuda", rank % torch.cuda.device_count()), inf
+    spec = TrainSpec.model_validate(orders.spec)
+    setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, spec.overlap)
 
-        def together() -> None:
-            dist.barrier(group=fellows)
+    def together() -> None:
+        dist.barrier(group=fellows)
 
-        def tell(doing: str) -> None:
-            if rank == 0:
-                say_line(doing=doing)
+    def tell(doing: str) -> None:
+        if rank == 0:
+            say_line(doing=doing)
 
-        own = rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
-    told: list[Rehearsed | None] = [None] * group.size
-    dist.all_gather_object(told, own)
-    if rank:
-        return None
-    return replace(slowest([one for one in told if one is not None]), transport=measured)
+    return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
 
 
 def say_line(**message: Any) -> None:
@@ -193,9 +197,9 @@ def _main(folder: str, told: str) -> None:
     all_n: list[Transport] = [own] * group.size
     dist.all_gather_object(all_n, own)
     dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
-    found = run_rank(orders, group, dearest)
+    found = run_rank(orders, group, rehearsing=orders.per_machine, sharing=orders.per_machine)
     if found is not None:
-        say_line(found=asdict(found))
+        say_line(found=asdict(replace(found, transport=dearest)))
     dist.destroy_process_group()
 
 

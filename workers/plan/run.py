@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.bucket_size import measure
 from thinwire.comm.groups.distributed import TorchGroup
-from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.data.corpus import DataError
@@ -76,13 +76,26 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
             network = measure(group)
             link = Link(network.latency_s, network.bytes_per_s, f"measured between {group.size} ranks")
         orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
+        here = sum(machine == _machine() for machine in _machines(group))
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
-        found = run_rank(replace(orders, per_machine=group.size), group, Transport())
+        found = run_rank(orders, group, rehearsing=group.size, sharing=max(here, request.per_machine))
         if found is None:
             return None
         say("done", 1.0)
-        cores = found.cores * group.size / request.per_machine
-        return forecast(request.spec, link, workers, request.per_machine, replace(found, cores=cores))
+        return forecast(request.spec, link, workers, request.per_machine, found)
     finally:
         if own:
             dist.destroy_process_group()
+
+
+def _machine() -> str:
+    """This machine, whatever networks it has: hosts of a lab share its cores."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _machines(group: TorchGroup) -> list[str]:
+    """Of each rank. Collective."""
+    told = [""] * group.size
+    dist.all_gather_object(told, _machine())
+    return told

@@ -1,0 +1,113 @@
+"""What `thinwire plan` refuses before anything is started, and what it prints."""
+
+import json
+
+import pytest
+
+from tests.workers.plan.rehearsed import plan as a_plan
+from tests.workers.small_job import SMALL, small_spec
+from thinwire.cli import plan as plan_cli
+from thinwire.cli.main import main
+from thinwire.contract.plan import PlanFailed
+
+SCRIPT = {"name": "mine", "recipe": {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}}
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, arguments)])
+    told = capsys.readouterr()
+    return ended.value.code, told.out, " ".join(told.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "fast"], "'fast' is not a rate with its unit"),
+        (["--rate", "0gbit"], "must be more than 0"),
+        (["--latency", "1ms"], "needs --rate"),
+        (["--rate", "1gbit", "--latency", "1"], "'1' is not a time with its unit"),
+        (["--rate", "1gbit", "--workers", "3", "--per-machine", "2"], "3 workers do not fill machines of 2"),
+        (["--rate", "1gbit", "--workers", "8"], "8 for global_batch = 7: each needs a sample"),
+        (["--workers", "0"], "--workers"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_is_started(job, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(plan_cli, "work", lambda name: pytest.fail("it was started"))
+    code, _, told = run(capsys, job, *arguments)
+    assert code == 2
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({**SMALL, "steps": 0, "speed": 1}, ["steps = 0: must be", "speed = 1: there is no such field"]),
+        (SCRIPT, ["a job of a script", "thinwire_predicted_step_seconds"]),
+        ([], ["not a mapping of fields"]),
+    ],
+)
+def test_a_file_that_is_no_job_is_refused_with_its_problems(job, capsys, document, words):
+    job.write_text(json.dumps(document))
+    code, _, told = run(capsys, job, "--rate", "1gbit")
+    assert code == 2
+    for word in words:
+        assert word in told
+
+
+def test_a_plan_that_failed_says_why(job, capsys, monkeypatch):
+    def fails(request, say):
+        raise PlanFailed("no text at /no/such/text")
+
+    monkeypatch.setattr(plan_cli, "work", lambda name: fails)
+    code, _, told = run(capsys, job, "--rate", "1gbit")
+    assert code == 1
+    assert "no plan for" in told
+    assert "no text at /no/such/text" in told
+
+
+def test_the_table_the_assumptions_and_the_verdict_are_printed(job, capsys, monkeypatch):
+    asked = []
+
+    def plans(request, say):
+        asked.append(request)
+        say("dry steps", 0.5)
+        return a_plan(small_spec(steps=1000, optimizer={"name": "onebit_adam"}))
+
+    monkeypatch.setattr(plan_cli, "work", lambda name: plans)
+    code, out, told = run(
+        capsys, job, "--rate", "100mbit", "--latency", "200us", "--workers", "4", "--per-machine", "2"
+    )
+    assert code == 0
+    assert "dry steps ..." in told
+    (request,) = asked
+    assert (request.workers, request.per_machine) == (4, 2)
+    assert request.link.latency_s == pytest.approx(2e-4)
+    assert request.link.bytes_per_s == pytest.approx(0.957 * 12.5e6)
+    lines = out.splitlines()
+    assert lines[-1].startswith("Compress, with ")
+    for title in ("dense fp32", "dense bf16", "1-bit Adam", "1-bit LAMB", "0/1 Adam"):
+        assert any(line.startswith(title) for line in lines)
+    assert any("may last to step 250" in line for line in lines)
+
+
+def test_ranks_that_have_nothing_to_say_print_nothing(job, capsys, monkeypatch):
+    monkeypatch.setattr(plan_cli, "work", lambda name: lambda request, say: None)
+    code, out, _ = run(capsys, job, "--json")
+    assert (code, out) == (0, "")
+
+
+def test_json_holds_the_whole_plan(job, capsys, monkeypatch):
+    found = a_plan(small_spec())
+    monkeypatch.setattr(plan_cli, "work", lambda name: lambda request, say: found)
+    code, out, _ = run(capsys, job, "--rate", "1gbit", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(found.as_json()))

@@ -1,0 +1,119 @@
+"""A whole run, by hand; when not to compress, and what is said then."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.plan.rehearsed import FAST, MILLION, SLOW, plan, rehearsed
+from tests.workers.small_job import small_spec
+from thinwire.contract.plan import Link
+from thinwire.workers.plan.forecast import COMPRESSED, Busy
+
+SPEC = small_spec(
+    steps=1000,
+    global_batch=4096,
+    bucket_elements=25 * MILLION,
+    optimizer={"name": "onebit_adam", "warmup": 100},
+    workers={"min": 1, "max": 2},
+)
+TINY = {"elements": 1000, "forward_s": 1e-6, "backward_s": 1e-6, "update_s": 1e-6, "cast_s": 1e-6}
+
+
+def test_a_run_by_hand():
+    """fp32: 0.23 s of work and 100 MB over 12.5 MB/s. One bit: 3.125 MB and 6104 scales of 4 bytes, twice 0.2 ms."""
+    found = plan(SPEC)
+    dense, half, adam = (found.method(name) for name in ("dense_fp32", "dense_bf16", "onebit_adam"))
+    assert dense.step_s == pytest.approx(0.23 + 8.0 + 4 * 2 * 1e-4)  # DDP has four buckets
+    assert half.step_s == pytest.approx(0.24 + 4.0 + 4 * 2 * 1e-4)
+    assert adam.warmup_step_s == pytest.approx(0.25 + 8.0 + 2e-4)
+    assert adam.step_bytes == 3_125_000 + 4 * 6104
+    assert adam.step_s == pytest.approx(0.23 + adam.step_bytes / 12.5e6 + 2e-4)
+    assert adam.run_s == pytest.approx(100 * adam.warmup_step_s + 900 * adam.step_s)
+    assert adam.run_bytes == pytest.approx(100 * 100e6 + 900 * adam.step_bytes)
+    assert adam.gain_fp32 == pytest.approx(dense.run_s / adam.run_s)
+    assert adam.gain_bf16 == pytest.approx(half.run_s / adam.run_s)
+    assert found.compress
+    assert found.best in COMPRESSED
+    assert found.verdict.startswith("Compress, with ")
+
+
+def test_local_steps_of_zero_one_adam_send_nothing():
+    """After its freeze the gap between syncs grows to 4: a quarter of those steps send what 1-bit Adam sends."""
+    optimizer = {"name": "zero_one_adam", "lr": 1e-3, "dense_steps": 100, "var_freeze": 100, "local_step_scaler": 1}
+    spec = small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {**optimizer, "local_step_clipper": 4}})
+    found = plan(spec)
+    zero_one, bits = found.method("zero_one_adam"), found.method("onebit_adam").step_bytes
+    assert zero_one.step_bytes == pytest.approx(bits / 4, rel=0.01)
+    assert zero_one.step_s == pytest.approx(0.25 * (0.26 + bits / 12.5e6 + 2e-4) + 0.75 * 0.22, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workers": 1}, "one worker sends nothing"),
+        ({"link": FAST}, "the job is compute-bound"),
+        (
+            {"link": Link(1e-4, 1e8, ""), "busy": dict.fromkeys(COMPRESSED, Busy(9, 9, 9))},
+            "the link is too fast for it",
+        ),
+        ({**TINY, "busy": dict.fromkeys(COMPRESSED, Busy(1e-3, 1e-3, 1e-3))}, "the model is too small"),
+    ],
+    ids=["alone", "compute", "fast", "small"],
+)
+def test_what_does_not_pay_is_not_compressed(changes, words):
+    found = plan(SPEC, **changes)
+    assert not found.compress
+    assert found.best.startswith("dense_")
+    assert found.verdict.startswith("Do not compress: ")
+    assert words in found.verdict
+
+
+def test_a_run_that_is_warm_up_for_the_most_part_is_too_short():
+    spec = small_spec(
+        steps=100, global_batch=64, optimizer={"name": "onebit_adam", "warmup": 97}, lr_schedule={"warmup": 97}
+    )
+    found = plan(spec)
+    assert "the run is too short" in found.verdict
+    assert "97 of 100" in found.verdict
+
+
+def test_the_assumed_end_of_an_automatic_warmup_is_told():
+    spec = small_spec(steps=1000, optimizer={"name": "onebit_adam"})
+    assert "the earliest that its rule allows; it may last to step 250" in plan(spec).assumed[0]
+    assert "automatic" not in " ".join(plan(SPEC).assumed)
+
+
+def test_a_gpu_has_cores_to_spare():
+    on_gpu = plan(SPEC, cores=math.inf, device="cuda")
+    assert on_gpu.cores is None
+    assert on_gpu.method("dense_fp32").step_s < plan(SPEC).method("dense_fp32").step_s
+    assert "on GPUs the transport costs the processor nothing" in on_gpu.assumed
+
+
+def test_workers_of_one_machine_share_its_link():
+    apart, together = plan(SPEC, workers=4), plan(SPEC, workers=4, per_machine=2)
+    assert together.method("onebit_adam").step_s > apart.method("onebit_adam").step_s
+    with pytest.raises(ValueError, match="3 ranks in boxes of 2"):
+        plan(SPEC, workers=3, per_machine=2)
+
+
+def test_it_is_json_even_without_a_link():
+    told = json.loads(json.dumps(plan(SPEC, link=Link(0.0, math.inf, "none"), workers=1).as_json(), allow_nan=False))
+    assert told["link"]["bytes_per_s"] is None
+    assert told["methods"][0]["name"] == "dense_fp32"
+
+
+@given(st.floats(1e5, 1e11), st.floats(1.0, 1000.0), st.integers(2, 64), st.sampled_from(COMPRESSED))
+def test_a_slower_link_never_makes_compression_pay_less(bytes_per_s, times, workers, name):
+    """Over the whole run, on a core that does nothing else meanwhile."""
+    fast, slow = (plan(SPEC, link=Link(1e-4, rate, ""), workers=workers) for rate in (bytes_per_s, bytes_per_s / times))
+    assert slow.method(name).gain_fp32 >= fast.method(name).gain_fp32 * (1 - 1e-9)
+    assert slow.compress or not fast.compress
+
+
+def test_the_same_figures_give_the_same_plan():
+    assert plan(SPEC) == plan(SPEC, **{"busy": rehearsed().busy})
+    assert plan(SPEC, link=SLOW).job == SPEC.name

@@ -1,0 +1,201 @@
+"""`thinwire plan`: will compression pay for this job on this link? Nothing heavy is imported at the top."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.commands import work
+from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
+from thinwire.cli.quantities import bytes_text
+from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest
+from thinwire.contract.spec import MOST_WORKERS, TrainSpec
+
+GOODPUT = 0.957
+"""The most payload that frames of 1500 bytes leave of a link's rate."""
+DEFAULT_LATENCY = "0.1ms"
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="A job file, as for `thinwire submit`.", show_default=False)],
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Of one machine's link, such as 100mbit, 1gbit, 25gbit. Without it the link is measured."),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(help=f"From machine to machine, one way, with --rate: 0.1ms, 50us. [default: {DEFAULT_LATENCY}]"),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_WORKERS, help="Workers. [default: as many as were started as ranks, else workers.max]"
+        ),
+    ] = None,
+    per_machine: Annotated[
+        int, typer.Option(min=1, max=1024, help="So many of them share one machine: its link and its cores.")
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Dry steps of each kind that are timed.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+) -> None:
+    """Predict, before a job is started, whether compression pays: step time, bytes and the gain over the whole run.
+
+    The job's own model makes a few dry steps on this machine (nothing is trained, nothing is kept), by each method.
+    From that, the link and the job file follow the seconds and bytes of the run, with its warm-up, by dense training in
+    fp32 and in bf16 and by 1-bit Adam, 1-bit LAMB and 0/1 Adam. The last line says what to do, and why.
+
+    **The link.** Give it with `--rate` and `--latency`; then one machine is enough. Or start the command on all
+    machines as torchrun starts a script, and it is measured between them, in about a second.
+
+    **What to look at.** "step" is a step after the warm-up, "warm-up" one in it, which sends the gradient in full. A
+    gain of 1.8 says that the run takes 1/1.8 of the time of dense training. Below 1.05 the advice is not to compress.
+
+    Run it on a quiet machine of the kind that the job will have. What is left out is in docs/plan.md.
+
+    Examples: `thinwire plan job.yaml --rate 1gbit --workers 4`,
+    `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire plan job.yaml` on each of two machines
+    """
+    given = _link(rate, latency)
+    request = PlanRequest(_job(file), given, workers, per_machine, steps)
+    _refuse_what_cannot_be(request)
+    planning: Planning = work("plan")
+    try:
+        found = _with_progress(lambda say: planning(request, say))
+    except PlanFailed as error:
+        typer.echo(f"thinwire: no plan for {file}: {error}", err=True)
+        raise typer.Exit(1) from error
+    if found is not None:
+        typer.echo(json.dumps(found.as_json()) if as_json else "\n".join(lines(found)))
+
+
+def lines(found: Plan) -> list[str]:
+    """The plan as people read it."""
+    where = f"{found.workers} workers" if found.workers > 1 else "1 worker"
+    if found.per_machine > 1:
+        where += f", {found.per_machine} on a machine"
+    cores = "GPUs" if found.cores is None else f"{found.cores:.3g} {'core' if found.cores == 1 else 'cores'} each"
+    forward_backward = f"forward {_ms(found.forward_s)}, backward {_ms(found.backward_s)}"
+    return [
+        f"{found.job}: {found.elements / 1e6:.3g} M parameters, {found.steps} steps, {where}, {cores}",
+        f"dry steps: {forward_backward}",
+        f"link: {_link_text(found.link)}",
+        "",
+        *_table(found.methods),
+        "",
+        *(f"* {one}" for one in found.assumed),
+        "",
+        found.verdict,
+    ]
+
+
+def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
+    columns = ("method", "warm-up", "step", "sent a step", "sent in all", "whole run", "x fp32", "x bf16")
+    rows = [
+        (
+            one.title,
+            f"{one.warmup:.0f} x {_ms(one.warmup_step_s)}" if one.warmup_step_s is not None else "-",
+            _ms(one.step_s),
+            bytes_text(one.step_bytes),
+            bytes_text(one.run_bytes),
+            _hours(one.run_s),
+            f"{one.gain_fp32:.2f}",
+            f"{one.gain_bf16:.2f}",
+        )
+        for one in methods
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)).rstrip()
+        for pairs in (list(zip(row, widths, strict=True)) for row in (columns, *rows))
+    ]
+
+
+def _job(file: Path) -> TrainSpec:
+    """The spec in a job file. Raises: JobFileError, with every problem at once."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from thinwire.contract.spec import AnySpec, read_spec
+    from thinwire.service.problems import describe_problems
+
+    document = read_job_file(file)
+    try:
+        spec = read_spec(document)
+    except ValidationError as error:
+        schema = TypeAdapter(AnySpec).json_schema()
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise explain_rejection(file, "it is no job", describe_problems(errors, schema, schema)) from error
+    if not isinstance(spec, TrainSpec):
+        raise JobFileError(
+            f"{file} is a job of a script, whose model only the script can make; `thinwire plan` rehearses the recipes "
+            "gpt, bert and resnet. A running job of any kind tells its own prediction: thinwire_predicted_step_seconds"
+        )
+    return spec
+
+
+def _link(rate: str | None, latency: str | None) -> Link | None:
+    from thinwire.lab.cli import rate_mbit, time_ms
+
+    if rate is None:
+        if latency is not None:
+            raise typer.BadParameter("is of a link that is given: it needs --rate", param_hint="--latency")
+        return None
+    try:
+        megabits, milliseconds = rate_mbit(rate), time_ms(latency or DEFAULT_LATENCY)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate, --latency") from error
+    if megabits <= 0:
+        raise typer.BadParameter(f"{rate}: must be more than 0", param_hint="--rate")
+    return Link(1e-3 * milliseconds, GOODPUT * megabits * 1e6 / 8, f"given: {rate}, {latency or DEFAULT_LATENCY}")
+
+
+def _refuse_what_cannot_be(request: PlanRequest) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    workers = request.workers or (ranks if ranks > 1 else request.spec.workers.max)
+    if workers % request.per_machine:
+        raise typer.BadParameter(
+            f"{workers} workers do not fill machines of {request.per_machine}", param_hint="--per-machine"
+        )
+    if workers > request.spec.global_batch:
+        raise typer.BadParameter(
+            f"{workers} for global_batch = {request.spec.global_batch}: each needs a sample", param_hint="--workers"
+        )
+
+
+def _with_progress(do: Callable[[Callable[[str, float], None]], Plan | None]) -> Plan | None:
+    """Show on stderr what goes on, while it goes on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading the job", total=1.0)
+
+        def say(what: str, done: float) -> None:
+            progress.update(task, description=what, completed=done)
+            if not console.is_terminal:
+                typer.echo(f"{what} ...", err=True)
+
+        return do(say)
+
+
+def _link_text(link: Link) -> str:
+    if link.bytes_per_s == float("inf"):
+        return link.source
+    return f"{bytes_text(link.bytes_per_s)}/s of payload, {_ms(link.latency_s)} a round ({link.source})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _hours(seconds: float) -> str:
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
