@@ -52,6 +52,15 @@ def drill(
     kill_all: Annotated[
         bool, typer.Option("--kill-all", help="With --chaos: now and then all workers at once. Else one is spared.")
     ] = False,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="With --chaos: folder of an earlier one with the same workers and optimizer. Its undisturbed run is "
+            "compared with, as far as it goes, and none is trained.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random choice of whom to kill, or of all faults.")] = 0,
     out: Annotated[
         Path | None,
@@ -101,7 +110,7 @@ def drill(
         try:
             if chaos:
                 run_chaos: ChaosDrilling = work("chaos")
-                verdict = run_chaos(Chaos(workers, minutes, folder, optimizer, seed, shadow, kill_all), say)
+                verdict = run_chaos(Chaos(workers, minutes, folder, optimizer, seed, shadow, kill_all, beside), say)
             else:
                 run: Drilling = work("drill")
                 found = run(Drill(workers, kill_every, minutes, folder, optimizer, seed, shadow), say)

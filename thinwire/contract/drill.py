@@ -95,7 +95,10 @@ Drilling = Callable[[Drill, Say], Account]
 
 @dataclass(frozen=True, slots=True)
 class Chaos:
-    """What `thinwire drill --chaos` is to do. seed: of all faults. kill_all: now and then every worker at once."""
+    """What `thinwire drill --chaos` is to do. seed: of all faults. kill_all: now and then every worker at once.
+
+    beside: the folder of an earlier drill of the same job, whose undisturbed run is compared with; None: trains one.
+    """
 
     workers: int
     minutes: float
@@ -104,6 +107,7 @@ class Chaos:
     seed: int = 0
     shadow: bool = False
     kill_all: bool = False
+    beside: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

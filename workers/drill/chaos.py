@@ -12,13 +12,15 @@ import json
 import logging
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
 from thinwire.contract.reports import EventKind, Sample
 from thinwire.workers.drill import hosts
 from thinwire.workers.drill.cuts import Cuts, Network
 from thinwire.workers.drill.faults import TICK_S, Faults
-from thinwire.workers.drill.job import Job, made_by, own_ray, small_gpt
+from thinwire.workers.drill.job import Job, Left, made_by, own_ray, small_gpt
 from thinwire.workers.drill.later import Later
 from thinwire.workers.drill.survivors import Survivors, lives
 from thinwire.workers.drill.verdict import Verdict, judge, read
@@ -33,7 +35,7 @@ STEPS_AFTER = 20
 
 
 def run(chaos: Chaos, say: Say) -> Found:
-    """Run both jobs; figures and run folders are in chaos.out. Takes about twice chaos.minutes.
+    """Run both jobs; figures and run folders are in chaos.out. Takes about twice chaos.minutes, or with `beside` once.
 
     Raises: DrillFailed where the job ended, or makes no step any more; OSError.
     """
@@ -44,7 +46,12 @@ def run(chaos: Chaos, say: Say) -> Found:
         with own_ray(chaos.workers) as address:
             found, told = disturb_and_judge(chaos, say, address)
     found = replace(found, without_cuts=without)
-    whole = {"chaos": {**asdict(chaos), "out": ""}, **made_by(), "figures": found.as_json(), "faults": told}
+    whole = {
+        "chaos": {**asdict(chaos), "out": "", "beside": chaos.beside and chaos.beside.name},
+        **made_by(),
+        "figures": found.as_json(),
+        "faults": told,
+    }
     (chaos.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     return found
 
@@ -52,6 +59,7 @@ def run(chaos: Chaos, say: Say) -> Found:
 def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | None = None) -> tuple[Found, list[str]]:
     """On the Ray at that address. What was found, and each fault in words with its second. Raises: as run()."""
     spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | {"overlap": True}
+    other = None if chaos.beside is None else undisturbed_in(chaos.beside, spec)
     job = _traced(Job(chaos.out / f"chaos-{time.time_ns() // 10**6}", spec, address))
     later = Later()
     cuts = None if network is None else Cuts(network, range(chaos.workers + 1), later)
@@ -61,11 +69,37 @@ def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | N
         living = _disturb(chaos, job, faults, survivors, say)
     traces = read(job.run_dir / FOLDER)
     last = max((one["step"] for process in traces for one in process.commits), default=0)
-    with _traced(Job(chaos.out / f"undisturbed-{time.time_ns() // 10**6}", spec, address)) as other:
-        other.until_step(last, say)
+    if other is None:
+        with _traced(Job(chaos.out / f"undisturbed-{time.time_ns() // 10**6}", spec, address)) as other:
+            other.until_step(last, say)
     verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
     found = _found(chaos, job, other, faults, survivors, verdict)
     return found, [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
+
+
+def undisturbed_in(folder: Path, spec: dict[str, Any]) -> Left:
+    """The longest undisturbed run there of the same job; whether replicas of server errors are kept changes nothing.
+
+    Raises: DrillFailed where there is none.
+    """
+    found = [Left(file.parent) for file in sorted(folder.glob(f"undisturbed-*/{FOLDER}/"))]
+    same = []
+    for run in found:
+        try:
+            if _without_shadow(run.spec) == _without_shadow(spec):
+                same.append(run)
+        except (OSError, ValueError) as error:
+            logger.warning("undisturbed_unreadable path=%s reason=%s", run.run_dir, error)
+    if not same:
+        raise DrillFailed(
+            f"{folder} holds no undisturbed run of this job ({len(found)} of others): name the --out of an earlier "
+            "--chaos with the same --workers and --optimizer, or leave --beside out to train one"
+        )
+    return max(same, key=lambda run: max((sample.step for sample in run.samples()), default=0))
+
+
+def _without_shadow(spec: dict[str, Any]) -> dict[str, Any]:
+    return {**spec, "workers": {**spec["workers"], "shadow": None}}
 
 
 def _traced(job: Job) -> Job:
@@ -118,7 +152,7 @@ def _alive(job: Job) -> list[int]:
     return [pid for pid in pids if lives(pid)]
 
 
-def _found(chaos: Chaos, job: Job, other: Job, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
+def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
     ours, theirs = _losses(job.samples()), _losses(other.samples())
     last = max(set(ours) & set(theirs), default=None)
     grown = survivors.grown()

@@ -72,7 +72,9 @@ class _Hosts:
         os.makedirs(RAY_FOLDER, mode=0o777, exist_ok=True)
         asked, ask = os.pipe()
         answered, answer = os.pipe()
-        words = json.dumps({**asdict(chaos), "out": str(chaos.out.resolve()), "addresses": lab.addresses})
+        beside = None if chaos.beside is None else str(chaos.beside.resolve())
+        paths = {"out": str(chaos.out.resolve()), "beside": beside}
+        words = json.dumps({**asdict(chaos), **paths, "addresses": lab.addresses})
         self._drill = self._start(
             HEAD, [sys.executable, "-m", "thinwire.workers.drill.inside", words], stdin=answered, stdout=ask
         )

@@ -60,7 +60,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     fields = json.loads(sys.argv[1])
     addresses = fields.pop("addresses")
-    chaos = Chaos(**{**fields, "out": Path(fields["out"])})
+    paths = {name: Path(fields[name]) for name in ("out", "beside") if fields[name] is not None}
+    chaos = Chaos(**{**fields, **paths})
     outside = Outside(os.fdopen(os.dup(1), "w"), sys.stdin, addresses)
     os.dup2(2, 1)
     try:

@@ -83,11 +83,41 @@ def own_ray(num_cpus: int, own_address: str | None = None) -> Iterator[str]:
         ray.shutdown()
 
 
-class Job:
-    """A job that runs within a `with`, or from start() to stop(); what it leaves is in its folder."""
+class Left:
+    """What a job of a drill has left in its folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.id = run_dir, run_dir.name
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What it was asked to do. Raises: OSError; ValueError where job.json is none of a drill."""
+        found = json.loads(RunFolder(self.run_dir).job.read_text())
+        if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
+            raise ValueError(f"{RunFolder(self.run_dir).job} holds no spec")
+        return dict(found["spec"])
+
+    def samples(self) -> list[Sample]:
+        """Its history so far."""
+        try:
+            return history.read(RunFolder(self.run_dir).history)
+        except (FileNotFoundError, HistoryError):  # not begun, or being rewritten
+            return []
+
+    def events(self) -> list[Event]:
+        """What has happened so far, without a line that is being written."""
+        try:
+            lines = RunFolder(self.run_dir).events.read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [Event.model_validate_json(line) for line in lines]
+
+
+class Job(Left):
+    """A job that runs within a `with`, or from start() to stop()."""
 
     def __init__(self, run_dir: Path, spec: dict[str, Any], ray_address: str) -> None:
-        self.run_dir, self.id = run_dir, run_dir.name
+        super().__init__(run_dir)
         self._ray_address = ray_address
         self._process: subprocess.Popen[bytes] | None = None
         run_dir.mkdir(parents=True)
@@ -185,21 +215,6 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def samples(self) -> list[Sample]:
-        """Its history so far."""
-        try:
-            return history.read(RunFolder(self.run_dir).history)
-        except (FileNotFoundError, HistoryError):  # not begun, or being rewritten
-            return []
-
-    def events(self) -> list[Event]:
-        """What has happened so far, without a line that is being written."""
-        try:
-            lines = RunFolder(self.run_dir).events.read_text().split("\n")[:-1]
-        except FileNotFoundError:
-            return []
-        return [Event.model_validate_json(line) for line in lines]
 
     def why_it_ended(self) -> str:
         """The last lines of its driver."""
