@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
 
@@ -44,15 +45,23 @@ class Settings(BaseSettings):
     reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
     keep_jobs: int | None = Field(None, ge=0, description="jobs that are over and kept; older ones are deleted")
     keep_days: float | None = Field(None, gt=0.0, description="jobs that have been over for longer are deleted")
+    packages_folder: Path | None = Field(
+        None, description="where packages are kept; default: packages in home. Services on several hosts need one place"
+    )
+    package_max_bytes: int = Field(
+        MOST_BYTES, ge=1, le=MOST_BYTES, description="of one package; Ray takes no larger one than 100 MiB"
+    )
+    packages_max_bytes: int = Field(10 << 30, ge=1, description="of all packages together")
+    package_keep_days: float = Field(1.0, gt=0.0, description="a package that no job names is removed after so long")
     scrape_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
-    @field_validator("home")
+    @field_validator("home", "packages_folder")
     @classmethod
-    def _absolute(cls, home: Path) -> Path:
-        return home.expanduser().absolute()
+    def _absolute(cls, folder: Path | None) -> Path | None:
+        return folder and folder.expanduser().absolute()
 
     @property
     def database(self) -> str:
@@ -63,6 +72,11 @@ class Settings(BaseSettings):
     def runs(self) -> Path:
         """The folder of the jobs' run folders."""
         return self.home / "runs"
+
+    @property
+    def packages(self) -> Path:
+        """The folder of the packages of scripts."""
+        return self.packages_folder or self.home / "packages"
 
     @property
     def token_file(self) -> Path:

@@ -4,7 +4,7 @@
       +- Unauthorized         401  no token, or a wrong one
       +- Forbidden            403  a job's token used for something else
       +- NotFound             404
-      |    +- JobNotFound
+      |    +- JobNotFound, PackageNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
@@ -13,6 +13,7 @@
       +- UnsupportedMediaType 415  the body is not called JSON
       +- InvalidRequest       422  carries the problems, field by field
       +- TooMuch              429  a job that says more than it may
+      +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
 
@@ -136,6 +137,13 @@ class Unavailable(ServiceError):
     code = "unavailable"
 
 
+class InsufficientStorage(ServiceError):
+    """There is no room for what is sent: on the disk, or among what the service keeps."""
+
+    status = 507
+    code = "insufficient_storage"
+
+
 class NotOwner(Unavailable):
     """Another service owns the database; `message` says which. Ask that one, or this one again: it may take over."""
 
@@ -164,6 +172,15 @@ class JobNotFound(NotFound):
 
     def __init__(self, job_id: str) -> None:
         super().__init__(f"there is no job {job_id!r}; GET /v1/jobs lists them")
+
+
+class PackageNotFound(NotFound):
+    """The service keeps no package of this hash."""
+
+    code = "package_not_found"
+
+    def __init__(self, sha256: str) -> None:
+        super().__init__(f"there is no package {sha256}: PUT /v1/packages/{sha256} takes it")
 
 
 class JobOver(Conflict):

@@ -34,6 +34,8 @@ from thinwire.service.launch.protocol import Launcher
 from thinwire.service.launch.starter import LauncherStarter
 from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
+from thinwire.service.packages import router as packages_router
+from thinwire.service.packages.store import Packages
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,15 @@ class ControlPlane:
             keep_days=settings.keep_days,
             clock=clock,
         )
+        self.packages = Packages(
+            settings.packages,
+            max_bytes=settings.package_max_bytes,
+            total_bytes=settings.packages_max_bytes,
+            keep_days=settings.package_keep_days,
+            named=self._named_packages,
+            confirm_owner=self.ownership.confirm,
+            clock=clock,
+        )
         self.reconciler = Reconciler(
             self.db,
             launcher,
@@ -81,12 +92,14 @@ class ControlPlane:
             clock=clock,
             interval_s=settings.reconcile_interval_s,
             observe_turn=self.metrics.reconcile_seconds.observe,
-            prune=self.retention.prune,
+            packages=self.packages,
+            prune=self._prune,
         )
         self.jobs = JobService(
             self.db,
             launcher,
             folders,
+            self.packages,
             launcher_reason=self.launcher_reason,
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
@@ -163,6 +176,15 @@ class ControlPlane:
         except errors.NotOwner as error:
             logger.warning("attempts_not_excused error=%s", error)
 
+    def _named_packages(self) -> set[str]:
+        with self.db.read() as session:
+            return JobRepository(session).packages()
+
+    def _prune(self) -> None:
+        """Jobs first: then nobody names their packages."""
+        self.retention.prune()
+        self.packages.prune()
+
     def job_of_token(self, token_hash: str) -> str | None:
         """The id of the job whose token has this hash."""
         with self.db.read() as session:
@@ -219,9 +241,11 @@ def create_app(
     app.state.plane = plane
     app.state.jobs = plane.jobs
     app.state.reports = plane.reports
+    app.state.packages = plane.packages
     errors.install(app)
     app.include_router(jobs_router.operators)
     app.include_router(jobs_router.workers)
+    app.include_router(packages_router.packages)
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: count it, then ask who it is, then read its body.

@@ -20,6 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import Failure
+from thinwire.contract.script import ScriptRecipe
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
@@ -42,7 +43,8 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
-from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState, LaunchStatus
+from thinwire.service.launch.protocol import Code, Launcher, LauncherError, LaunchState, LaunchStatus
+from thinwire.service.packages.store import PackageGone, Packages
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Reconciler:
         launcher: Launcher,
         folders: RunFolders,
         *,
+        packages: Packages,
         look: Callable[[], str | None],
         confirm_owner: Callable[[], None],
         clock: Callable[[], float],
@@ -95,6 +98,7 @@ class Reconciler:
         self._db = db
         self._launcher = launcher
         self._folders = folders
+        self._packages = packages
         self._look = look
         self._confirm_owner = confirm_owner
         self._clock = clock
@@ -261,12 +265,24 @@ class Reconciler:
         self._confirm_owner()
         refusal = None
         try:
-            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata)
+            code = self._code(row)
+            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
             logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
-        except LauncherError as error:
+        except (LauncherError, PackageGone) as error:
             logger.warning("submit_failed job_id=%s submission_id=%s error=%s", row.id, submission, error)
             refusal = str(error)
         return Asked(row, Submit(), unknown, refusal)
+
+    def _code(self, row: JobRow) -> Code | None:
+        """The script that the job runs; None for a recipe of ours. Raises: PackageGone, LauncherError."""
+        if row.spec.get("recipe", {}).get("name") != "script":
+            return None
+        recipe = ScriptRecipe.model_validate(row.spec["recipe"])
+        try:
+            package = None if recipe.package is None else self._packages.whole(recipe.package)
+        except OSError as error:
+            raise LauncherError(f"the package {recipe.package} cannot be read: {error.strerror}") from error
+        return Code(package, recipe.package, recipe.working_dir, recipe.pip, recipe.env_vars)
 
     def _question(self, row: JobRow) -> Asked:
         """Ask what has become of the job, and end its run where that is due. In a thread of its own as well."""

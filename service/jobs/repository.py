@@ -44,6 +44,11 @@ class JobRepository:
         """The job that was made with this key."""
         return self.session.scalar(select(JobRow).where(JobRow.idempotency_key == key))
 
+    def packages(self) -> set[str]:
+        """The hashes of the packages that jobs name."""
+        package = JobRow.spec["recipe"]["package"].as_string()
+        return {found for found in self.session.scalars(select(package).distinct()) if found}
+
     def id_by_token_hash(self, token_hash: str) -> str | None:
         """The id of the job whose token this is."""
         return self.session.scalar(select(JobRow.id).where(JobRow.token_hash == token_hash))

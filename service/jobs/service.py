@@ -17,6 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
@@ -35,6 +36,7 @@ from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog
+from thinwire.service.packages.store import Packages
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class JobService:
         db: Database,
         launcher: Launcher,
         folders: RunFolders,
+        packages: Packages,
         *,
         launcher_reason: Callable[[], str | None],
         confirm_owner: Callable[[], None],
@@ -66,6 +69,7 @@ class JobService:
         self._db = db
         self._launcher = launcher
         self._folders = folders
+        self._packages = packages
         self._launcher_reason = launcher_reason
         self._confirm_owner = confirm_owner
         self._wake = wake
@@ -75,14 +79,17 @@ class JobService:
     def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None) -> Job:
         """Accept a job: its row, then its run folder. The same key and spec again give the same job.
 
-        Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read).
+        Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package that is not there).
         """
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
         earlier = self._earlier(idempotency_key, digest, spec)
         if earlier is not None:
             return earlier
-        _check_data(spec)
+        if isinstance(spec, ScriptSpec):
+            self._check_package(spec.recipe)
+        else:
+            _check_data(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
@@ -246,6 +253,20 @@ class JobService:
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
+    def _check_package(self, recipe: ScriptRecipe) -> None:
+        """Refuse a package that is not there, or lacks the script; keep one that is. Raises InvalidRequest."""
+        if recipe.package is None:
+            return
+        if not self._packages.use(recipe.package):
+            words = (
+                f"the service keeps no package of this hash: PUT /v1/packages/{recipe.package} with the zip of the "
+                "script's folder, or let `thinwire submit` do it, and submit again"
+            )
+            raise InvalidRequest.of([Problem(path="recipe.package", value=recipe.package, message=words)])
+        wrong = self._packages.lacks(recipe.package, recipe.entry)
+        if wrong is not None:
+            raise InvalidRequest.of([Problem(path="recipe.entry", value=recipe.entry, message=wrong)])
+
     def _earlier(self, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
         if key is None:
             return None
@@ -293,9 +314,9 @@ def _found(session: Session, job_id: str) -> JobRow:
     return row
 
 
-def _check_data(spec: TrainSpec | ScriptSpec) -> None:
+def _check_data(spec: TrainSpec) -> None:
     """Refuse a data file that this machine cannot read, or too short a one. Raises InvalidRequest."""
-    if isinstance(spec, ScriptSpec) or not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
+    if not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
         return
     path = spec.data.path
     impossible = "\0" in path or not os.path.isabs(path)

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thinwire.service.launch.log_files import decoded
-from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk, NoLog
+from thinwire.service.launch.protocol import (
+    LOG_PART_BYTES,
+    Code,
+    LauncherError,
+    LaunchState,
+    LaunchStatus,
+    LogChunk,
+    NoLog,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class Submission:
     by_time: bool = False
     cancels: int = 0
     log: str = ""
+    code: Code | None = None
 
 
 _OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED})
@@ -109,13 +118,15 @@ class FakeLauncher:
         """None, or `not_ready`."""
         return self.not_ready
 
-    def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
+    def submit(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
         """Remember it as PENDING; a known id is a success. Raises LauncherError where `unreachable` is set."""
         self._reach()
         with self._lock:
             if submission_id not in self.submissions:
                 self.submissions[submission_id] = Submission(
-                    run_dir, attempt, dict(metadata), self._clock(), by_time=self._timeline is not None
+                    run_dir, attempt, dict(metadata), self._clock(), by_time=self._timeline is not None, code=code
                 )
 
     def status(self, submission_id: str) -> LaunchStatus:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from thinwire.service.launch.log_files import read_part
-from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.protocol import LOG_PART_BYTES, Code, LauncherError, LaunchState, LaunchStatus, LogChunk
 from thinwire.service.launch.ray_head import Head, RayHead
 from thinwire.service.launch.ray_jobs import RayJobs
 
@@ -101,10 +101,12 @@ class LocalLauncher:
             return f"the Ray head has ended and will be started again; see {self._head.log_path}"
         return jobs.unready()
 
-    def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
+    def submit(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
         """Start the job of `run_dir` under our id; a known id is a success. Raises LauncherError."""
         entrypoint = shlex.join(self._command(run_dir.resolve(), attempt))
-        self._jobs().submit(submission_id, entrypoint, metadata)
+        self._jobs().submit(submission_id, entrypoint, metadata, code)
 
     def status(self, submission_id: str) -> LaunchStatus:
         """What Ray says of it; UNKNOWN while there is no head to ask."""

@@ -45,6 +45,20 @@ class LogChunk:
     next_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A script of the user's own and what it needs: put on every machine of the cluster before the job runs there.
+
+    package: a zip on this machine, with its sha256; else working_dir, a folder on all machines. No secrets.
+    """
+
+    package: Path | None
+    sha256: str | None
+    working_dir: str | None
+    pip: tuple[str, ...]
+    env_vars: Mapping[str, str]
+
+
 class LauncherError(Exception):
     """The launcher could not do it now; the message says what, why and what to do. Trying again may help."""
 
@@ -67,8 +81,13 @@ class Launcher(Protocol):
     def ready(self) -> str | None:
         """None when jobs can be submitted, else the reason they cannot."""
 
-    def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
-        """Start the job whose run folder this is. A known submission id is a success. Raises LauncherError."""
+    def submit(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
+        """Start the job whose run folder this is. A known submission id is a success. Raises LauncherError.
+
+        code: where the job runs a script. Its package is given to the cluster before each attempt: it may have lost it.
+        """
 
     def status(self, submission_id: str) -> LaunchStatus:
         """What the cluster says of it. Never raises for a cluster that does not answer: that is UNKNOWN."""

@@ -9,18 +9,21 @@ of every job, so no secret may be in them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
+from thinwire.service.launch.protocol import Code, LauncherError, LaunchState, LaunchStatus
 
 _log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 15.0
 SUBMIT_TIMEOUT_S: Final = 60.0
+UPLOAD_TIMEOUT_S: Final = 120.0
+"""Between two parts of a package, and until Ray has stored it."""
 AGENT_TRIES: Final = 5
 """A young head on a loaded machine answers before its agent is there; Ray waits 10 s for it at every submit."""
 MESSAGE_CHARS: Final = 2000
@@ -70,14 +73,23 @@ class RayJobs:
             return f"Ray's dashboard at {self.url} answered {answer.status_code}: {_last_line(answer.text)}"
         return None
 
-    def submit(self, submission_id: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
-        """Start `entrypoint` (a shell command line) under our id. An id that Ray knows is a success.
+    def submit(
+        self, submission_id: str, entrypoint: str, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
+        """Start `entrypoint` (a shell command line) under our id, in the folder of `code`. An id that Ray knows is a
+        success.
 
         Raises: LauncherError where Ray neither took it nor knows it, as far as can be seen.
         """
         if self.status(submission_id).state not in (LaunchState.ABSENT, LaunchState.UNKNOWN):
             return
-        body = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": dict(metadata)}
+        body: dict[str, Any] = {
+            "submission_id": submission_id,
+            "entrypoint": entrypoint,
+            "metadata": dict(metadata),
+        }
+        if code is not None:
+            body["runtime_env"] = self._environment(code)
         refusal: str | None = None
         for attempt in range(1, AGENT_TRIES + 1):
             try:
@@ -123,6 +135,43 @@ class RayJobs:
                 f"({answer.status_code}: {_last_line(answer.text)}); try again"
             )
 
+    def _environment(self, code: Code) -> dict[str, Any]:
+        """What Ray makes on each machine, its package being there. Raises LauncherError."""
+        found: dict[str, Any] = {}
+        if code.package is not None:
+            name = f"_ray_pkg_{code.sha256}.zip"
+            self._put_package(name, code.package)
+            found["working_dir"] = f"gcs://{name}"
+        elif code.working_dir is not None:
+            found["working_dir"] = f"local://{code.working_dir}"
+        if code.pip:
+            found["pip"] = list(code.pip)
+        if code.env_vars:
+            found["env_vars"] = dict(code.env_vars)
+        return found
+
+    def _put_package(self, name: str, zipped: Path) -> None:
+        """Let Ray have the package. Asking for it also keeps it for ten minutes. Raises LauncherError."""
+        path = f"/api/packages/gcs/{name}"
+        what = f"take the package {name}"
+        if self._ask("GET", path, what).is_success:
+            return
+        size = zipped.stat().st_size
+        try:
+            answer = self._http.put(
+                path,
+                content=_parts(zipped),
+                headers={"Content-Length": str(size), "Content-Type": "application/octet-stream"},
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+        except httpx.HTTPError as error:
+            raise LauncherError(f"Ray at {self.url} could not {what} ({_words(error)}); try again") from error
+        if not answer.is_success:
+            raise LauncherError(
+                f"Ray at {self.url} did not {what} of {size} bytes ({answer.status_code}: {_last_line(answer.text)})"
+            )
+        _log.info("package_given_to_ray name=%s bytes=%d", name, size)
+
     def _ask(self, method: str, path: str, what: str) -> httpx.Response:
         try:
             return self._send(method, path)
@@ -139,6 +188,12 @@ class RayJobs:
                 raise
             # Another thread found the head dead and closed us: for the caller it is a lost connection.
             raise httpx.NetworkError("the connection was closed because the head ended") from error
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            yield part
 
 
 def _words(error: httpx.HTTPError) -> str:

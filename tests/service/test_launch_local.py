@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.local import LocalLauncher
-from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.launch.protocol import Code, LaunchState
 from thinwire.service.launch.ray_head import Head
 
 LIMIT_S = 180.0
@@ -90,6 +92,22 @@ def test_ray_init_in_a_job_finds_its_cluster_and_is_let_in(local_launcher, tiny_
     text = local_launcher.logs(submission_id, 0).text
     assert "answer 42" in text
     assert float(text.split("cpus ")[1].split()[0]) >= 8
+
+
+@pytest.mark.ray
+def test_a_job_of_a_script_runs_in_its_package_with_its_environment(local_launcher, tiny_job, tmp_path):
+    zipped = tmp_path / "package.zip"
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("src/words.txt", "words of the package")
+    digest = hashlib.sha256(zipped.read_bytes()).hexdigest()
+    code = Code(zipped, digest, None, (), {"A_VARIABLE": "its value"})
+    first, second = fresh_id(), fresh_id()
+    local_launcher.submit(first, tiny_job("sh", "-c", "cat src/words.txt; echo; echo $A_VARIABLE"), 1, {}, code)
+    until(lambda: state(local_launcher, first) is LaunchState.SUCCEEDED)
+    assert "words of the package\nits value" in local_launcher.logs(first, 0).text
+    zipped.write_bytes(b"Ray has it: it is not read again")
+    local_launcher.submit(second, tiny_job("cat", "src/words.txt"), 1, {}, code)
+    until(lambda: state(local_launcher, second) is LaunchState.SUCCEEDED)
 
 
 @pytest.mark.ray

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from thinwire.service.launch.protocol import LauncherError, LaunchState
+from thinwire.service.launch.protocol import Code, LauncherError, LaunchState
 from thinwire.service.launch.ray_jobs import MESSAGE_CHARS, RayJobs
 
 TAKEN = """Traceback (most recent call last):
@@ -101,6 +101,53 @@ def test_submit_of_a_known_id_asks_and_posts_nothing():
         return job("RUNNING")
 
     client(handler).submit("sub-1", "true", {})
+
+
+def test_submit_of_a_script_gives_ray_the_package_and_names_it(tmp_path):
+    seen: list[tuple[str, str, bytes]] = []
+    code = Code(tmp_path / "p.zip", "ab", None, ("einops",), {"A": "1"})
+    code.package.write_bytes(b"zip")
+
+    def ray(request):
+        seen.append((request.method, request.url.path, request.read()))
+        return httpx.Response(404 if request.method == "GET" else 200, json={})
+
+    client(ray).submit("sub-1", "run", {}, code)
+    assert [one[:2] for one in seen[1:3]] == [(m, "/api/packages/gcs/_ray_pkg_ab.zip") for m in ("GET", "PUT")]
+    assert seen[2][2] == b"zip"
+    wanted = {"working_dir": "gcs://_ray_pkg_ab.zip", "pip": ["einops"], "env_vars": {"A": "1"}}
+    assert json.loads(seen[3][2])["runtime_env"] == wanted
+
+
+def test_a_package_that_ray_has_is_not_sent_and_one_that_it_refuses_is_told(tmp_path):
+    code = Code(tmp_path / "p.zip", "ab", None, (), {})
+    code.package.write_bytes(b"zip")
+    sent: list[str] = []
+
+    def ray(has: int, takes: int):
+        def answer(request):
+            if "packages" not in request.url.path:
+                return httpx.Response(404 if request.method == "GET" else 200, json={})
+            sent.append(request.method)
+            return httpx.Response(has if request.method == "GET" else takes, text="Traceback\nValueError: too large")
+
+        return client(answer)
+
+    ray(200, 500).submit("sub-1", "run", {}, code)
+    assert sent == ["GET"]
+    with pytest.raises(LauncherError, match=r"did not take the package _ray_pkg_ab.zip of 3 bytes \(500: .*too large"):
+        ray(404, 500).submit("sub-1", "run", {}, code)
+
+
+def test_a_folder_on_all_machines_is_named_as_one(tmp_path):
+    bodies: list[bytes] = []
+
+    def ray(request):
+        bodies.append(request.read())
+        return httpx.Response(404 if request.method == "GET" else 200, json={})
+
+    client(ray).submit("sub-1", "run", {}, Code(None, None, "/srv/code", (), {}))
+    assert json.loads(bodies[-1])["runtime_env"] == {"working_dir": "local:///srv/code"}
 
 
 @pytest.mark.parametrize("lost", [False, True])

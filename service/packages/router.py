@@ -1,0 +1,138 @@
+"""The routes of packages: one is put under its hash, and asked for by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from thinwire.contract.packages import Package
+from thinwire.contract.script import SHA256
+from thinwire.service.auth import operator
+from thinwire.service.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Forbidden,
+    InsufficientStorage,
+    InvalidRequest,
+    PackageNotFound,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMediaType,
+    documented,
+)
+from thinwire.service.packages.store import Packages, Upload
+
+SILENT_S = 60.0
+"""A sender that sends nothing for so long has gone."""
+_PART_BYTES = 1 << 20
+_MEDIA = "application/octet-stream"
+
+packages = APIRouter(
+    prefix="/v1/packages",
+    dependencies=[Depends(operator)],
+    responses=documented(Unauthorized, Forbidden, InvalidRequest, Unavailable),
+    tags=["packages"],
+)
+
+
+def _store(request: Request) -> Packages:
+    store: Packages = request.app.state.packages
+    return store
+
+
+def _bytes(request: Request) -> None:
+    """Dependency: the body is sent as bytes. Raises UnsupportedMediaType."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media not in (_MEDIA, "application/zip"):
+        came = f"as {media}" if media else "without a Content-Type"
+        raise UnsupportedMediaType(f"the body came {came}: send the zip itself, with Content-Type: {_MEDIA}")
+
+
+Store = Annotated[Packages, Depends(_store)]
+Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadecimal digits in lower case")]
+_TAKES_BYTES: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {_MEDIA: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@packages.get("/{sha256}", responses=documented(PackageNotFound))
+def package(sha256: Sha256, store: Store) -> Package:
+    """Whether the service keeps this package."""
+    found = store.find(sha256)
+    if found is None:
+        raise PackageNotFound(sha256)
+    return found
+
+
+@packages.put(
+    "/{sha256}",
+    status_code=201,
+    dependencies=[Depends(_bytes)],
+    responses={
+        **documented(BodyTooSlow, BodyTooLarge, UnsupportedMediaType, InsufficientStorage),
+        200: {"model": Package, "description": "The service had it already"},
+    },
+    openapi_extra=_TAKES_BYTES,
+)
+async def put(sha256: Sha256, store: Store, request: Request, response: Response) -> Package:
+    """Keep the folder of a script: a zip, under its sha256. Putting it again changes nothing.
+
+    The zip is looked at, not unpacked: no links, no paths that lead out of the folder, nothing encrypted, and bounds on
+    what it unpacks to. A package that no job names goes after a while.
+    """
+    declared = request.headers.get("content-length", "")
+    try:
+        if await run_in_threadpool(store.use, sha256) and (found := await run_in_threadpool(store.find, sha256)):
+            await _read_out(request, store.max_bytes)
+            response.status_code = 200
+            return found
+        try:
+            upload = await run_in_threadpool(store.upload, sha256, int(declared) if declared.isdecimal() else None)
+        except (BodyTooLarge, InsufficientStorage):
+            # Who is still sending would find the connection broken, and not the answer.
+            await _read_out(request, store.max_bytes)
+            raise
+        return await _take(upload, request)
+    except ClientDisconnect as error:
+        raise InvalidRequest(f"the sender of package {sha256} went away before its end; nothing is kept") from error
+
+
+async def _take(upload: Upload, request: Request) -> Package:
+    """All of the body; nothing is left of one that breaks off."""
+    try:
+        held = bytearray()
+        async for part in _parts(request):
+            held += part
+            if len(held) >= _PART_BYTES:
+                await run_in_threadpool(upload.write, bytes(held))
+                held.clear()
+        await run_in_threadpool(upload.write, bytes(held))
+        return await run_in_threadpool(upload.finish)
+    finally:
+        await run_in_threadpool(upload.close)
+
+
+async def _parts(request: Request) -> AsyncIterator[bytes]:
+    """The body in parts. Raises: BodyTooSlow, ClientDisconnect."""
+    stream = request.stream()
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(stream), SILENT_S)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise BodyTooSlow(f"nothing has come for {SILENT_S:g} s; nothing is kept: send the package again") from None
+
+
+async def _read_out(request: Request, most: int) -> None:
+    """Read what is being sent, and forget it: at most so much more."""
+    size = 0
+    async for part in _parts(request):
+        size += len(part)
+        if size > most:
+            return

@@ -1,0 +1,288 @@
+"""Where packages lie, and which: one file each, named by its hash, whole or not there at all.
+
+An upload goes to a file of its own beside them and is moved to its place when its hash and its content are right, so
+two uploads of one package do not meet. That file is locked while its upload lives: one that is not was left by a
+process that is gone, and is removed. A package goes when no job names it and it has not been used for a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import BinaryIO
+from zipfile import BadZipFile, ZipFile
+
+from thinwire.contract.files import private_folder
+from thinwire.contract.jobs import Problem
+from thinwire.contract.packages import MOST_BYTES, Package
+from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, Unavailable
+from thinwire.service.packages.zip_check import UnfitZip, check_zip
+
+logger = logging.getLogger(__name__)
+
+DAY_S = 86_400.0
+ABOUT_TO_BE_USED_S = 3600.0
+"""A package as young as this stays however full the store is: the job that names it may be on its way."""
+PAUSE_S = 60.0
+"""Between two looks at what need not be kept."""
+LEAST_FREE_BYTES = 64 << 20
+"""Stays free on the disk: a job that is accepted must be written down."""
+_UPLOAD = ".upload-"
+
+
+class PackageGone(Exception):
+    """A package that a job names is not here, or not as it came. The message says what to do."""
+
+
+class Packages:
+    """The packages of a service. Methods may be called from any thread.
+
+    max_bytes: of one; total_bytes: of all. keep_days: how long one stays that no job names. named: the hashes that jobs
+    name. confirm_owner: raises where another service owns the database, and takes the packages. clock: unix seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        total_bytes: int,
+        keep_days: float,
+        named: Callable[[], set[str]],
+        confirm_owner: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._folder, self._total_bytes, self._keep_s = folder, total_bytes, keep_days * DAY_S
+        self._named, self._confirm_owner, self._clock = named, confirm_owner, clock
+        self._lock = threading.Lock()
+        self._reserved: dict[Upload, int] = {}
+        self._due = float("-inf")
+
+    def find(self, sha256: str) -> Package | None:
+        """The package; None where there is none. Raises Unavailable."""
+        try:
+            return Package(sha256=sha256, bytes=self._path(sha256).stat().st_size)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unavailable(f"the packages in {self._folder} cannot be read: {error.strerror}") from error
+
+    def use(self, sha256: str) -> bool:
+        """Keep it for a while from now on. False where there is none. Raises Unavailable."""
+        with self._lock:
+            found = self.find(sha256)
+            if found is not None:
+                now = self._clock()
+                with suppress(OSError):  # of another user, in a folder that is shared: it is as old as it was
+                    os.utime(self._path(sha256), (now, now))
+        return found is not None
+
+    def lacks(self, sha256: str, entry: str) -> str | None:
+        """Why this script cannot be run from the package; None where it can. Raises Unavailable."""
+        try:
+            with ZipFile(self._path(sha256)) as archive:
+                names = archive.namelist()
+        except (OSError, BadZipFile) as error:
+            raise Unavailable(f"the package {sha256} in {self._folder} cannot be read: {error}") from error
+        if entry in names:
+            return None
+        scripts = sorted(name for name in names if name.endswith(".py"))
+        near = get_close_matches(entry, scripts, n=3, cutoff=0.0)
+        return f"the package has no file {entry!r}; it has {', '.join(near) or 'no script'}"
+
+    def whole(self, sha256: str) -> Path:
+        """The file, held against its hash. One that is damaged is removed, or its upload would be left out.
+
+        Raises: PackageGone, OSError.
+        """
+        path = self._path(sha256)
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise PackageGone(
+                f"the package {sha256} is not in {self._folder}: submit the same folder again, which uploads it, and "
+                "this job goes on; or cancel the job"
+            ) from None
+        if found == sha256:
+            return path
+        path.unlink(missing_ok=True)
+        logger.error("package_damaged sha256=%s found=%s", sha256, found)
+        raise PackageGone(
+            f"the package {sha256} was damaged in {self._folder} and has been removed: submit the same folder again, "
+            "which uploads it, and this job goes on"
+        )
+
+    def upload(self, sha256: str, declared: int | None) -> Upload:
+        """Begin to take a package. declared: its length; None where the sender does not say.
+
+        Raises: NotOwner, BodyTooLarge, InsufficientStorage, Unavailable.
+        """
+        self._confirm_owner()
+        size = self.max_bytes if declared is None else declared
+        if size > self.max_bytes:
+            raise self.too_large(size)
+        try:
+            private_folder(self._folder)
+            with self._lock:
+                self._make_room(size)
+                upload = Upload(self, self._path(sha256), size)
+                self._reserved[upload] = size
+        except OSError as error:
+            raise self.refusal(error) from error
+        return upload
+
+    def prune(self) -> None:
+        """Remove what was left of uploads, and packages that no job names any more. Raises OSError."""
+        now = self._clock()
+        if now < self._due or not self._folder.is_dir():
+            return
+        self._due = now + PAUSE_S
+        with self._lock:
+            self._remove_leftovers()
+            self._remove_unnamed(older_than=self._keep_s)
+
+    def too_large(self, size: int) -> BodyTooLarge:
+        """The error for a package of so many bytes."""
+        return BodyTooLarge(
+            f"the package has at least {size} bytes; at most {self.max_bytes} are taken, and Ray takes no more than "
+            f"{MOST_BYTES}. Leave data out by .gitignore or .rayignore and read it from where it is, or put the folder "
+            "on the boxes and name it in recipe.working_dir"
+        )
+
+    def refusal(self, error: OSError) -> InsufficientStorage | Unavailable:
+        """The error for a disk that does not take what comes."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return InsufficientStorage(f"the disk of {self._folder} is full: free some of it, and try again")
+        return Unavailable(
+            f"the package cannot be written to {self._folder}: {error.strerror}; mend that, and try again"
+        )
+
+    def _take_in(self, upload: Path, target: Path) -> None:
+        now = self._clock()
+        os.utime(upload, (now, now))
+        with self._lock:  # while nobody looks for what is old
+            upload.replace(target)
+        _sync_folder(self._folder)
+
+    def _ended(self, upload: Upload) -> None:
+        with self._lock:
+            self._reserved.pop(upload, None)
+
+    def _path(self, sha256: str) -> Path:
+        return self._folder / f"{sha256}.zip"
+
+    def _make_room(self, size: int) -> None:
+        """See that so many more bytes fit, among the packages and on the disk. Raises: InsufficientStorage, OSError."""
+        under_way = sum(self._reserved.values())
+        if self._stored() + under_way + size > self._total_bytes:
+            self._remove_leftovers()
+            self._remove_unnamed(older_than=ABOUT_TO_BE_USED_S)
+        stored = self._stored()
+        if stored + under_way + size > self._total_bytes:
+            raise InsufficientStorage(
+                f"the packages have {stored + under_way} bytes, and with these {size} they would have more than the "
+                f"{self._total_bytes} of THINWIRE_PACKAGES_MAX_BYTES: `thinwire delete` jobs whose packages are not "
+                "needed any more, or raise it"
+            )
+        free = shutil.disk_usage(self._folder).free
+        if free - under_way - size < LEAST_FREE_BYTES:
+            raise InsufficientStorage(
+                f"the disk of {self._folder} has {free >> 20} MiB left, too few for a package of {size} bytes: free "
+                "some of it, and try again"
+            )
+
+    def _stored(self) -> int:
+        return sum(found.stat().st_size for found in self._folder.glob("*.zip"))
+
+    def _remove_leftovers(self) -> None:
+        for path in self._folder.glob(f"{_UPLOAD}*"):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # its upload lives
+                path.unlink(missing_ok=True)
+                logger.info("package_leftover_removed path=%s", path)
+
+    def _remove_unnamed(self, older_than: float) -> None:
+        now = self._clock()
+        old = {path for path in self._folder.glob("*.zip") if now - path.stat().st_mtime > older_than}
+        named = self._named() if old else set()
+        for path in old:
+            if path.stem not in named:
+                path.unlink(missing_ok=True)
+                logger.info("package_expired sha256=%s", path.stem)
+
+
+class Upload:
+    """A package that is on its way. Close it in any case: what is not finished then leaves nothing."""
+
+    def __init__(self, packages: Packages, target: Path, most: int) -> None:
+        """Raises OSError."""
+        self._packages, self._target, self._most = packages, target, most
+        self._path = target.with_name(f"{_UPLOAD}{secrets.token_hex(8)}")
+        self._file: BinaryIO = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def close(self) -> None:
+        """Drop what is not finished. Safe to call twice."""
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # what could not be written is not wanted any more
+            self._file.close()
+        self._packages._ended(self)
+
+    def write(self, part: bytes) -> None:
+        """Add a part. Raises: BodyTooLarge, InsufficientStorage, Unavailable."""
+        self._size += len(part)
+        if self._size > self._most:
+            raise self._packages.too_large(self._size)
+        self._digest.update(part)
+        try:
+            self._file.write(part)
+        except OSError as error:
+            raise self._packages.refusal(error) from error
+
+    def finish(self) -> Package:
+        """Take it in. Raises: InvalidRequest (another hash, an unfit zip), InsufficientStorage, Unavailable."""
+        sha256 = self._target.stem
+        if self._digest.hexdigest() != sha256:
+            raise _unfit(
+                "sha256", sha256, f"the {self._size} bytes that came have the sha256 {self._digest.hexdigest()}"
+            )
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            check_zip(self._path)
+            self._packages._take_in(self._path, self._target)
+        except UnfitZip as error:
+            raise _unfit("", None, f"the package {error}") from error
+        except OSError as error:
+            raise self._packages.refusal(error) from error
+        logger.info("package_taken sha256=%s bytes=%d", sha256, self._size)
+        return Package(sha256=sha256, bytes=self._size)
+
+
+def _unfit(path: str, value: str | None, message: str) -> InvalidRequest:
+    return InvalidRequest.of([Problem(path=path, value=value, message=message)])
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
