@@ -162,7 +162,7 @@ def _environment(base: Mapping[str, str]) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # where a user has a token, ray.init() takes it and ray start does not
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Both are 30 s by default, which a loaded two-core machine may exceed.
-        "RAY_raylet_start_wait_time_s": "120",
-        "RAY_agent_register_timeout_ms": "120000",
+        # Both are 30 s by default; a machine of few cores takes longer to start so many nodes, the more so under load.
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_agent_register_timeout_ms": "300000",
     }
