@@ -36,8 +36,18 @@ PATIENT = {
     "RAY_health_check_failure_threshold": "20",  # times the 3 s between two checks
 }
 """How long Ray bears a node that is cut off: longer than the lease of a member, and than the longest cut."""
+HURRY_S = 45
+"""So long each host goes before all else on this machine, where the kernel shares it out by sessions: a node ends where
+its agent is not there after 15 s, which Ray lets nobody change, and a loaded machine takes longer."""
 RAY_FOLDER = "/tmp/ray"
 """Where Ray keeps what is of one machine: each host has a folder of its own there."""
+
+
+_BEGIN = f"""
+if echo -15 > /proc/self/autogroup; then (sleep {HURRY_S}; echo 0 > /proc/$$/autogroup) & fi 2> /dev/null
+mount --bind "$0" {RAY_FOLDER} && exec "$@"
+"""
+"""What a host does first. The folder is mounted there for this host alone, until the lab ends."""
 
 
 def why_not() -> str | None:
@@ -90,8 +100,9 @@ class _Hosts:
             match asked:
                 case {"say": [words, done]}:
                     self._say(words, done)
-                case {"join": address}:
-                    self._join(address)
+                case {"join": host, "head": address}:
+                    self._head = address
+                    self._nodes[host] = self._node(host)
                 case {"deliver": directions, "arrives": arrives}:
                     self._lab.deliver([(a, b) for a, b in directions], arrives=arrives)
                     print("done", file=self._answer, flush=True)
@@ -110,8 +121,9 @@ class _Hosts:
             for fd in ready & nodes.keys():
                 host = nodes[fd]
                 if (code := self._nodes[host].poll()) is not None:
-                    self._told.append(f"Ray's node of host {host} ended with {code}, and was started again")
-                    logger.warning("%s", self._told[-1])
+                    words = f"Ray's node of host {host} ended with {code}, and is started again"
+                    logger.warning("%s", words)
+                    self._told.append(words)
                     self._nodes[host] = self._node(host)
             if self._asked not in ready:
                 continue
@@ -120,11 +132,6 @@ class _Hosts:
                 return
             *lines, text = (text + read).split(b"\n")
             yield from map(json.loads, lines)
-
-    def _join(self, head: str) -> None:
-        self._head = head
-        for host in range(1, self._chaos.workers + 1):
-            self._nodes[host] = self._node(host)
 
     def _node(self, host: int) -> HostProcess:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self._head}"]
@@ -135,12 +142,11 @@ class _Hosts:
     def _start(self, host: int, command: list[str], stdin: int | None = None, stdout: int | None = None) -> HostProcess:
         own = self._folder / str(host)
         own.mkdir(exist_ok=True)
-        # A file system of the host alone, until the lab ends.
-        mounted = ["sh", "-c", f'mount --bind "$0" {RAY_FOLDER} && exec "$@"', str(own)]
+        begin = ["sh", "-c", _BEGIN, str(own)]
         with self._log(host).open("ab") as log:
             return self._lab.start(
                 host,
-                [*mounted, *command],
+                [*begin, *command],
                 self._environment,
                 stdin=stdin,
                 stdout=log.fileno() if stdout is None else stdout,
@@ -162,7 +168,7 @@ def _environment(base: Mapping[str, str]) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # where a user has a token, ray.init() takes it and ray start does not
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Both are 30 s by default; a machine of few cores takes longer to start so many nodes, the more so under load.
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_agent_register_timeout_ms": "300000",
+        # Both are 30 s by default, which a loaded two-core machine may exceed.
+        "RAY_raylet_start_wait_time_s": "60",
+        "RAY_agent_register_timeout_ms": "120000",
     }
