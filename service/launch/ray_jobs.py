@@ -49,11 +49,14 @@ class RayJobs:
     """A client of one Ray head. Threads may share it."""
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
-        """`url` is the dashboard's, without a slash at the end; `transport` is for tests."""
+        """`url` is the dashboard's, without a slash at the end; `token` "" where it asks for none.
+
+        `transport` is for tests.
+        """
         self.url = url
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
+            headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=ASK_TIMEOUT_S,
             transport=transport,
             trust_env=False,  # a proxy set for the internet must not see, or break, calls to this machine

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
+from thinwire.cli.doctor_on_ray import ClusterNotExamined, examine_cluster
+from thinwire.cli.job_file import JobFileError, read_job_file
+from thinwire.contract.spec import read_spec
 from thinwire.doctor.examination import Box, Examination, Here, Peer, examine
 from thinwire.doctor.facts import Questions
 from thinwire.doctor.finding import Wishes
 from thinwire.doctor.findings import findings
+from thinwire.doctor.job import asked_by
 from thinwire.doctor.link import SHORTEST_SECRET
 from thinwire.doctor.listener import Listener
 from thinwire.doctor.report import UNEXAMINED, as_json, as_text, exit_code
@@ -27,6 +32,10 @@ PORT = 7655
 """Where a doctor listens unless told otherwise."""
 
 app = typer.Typer(rich_markup_mode="markdown")
+
+
+CLUSTER_LIMIT_S = 900.0
+"""For the job that examines a Ray cluster: 64 nodes take 63 rounds of some ten seconds."""
 
 
 class Unusable(Exception):
@@ -39,13 +48,24 @@ def doctor(
         str | None,
         typer.Option(metavar="HOST[:PORT],...", help=f"Other boxes, where `--listen` runs. PORT: {PORT} if not given."),
     ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A Ray cluster, http://head:8265, where thinwire is installed: all nodes."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="With --address: the Python of the nodes. Default: THINWIRE_PYTHON there, else python."),
+    ] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="A job file: what it needs is looked for, its store, its data, its workers.")
+    ] = None,
     listen: Annotated[
         bool, typer.Option("--listen", help="Be examined: listen for the doctor of another box until Ctrl-C.")
     ] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with a secret of 16 characters or more, the same on all boxes. Nobody else is let in."
+            help="A secret of 16 characters or more, the same on all boxes; with `--address`, the cluster's token."
         ),
     ] = None,
     host: Annotated[
@@ -68,7 +88,8 @@ def doctor(
         typer.Option(metavar="RATE", help="What every link should reach, such as 10gbit; half of it is enough."),
     ] = None,
     store: Annotated[
-        list[str] | None, typer.Option(help="A folder that every box must be able to write to. May be given again.")
+        list[str] | None,
+        typer.Option(help="A folder or URL that every box must be able to write to. May be given again."),
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, max=10.0, help="How long each speed is measured. 0: not at all.")
@@ -88,19 +109,27 @@ def doctor(
     **Several boxes.** Put the same token file on all. On each of the others run `thinwire doctor --listen --token-file
     FILE`, and on one `thinwire doctor --peers 10.0.0.2,10.0.0.3 --token-file FILE`.
 
+    **A Ray cluster.** `thinwire doctor --address http://head:8265 --token-file FILE` runs a Ray job that examines every
+    node; nothing has to be started on them.
+
+    **Before a job.** `--job FILE`, with either of them: its store, its data and enough CPUs or GPUs are looked for too.
+
     **Exit status**: 0 nothing that would hurt a job; 1 something was found; 2 nothing could be examined.
     """
     try:
-        wishes = Wishes(interface=interface, rate_mbit=None if expect is None else _rate(expect))
-        questions = Questions(folders=tuple(store or ()))
-        wanted = _ports(ports)
         if listen:
             _listen(_secret(token_file), host or "", port)
             return
-        if peers is None:
-            seen = examine([_alone()], questions)
+        questions, wishes = _asked(job, store or [], interface, expect)
+        if address is not None and peers is not None:
+            raise Unusable("--address and --peers: give one, the cluster's nodes are all examined")
+        if address is not None:
+            token = "" if token_file is None else _token(token_file)
+            seen = _cluster(address, token, questions, _ports(ports), seconds, python)
+        elif peers is not None:
+            seen = _with_peers(_peers(peers), _secret(token_file), (host, port), questions, _ports(ports), seconds)
         else:
-            seen = _with_peers(_peers(peers), _secret(token_file), (host, port), questions, wanted, seconds)
+            seen = examine([_alone()], questions)
     except Unusable as error:
         typer.echo(f"thinwire: {error}", err=True)
         raise typer.Exit(UNEXAMINED) from None
@@ -110,6 +139,47 @@ def doctor(
     else:
         typer.echo(as_text(seen, found, colours=sys.stdout.isatty()), nl=False)
     raise typer.Exit(exit_code(seen, found))
+
+
+def _asked(
+    job: Path | None, stores: Sequence[str], interface: str | None, expect: str | None
+) -> tuple[Questions, Wishes]:
+    """Of the job file, and of the options beside it, which win."""
+    questions, wishes = Questions(), Wishes()
+    if job is not None:
+        try:
+            questions, wishes = asked_by(read_spec(read_job_file(job)))
+        except JobFileError as error:
+            raise Unusable(str(error)) from error
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise Unusable(f"{job} is not a job: {'; '.join(wrong[:5])}") from error
+    changed: dict[str, object] = {}
+    if interface is not None:
+        changed["interface"] = interface
+    if expect is not None:
+        changed["rate_mbit"] = _rate(expect)
+    folders = (*questions.folders, *(store for store in stores if "://" not in store))
+    urls = (*questions.stores, *(store for store in stores if "://" in store))
+    return questions.model_copy(update={"folders": folders, "stores": urls}), wishes.model_copy(update=changed)
+
+
+def _cluster(
+    address: str, token: str, questions: Questions, ports: Sequence[int], seconds: float, python: str | None
+) -> Examination:
+    try:
+        return examine_cluster(
+            address,
+            token,
+            questions,
+            ports=ports,
+            seconds=seconds,
+            limit_s=CLUSTER_LIMIT_S,
+            say=_say,
+            python=python,
+        )
+    except ClusterNotExamined as error:
+        raise Unusable(str(error)) from error
 
 
 def _alone() -> Box:
@@ -174,13 +244,17 @@ def _secret(path: Path | None) -> bytes:
         raise Unusable(
             "--token-file is missing: write one with `openssl rand -hex 16 > doctor.token`, and put it on all boxes"
         )
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise Unusable(f"the token file {path} cannot be read: {error.strerror}") from error
+    secret = _token(path).encode()
     if len(secret) < SHORTEST_SECRET:
         raise Unusable(f"the token in {path} has {len(secret)} characters: it must have {SHORTEST_SECRET} at least")
     return secret
+
+
+def _token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unusable(f"the token file {path} cannot be read: {error}") from error
 
 
 def _peers(text: str) -> list[tuple[str, int]]:

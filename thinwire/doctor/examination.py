@@ -20,6 +20,8 @@ from thinwire.doctor.probe import Target, Visit, longest
 
 Say = Callable[[str, float], None]
 """What is going on, and how much of it is done, 0 to 1."""
+LOG_MARK = "thinwire-doctor-examination "
+"""Before an examination as JSON, in a line of a log."""
 _LOOK_S = 60.0
 
 

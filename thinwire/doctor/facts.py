@@ -16,7 +16,9 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from thinwire.doctor.stores import unwritable
 
 PACKAGES = ("thinwire", "torch", "ray", "numpy")
 ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HTTP_PROXY", "http_proxy")
@@ -33,10 +35,11 @@ class Frozen(BaseModel):
 class Questions(Frozen):
     """What is asked of every box beside what it always tells.
 
-    folders: that a job writes to. files: that it reads.
+    folders: that a job writes to. stores: the same, at URLs. files: that it reads.
     """
 
     folders: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 
 
@@ -72,8 +75,8 @@ class Gpu(Frozen):
 class Facts(Frozen):
     """A box. versions: of packages, without those that are not installed. memory_bytes: what processes may have.
 
-    files: path and why it cannot be read, None where it can. gpu_problem: why nvidia-smi, which is there, does not
-    work. hostname_address: what the box's own name means there; None where it means nothing.
+    files, stores: each, and why it cannot be read, or written to; None where it can. gpu_problem: why nvidia-smi, which
+    is there, does not work. hostname_address: what the box's own name means there; None where it means nothing.
     ports: first and last that the kernel gives to whoever asks for any.
     """
 
@@ -87,6 +90,7 @@ class Facts(Frozen):
     interfaces: tuple[Interface, ...]
     folders: tuple[Folder, ...]
     files: dict[str, str | None]
+    stores: dict[str, str | None] = Field(default_factory=dict)
     gpus: tuple[Gpu, ...]
     gpu_problem: str | None
     environment: dict[str, str]
@@ -114,6 +118,7 @@ def look(questions: Questions) -> Facts:
         interfaces=interfaces(),
         folders=tuple(map(_folder, folders)),
         files={path: _unreadable(path) for path in questions.files},
+        stores={url: unwritable(url) for url in questions.stores},
         gpus=gpus,
         gpu_problem=gpu_problem,
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},

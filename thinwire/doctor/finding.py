@@ -38,10 +38,17 @@ class Finding(Frozen):
 def names_of(seen: Examination) -> list[str]:
     """What to call each box: its host name where no other has it, else as it was named."""
     said = [box.facts.hostname if box.facts else box.where for box in seen.boxes]
-    return [
-        name if Counter(said)[name] == 1 else box.where.rpartition(":")[0]
-        for name, box in zip(said, seen.boxes, strict=True)
+    names = [
+        name if Counter(said)[name] == 1 else host_of(box.where) for name, box in zip(said, seen.boxes, strict=True)
     ]
+    if len(set(names)) < len(names):  # several doctors on one host
+        names = [box.where for box in seen.boxes]
+    return names
+
+
+def host_of(where: str) -> str:
+    """Of host:port, or of a host alone."""
+    return where.rpartition(":")[0] or where
 
 
 def between(seen: Examination) -> Iterator[Call]:

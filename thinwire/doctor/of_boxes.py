@@ -62,6 +62,15 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
                 what=f"{name}: {path} cannot be read: {unreadable}",
                 change=f"Put the file at {path} on {name} too; every worker reads it on its own box.",
             )
+    for url, unwritten in facts.stores.items():
+        if unwritten is not None:
+            yield Finding(
+                severity="fault",
+                kind="store",
+                boxes=(name,),
+                what=f"{name}: the store {url} cannot be written to: {unwritten}",
+                change=f"Give {name} what it needs for {url}: a route, the client's package, credentials.",
+            )
     if facts.available_bytes is not None and facts.available_bytes < FREE_MEMORY:
         yield Finding(
             severity="warning",

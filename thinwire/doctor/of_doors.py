@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from thinwire.doctor.blame import Blame, Pair, blamed
 from thinwire.doctor.examination import Examination
-from thinwire.doctor.finding import Finding, between
+from thinwire.doctor.finding import Finding, between, host_of
 
 _LISTEN = "`thinwire doctor --listen --port {port}`"
 _UNHEARD = {
@@ -16,6 +16,7 @@ _UNHEARD = {
     "wrong token": ("token", "Give both boxes the same token file; `sha256sum` compares them."),
     "unknown name": ("name", "Name the box by its address, or put {host} into DNS or /etc/hosts."),
     "stranger": ("stranger", f"Something else listens at port {{port}}: start {_LISTEN} with another port."),
+    "no actor": ("no actor", "Install thinwire on that node, and look at what `ray list actors` says of it."),
     "mute": ("mute", "See what runs at port {port} there: it takes connections and answers none."),
 }
 _OTHERWISE = ("unheard", f"Start {_LISTEN} there again, and look at what it says.")
@@ -26,7 +27,7 @@ def unheard(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
     for place, (name, box) in enumerate(zip(names, seen.boxes, strict=True)):
         if box.facts is not None:
             continue
-        host, _, port = box.where.rpartition(":")
+        host, port = host_of(box.where), box.where.rpartition(":")[2]
         kind, change = _UNHEARD.get(box.connect, _OTHERWISE)
         reached = [names[call.source] for call in seen.calls if call.target == place and call.visit.connect == "ok"]
         also = f"; {', '.join(reached)} can reach it" if reached else ""
