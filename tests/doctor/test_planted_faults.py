@@ -103,8 +103,13 @@ def test_an_interface_that_one_box_lacks(folder: Path) -> None:
         said = clinic.ask("--interface", "fast0", "--seconds", "0")
     missing, other = (one for one in said.document["findings"] if one["kind"] == "interface")
     assert missing["boxes"] == ["bert"]
-    assert "bert: the job wants the interface fast0: there is none; there are eth0 (10.84.0.2)" in missing["what"]
-    assert other["what"] == "anna: the job wants the interface fast0, but anna reaches the others by eth0"
+    assert (
+        "bert: the job or --interface wants the interface fast0: there is none; there are eth0 (10.84.0.2)"
+        in missing["what"]
+    )
+    assert (
+        other["what"] == "anna: the job or --interface wants the interface fast0, but anna reaches the others by eth0"
+    )
     assert (said.exit_code, said.kinds) == (1, {"interface"})
 
 

@@ -105,7 +105,7 @@ def _interfaces(name: str, facts: Facts, wishes: Wishes, calls: Sequence[Call]) 
     wanted = {f"{variable} in its environment": value for variable, value in facts.environment.items()}
     wanted = {who: value for who, value in wanted.items() if "SOCKET_IFNAME" in who}
     if wishes.interface is not None:
-        wanted["the job"] = wishes.interface
+        wanted["the job or --interface"] = wishes.interface
     for who, interface in wanted.items():
         yield from _interface(name, facts, who, interface, calls)
 

@@ -7,6 +7,7 @@ from statistics import median_low
 
 from thinwire.doctor.blame import Blame, Pair, blamed
 from thinwire.doctor.examination import Examination
+from thinwire.doctor.facts import Interface
 from thinwire.doctor.finding import Finding, Wishes, between
 
 CLOCK_S = 1.0
@@ -45,6 +46,8 @@ def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
         known = [sizes[pair] for pair in blame.pairs if pair in sizes]
         largest = max(_mtu(seen, pair) or 0 for pair in blame.pairs)
         fits = min(known) if known else None
+        card = _interface(seen, blame.pairs[0])
+        change = f"`ip link set dev {card.name if card else 'NAME'} mtu {fits or 1500}`"
         yield Finding(
             severity="fault",
             kind="mtu",
@@ -52,7 +55,7 @@ def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
             what=f"large frames vanish {_where(names, blame)}: the interfaces send up to {largest} bytes, "
             + (f"{fits} arrive" if fits and fits < largest else "these do not arrive")
             + "; small ones pass",
-            change=f"Set the MTU of these boxes to {fits or 1500} (`ip link set dev NAME mtu {fits or 1500}`), "
+            change=f"Set the MTU of these boxes to {fits or 1500} ({change}), "
             f"or let the switches and tunnels between them carry {largest}.",
         )
     for pair, size in sizes.items():
@@ -70,12 +73,16 @@ def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _mtu(seen: Examination, pair: Pair) -> int | None:
-    """Of the interface by which the first of the pair speaks to the second."""
+    card = _interface(seen, pair)
+    return None if card is None else card.mtu
+
+
+def _interface(seen: Examination, pair: Pair) -> Interface | None:
+    """By which the first of the pair speaks to the second."""
     facts = seen.boxes[pair[0]].facts
     for call in seen.calls:
         if (call.source, call.target) == pair and call.visit.address and facts is not None:
-            interface = facts.interface_of(call.visit.address)
-            return interface.mtu if interface is not None else None
+            return facts.interface_of(call.visit.address)
     return None
 
 
@@ -165,14 +172,8 @@ def _mend_speed(names: Sequence[str], blame: Blame) -> str:
 
 def _card(seen: Examination, pair: Pair) -> float:
     """What the slower of the two cards has agreed on with its switch; 0 where that is not known."""
-    speeds = []
-    for one, other in (pair, pair[::-1]):
-        facts = seen.boxes[one].facts
-        for call in seen.calls:
-            if (call.source, call.target) == (one, other) and call.visit.address and facts is not None:
-                interface = facts.interface_of(call.visit.address)
-                speeds.append(float(interface.speed_mbit or 0) if interface is not None else 0.0)
-    return min(speeds) if len(speeds) == 2 else 0.0
+    cards = (_interface(seen, pair), _interface(seen, pair[::-1]))
+    return min(float(card.speed_mbit or 0) if card is not None else 0.0 for card in cards)
 
 
 def _half_duplex(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:

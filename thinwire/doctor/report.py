@@ -42,6 +42,7 @@ def as_text(seen: Examination, found: list[Finding], *, colours: bool = False) -
     console.print(_boxes(seen))
     if seen.calls:
         console.print(_links(seen))
+    console.print()
     for one in found:
         line = Text(f"{one.severity}: ", style=_COLOURS[one.severity])
         console.print(line.append(one.what, style="default"))
