@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from thinwire.doctor.facts import Facts, Frozen, Questions
 from thinwire.doctor.link import Link, LinkError, call
@@ -23,6 +23,9 @@ Say = Callable[[str, float], None]
 LOG_MARK = "thinwire-doctor-examination "
 """Before an examination as JSON, in a line of a log."""
 _LOOK_S = 60.0
+
+
+Told = TypeVar("Told", bound=Frozen)
 
 
 class NoAnswer(Exception):
@@ -202,7 +205,7 @@ class Peer:
 
     def look(self, questions: Questions) -> Facts:
         """Raises NoAnswer."""
-        return Facts.model_validate(self._asked({"do": "look", "questions": questions.model_dump()}, _LOOK_S))
+        return self._told(Facts, {"do": "look", "questions": questions.model_dump()}, _LOOK_S)
 
     def open(self, ports: tuple[int, ...]) -> dict[int, str]:
         """Raises NoAnswer."""
@@ -212,7 +215,15 @@ class Peer:
     def visit(self, target: Target, seconds: float) -> Visit:
         """Raises NoAnswer."""
         asked = {"do": "visit", "target": target.model_dump(), "seconds": seconds}
-        return Visit.model_validate(self._asked(asked, longest(seconds)))
+        return self._told(Visit, asked, longest(seconds))
+
+    def _told(self, what: type[Told], question: dict[str, Any], patience_s: float) -> Told:
+        try:
+            return what.model_validate(self._asked(question, patience_s))
+        except ValidationError as error:
+            raise NoAnswer(
+                "stranger", f"another version listens at {self.where}: {error.error_count()} fields"
+            ) from error
 
     def _asked(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
         try:

@@ -15,6 +15,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from typing import Any
 
 GREETING = "thinwire-doctor 1"
@@ -22,7 +23,7 @@ PATIENCE_S = 5.0
 """For an answer that takes the other side no time."""
 SMALL_SEGMENT = 536
 """Payload of a TCP frame that every IPv4 network carries."""
-LONGEST_LINE = 1 << 20
+LONGEST_LINE, LONGEST_GREETING = 1 << 20, 512
 SHORTEST_SECRET = 16
 
 
@@ -119,7 +120,7 @@ class Link:
         """The listener's side. False where the caller does not know the secret. Raises: OSError, ValueError."""
         nonce = secrets.token_hex(16)
         self.socket.sendall(f"{GREETING} {nonce}\n".encode())
-        said = self.heard()
+        said = self.heard(LONGEST_GREETING)
         own = str(said.get("nonce"))
         if not hmac.compare_digest(str(said.get("proof")), _proof(secret, "caller", nonce, own)):
             self.say({"refused": "the tokens differ"})
@@ -131,22 +132,31 @@ class Link:
         """Send a line. Raises: OSError."""
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def heard(self) -> dict[str, Any]:
-        """The next line. Raises: OSError, ValueError where it is not an object in JSON."""
-        said = json.loads(self.line())
+    def heard(self, most: int = LONGEST_LINE) -> dict[str, Any]:
+        """The next line, of so many bytes at most. Raises: OSError, ValueError where it is not an object in JSON."""
+        said = json.loads(self.line(most))
         if not isinstance(said, dict):
             raise ValueError(f"not an object: {said!r}"[:200])
         return said
 
-    def line(self) -> str:
-        """The next line as it came, without its end. Raises: OSError; ValueError where it is no text or has no end."""
-        while b"\n" not in self._rest:
-            came = self.socket.recv(1 << 16)
-            if not came:
-                raise ConnectionResetError("the connection has ended")
-            self._rest += came
-            if len(self._rest) > LONGEST_LINE:
-                raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
+    def line(self, most: int = LONGEST_LINE) -> str:
+        """The next line without its end. The whole of it has the socket's time, so that nobody sends byte by byte.
+
+        Raises: OSError; ValueError where it is no text, or longer.
+        """
+        patience_s = self.socket.gettimeout() or PATIENCE_S
+        until = time.monotonic() + patience_s
+        try:
+            while b"\n" not in self._rest:
+                self.socket.settimeout(max(0.001, until - time.monotonic()))
+                came = self.socket.recv(1 << 16)
+                if not came:
+                    raise ConnectionResetError("the connection has ended")
+                self._rest += came
+                if len(self._rest) > most:
+                    raise ValueError(f"a line of more than {most} bytes")
+        finally:
+            self.socket.settimeout(patience_s)
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 

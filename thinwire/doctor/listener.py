@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CALLS = 64
 """At once; one more waits in the kernel's queue until one has ended."""
+_AGAIN_S = 0.1
 MOST_TIMES, MOST_BYTES, MOST_SECONDS, MOST_PORTS = 1000, 1 << 20, 30.0, 64
 
 
@@ -50,6 +51,7 @@ class Listener:
         self._udp = socket.socket(self._family, socket.SOCK_DGRAM)
         self._udp.bind((host, 0))
         self.port = int(self._tcp.getsockname()[1])
+        self._closed = threading.Event()
         self._sessions: set[bytes] = set()
         self._places = threading.Semaphore(MOST_CALLS)
         self._opened: list[socket.socket] = []
@@ -58,6 +60,7 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more."""
+        self._closed.set()
         for one in (self._tcp, self._udp, *self._opened):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
@@ -88,8 +91,12 @@ class Listener:
             self._places.acquire()
             try:
                 opened, caller = self._tcp.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                self._places.release()
+                if self._closed.wait(_AGAIN_S):
+                    return
+                logger.warning("doctor_call_not_taken error=%s", error)  # no more files, for one: it may pass
+                continue
             threading.Thread(target=self._serve, args=(opened, caller[0]), name="thinwire-doctor", daemon=True).start()
 
     def _serve(self, opened: socket.socket, caller: str) -> None:
@@ -153,5 +160,5 @@ class Listener:
                 if came[:SESSION_BYTES] in self._sessions and len(came) > SESSION_BYTES + 8:
                     self._udp.sendto(came[: SESSION_BYTES + 8], sender)
             except OSError:  # closed, or an answer that could not be sent
-                if self._udp.fileno() < 0:
+                if self._closed.wait(_AGAIN_S):
                     return
