@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,12 +23,21 @@ from thinwire.workers.forming.detector import MembershipDetector
 from thinwire.workers.forming.door import Door
 from thinwire.workers.forming.group import close_group, form_group
 from thinwire.workers.forming.pairs import Patience
+from thinwire.workers.forming.reach import Reach, Times
 from thinwire.workers.membership import Fenced, JoinTimeout, Member, Seat, Standing
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often a worker that waits for its seat looks whether the run has been ended meanwhile."""
+
+
+OnWait = Callable[[int, bool], None]
+"""Of the last committed step, and whether the wait begins."""
+
+
+def nobody_asks(step: int, waits: bool) -> None:
+    """For whom the log is enough."""
 
 
 class RunEnded(Exception):
@@ -48,6 +58,9 @@ class Ranks(Protocol):
     @property
     def elastic(self) -> bool:
         """Is there a next generation after a PeerLost?"""
+
+    on_wait: OnWait
+    """Called in `look` and `at_boundary` where this worker begins and ends to wait for its right to commit."""
 
     @property
     def step(self) -> int:
@@ -91,6 +104,7 @@ class FixedRanks:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self.on_wait: OnWait = nobody_asks
         self.step = 0
 
     def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
@@ -123,7 +137,8 @@ class ElasticRanks:
     """Members of a membership. One a process: it owns torch.distributed's default group.
 
     door: where its peers find it, as its identity at the membership says. timeout_s: of a collective; a peer that lives
-    and does not come is found by it. patience: with peers while a group forms. ended: has a worker ended the run?
+    and does not come is found by it. patience: with peers while a group forms; times: with those that it cannot reach
+    while it waits for them. ended: has a worker ended the run?
     floor: the highest generation that outlives the membership, in a checkpoint; the next one has a larger number.
     """
 
@@ -137,12 +152,15 @@ class ElasticRanks:
         *,
         timeout_s: float = 60.0,
         patience: Patience | None = None,
+        times: Times | None = None,
         ended: Callable[[], bool] = lambda: False,
         floor: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ended, self._floor = ended, floor
         self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
-        self._patience = patience
+        self._patience, self._times = patience, times
+        self._reach: Reach | None = None
+        self.on_wait: OnWait = nobody_asks
         self.seat: Seat | None = None
         self.step = 0
         self._group: TorchGroup | None = None
@@ -150,7 +168,7 @@ class ElasticRanks:
     def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
         """As Ranks.form."""
         self.step = step
-        close_group(self._group, self._timeout_s)
+        self._let_go()
         self._group = None
         last = self.seat
         standing = Standing(
@@ -163,7 +181,10 @@ class ElasticRanks:
         if seat.size == 1:
             self._member.formed()
             return SoloGroup()
-        self._group = form_group(seat, self._door, self._member, self._device, self._timeout_s, self._patience)
+        self._reach = Reach(seat, self._door.host, partial(self._member.unreachable, seat.generation), self._times)
+        self._group = form_group(
+            seat, self._door, self._member, self._device, self._timeout_s, self._patience, self._reach
+        )
         self._member.formed()
         return self._group
 
@@ -190,12 +211,12 @@ class ElasticRanks:
     def leave(self) -> None:
         """As Ranks.leave."""
         self._member.finish()
-        close_group(self._group, self._timeout_s)
+        self._let_go()
 
     def fail(self, reason: str) -> None:
         """As Ranks.fail."""
         self._member.fail(reason)
-        close_group(self._group, self._timeout_s)
+        self._let_go()
 
     def may_commit(self) -> bool:
         """As Ranks.may_commit."""
@@ -203,14 +224,21 @@ class ElasticRanks:
             raise Fenced(self._member.over)
         return self._member.may_commit()
 
+    def _let_go(self) -> None:
+        if self._reach is not None:  # before the others form their next group: else its connections hang at their doors
+            self._reach.close()
+        close_group(self._group, self._timeout_s)
+
     def _wait_to_commit(self, step: int) -> None:
         logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)
         began = time.monotonic()
+        self.on_wait(step, True)
         while not self._member.wait_to_commit(LOOK_S) and self._member.over is None:
             if self._ended():
                 raise RunEnded("another worker has ended the run")
         what = "may_commit_again" if self._member.over is None else "counted_out"
         logger.warning("%s step=%d waited_s=%.1f", what, step, time.monotonic() - began)
+        self.on_wait(step, False)
 
     def _read_floor(self) -> int:
         """A place that is away for a moment ends no worker: what begins below what is there is refused later."""

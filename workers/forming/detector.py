@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.failure_detector import Lost
+from thinwire.workers.forming.reach import Reach
 from thinwire.workers.membership import Member, Seat
 
 
 class MembershipDetector:
-    """Which ranks of a generation are gone, as the membership says: at once and alike on all."""
+    """Which ranks of a generation are gone, as the membership says: at once and alike on all.
+
+    reach: is told of waits that take long; None: nobody is.
+    """
 
     look_s = 0.05
 
-    def __init__(self, member: Member, seat: Seat) -> None:
-        self._member, self._seat = member, seat
+    def __init__(self, member: Member, seat: Seat, reach: Reach | None = None) -> None:
+        self._member, self._seat, self._reach = member, seat, reach
         self.left: str | None = None
         self.calls = Calls()
 
@@ -30,16 +36,24 @@ class MembershipDetector:
 
     def watch(self, at: Place = NOWHERE) -> _Look:
         """Look at what the membership has said."""
-        return _Look(self._member)
+        return _Look(self._member, self._reach)
 
 
 class _Look:
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    """At one wait in a collective."""
+
+    def __init__(self, member: Member, reach: Reach | None) -> None:
+        self._member, self._reach = member, reach
+        self._began, self._is_long = time.monotonic(), False
 
     @property
     def seen(self) -> bool:
+        if self._reach is not None and not self._is_long:
+            self._is_long = time.monotonic() - self._began >= self._reach.times.waited_s
+            if self._is_long:
+                self._reach.begin()
         return self._member.over is not None
 
     def stop(self) -> None:
-        """Nothing runs."""
+        if self._reach is not None and self._is_long:
+            self._reach.end()

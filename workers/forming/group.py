@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from thinwire.workers.forming import transport
 from thinwire.workers.forming.detector import MembershipDetector
 from thinwire.workers.forming.door import Door
 from thinwire.workers.forming.pairs import Pairs, Patience
+from thinwire.workers.forming.reach import Reach
 from thinwire.workers.membership import GenerationOver, Member, Seat
 
 logger = logging.getLogger(__name__)
@@ -30,18 +32,26 @@ _CONNECT = timedelta(seconds=transport.CONNECT_S)
 
 
 def form_group(
-    seat: Seat, door: Door, member: Member, device: torch.device, timeout_s: float, patience: Patience | None = None
+    seat: Seat,
+    door: Door,
+    member: Member,
+    device: torch.device,
+    timeout_s: float,
+    patience: Patience | None = None,
+    reach: Reach | None = None,
 ) -> TorchGroup:
     """The group of this generation, of two members or more, as torch.distributed's default one. Collective.
 
-    Waits for as long as the membership does. timeout_s: of its collectives. Raises: PeerLost, and then nothing of the
+    Waits for as long as the membership does. timeout_s: of its collectives. reach: who asks for the peers that one of
+    them waits for; None: nobody. Raises: PeerLost, and then nothing of the
     attempt is left but threads that sleep until a time-out (transport.CONNECT_S).
     """
     attempt = transport.Attempt(seat.generation, door.host, lambda: member.over)
     began = time.perf_counter()
     try:
         store = _serve_store(door.host) if seat.rank == 0 else None
-        port = Pairs(seat, door, attempt.over, member.unreachable, patience).prove(store.port if store else 0)
+        tell = partial(member.unreachable, seat.generation)
+        port = Pairs(seat, door, attempt.over, tell, patience).prove(store.port if store else 0)
         proved = time.perf_counter()
         if store is None:
             host = seat.members[0].identity.host
@@ -56,7 +66,7 @@ def form_group(
         1e3 * (proved - began),
         1e3 * (time.perf_counter() - proved),
     )
-    return TorchGroup(detector=MembershipDetector(member, seat))
+    return TorchGroup(detector=MembershipDetector(member, seat, reach))
 
 
 def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.device, timeout_s: float) -> None:

@@ -87,13 +87,15 @@ class Member:
             seat, self._state.formed = self._seated(), True
         self._link.send(m.Formed(generation=seat.generation))  # again at each new connection
 
-    def unreachable(self, ranks: dict[int, str]) -> None:
-        """In forming its generation this member could not talk to these ranks: why, in words. Raises NotSeated.
+    def unreachable(self, generation: int, ranks: dict[int, str]) -> None:
+        """This member cannot talk to these ranks of that generation: why, in words. Nothing where that is over.
 
-        The server leaves one of each such pair out, and ends the generation: see `over`.
+        The server leaves one of each such pair out, and ends the generation: see `over`. Raises NotSeated.
         """
         with self._state.changed:
             seat = self._seated()
+            if seat.generation != generation:
+                return
             told = self._state.unreachable = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
         self._link.send(m.Unreachable(generation=seat.generation, ranks=told))  # again at each new connection
 

@@ -5,7 +5,8 @@
                                        <-   Welcome, or Refusal and the end of the connection
     Join                               ->
                                        <-   Seating, when the generation closes
-    Formed; or Unreachable             ->   it has its process group; or cannot talk to some of its peers
+    Formed                             ->   it has its process group
+    Unreachable                        ->   it cannot talk to some of its peers, in forming that or in a step
     Beat(number), every beat_s         ->
                                        <-   Heard(number), at once: it may commit for a while (commit_lease.py)
                                        <-   LostPeer, Over: at once, when the generation is over unplanned
@@ -75,7 +76,7 @@ class Formed(_Message):
 
 
 class Unreachable(_Message):
-    """In forming this generation's process group it could not talk to these ranks. ranks: why, in words."""
+    """It cannot talk to these ranks of this generation, in forming its group or since. ranks: why, in words."""
 
     kind: Literal["unreachable"] = "unreachable"
     generation: Whole

@@ -3,7 +3,9 @@
     who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps, from when it
                           could be told of it: it may have been cut off, and be back. One that still
                           forms its process group has form_s from its seat on; then it hangs, if others have theirs
-    who is not reached    others cannot talk to it, or it to them (unreachable.py)
+    who is not reached    others cannot talk to it, or it to them (unreachable.py). Once the group is formed, only among
+                          those that have been heard of for return_s: the others are silence.py's, which may wait for a
+                          lease, or are just back, and what was said of them is old
 
 Where nobody has formed a group in form_s, none of them is to blame: the generation is over, and all try again.
 """
@@ -11,6 +13,7 @@ Where nobody has formed a group in form_s, none of them is to blame: the generat
 from __future__ import annotations
 
 from thinwire.workers.membership.attendance import Attendance
+from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.unreachable import left_out
 
 REPORTS_S = 1.0
@@ -27,10 +30,14 @@ class Stuck:
 
     def report(self, rank: int, ranks: dict[int, str], now: float) -> None:
         """This rank of the present generation cannot talk to those: why, in words."""
+        self._attendance.say("unreachable", rank=rank, ranks=[*sorted(ranks)])
+        counting = self._counting(now)
+        told = {other: why for other, why in ranks.items() if other in counting}
+        if rank not in counting or not told:
+            return
         if not self._reports:
             self._reported_at = now
-        self._reports[rank] = ranks
-        self._attendance.say("unreachable", rank=rank, ranks=[*sorted(ranks)])
+        self._reports[rank] = told
 
     def forget_reports(self) -> None:
         """Another generation is the present one."""
@@ -74,18 +81,25 @@ class Stuck:
                 attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
 
     def _judge_reports(self, now: float) -> None:
-        attendance, members = self._attendance, {w.rank: w for w in self._attendance.members()}
+        attendance, members = self._attendance, self._counting(now)
         reports = {
             rank: {other: why for other, why in told.items() if other in members}
             for rank, told in self._reports.items()
             if rank in members
         }
         self._reports = {}
-        holders = {rank for rank in members if rank is not None and attendance.present.seats[rank].standing.has_state}
-        unheard = {
-            rank
-            for rank, w in members.items()
-            if rank is not None and now - w.heard_at > attendance.timing.beat_timeout_s / 4
-        }
+        holders = {w.rank for w in attendance.members() if w.rank is not None and w.has_state}
+        unheard = {rank for rank, w in members.items() if not self._is_heard(w, now)}
         for rank, why in left_out(reports, holders, unheard).items():
             attendance.fence(members[rank], why, now)
+
+    def _counting(self, now: float) -> dict[int, Worker]:
+        """The members by rank of whose pairs it may be said that they are broken."""
+        members = {w.rank: w for w in self._attendance.members() if w.rank is not None}
+        if not all(w.formed for w in members.values()):
+            return members
+        settled_s = self._attendance.timing.return_s
+        return {rank: w for rank, w in members.items() if self._is_heard(w, now) and now - w.here_since > settled_s}
+
+    def _is_heard(self, worker: Worker, now: float) -> bool:
+        return now - worker.heard_at <= self._attendance.timing.beat_timeout_s / 4

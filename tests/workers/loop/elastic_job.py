@@ -21,6 +21,7 @@ from tests.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
+from thinwire.workers.forming import reach
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer
 from thinwire.workers.membership.commit_lease import LEASE_S
 
@@ -77,6 +78,8 @@ class Times:
     collective_s: float = 60.0
     connect_s: float = 5.0
     answer_s: float = 20.0
+    waited_s: float = 3.0
+    unreachable_s: float = 10.0
 
     def of(self, share):
         return Times(**{name: share * seconds for name, seconds in asdict(self).items()})
@@ -84,6 +87,12 @@ class Times:
     def server(self):
         names = ("beat_timeout_s", "join_timeout_s", "return_s")
         return {**{name: getattr(self, name) for name in names}, "lease_s": self.lease_s * LEASE_END_S / LEASE_S}
+
+    def reach(self):
+        share = self.unreachable_s / 10.0
+        return reach.Times(
+            self.waited_s, self.unreachable_s, 5 * share, 3 * share, max(1, round(2 * share)), 0.25 * share
+        )
 
 
 QUICK = Times(beat_s=0.2, collective_s=20.0)
@@ -172,6 +181,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         torch.device("cpu"),
         timeout_s=times.collective_s,
         patience=Patience(connect_s=times.connect_s, answer_s=times.answer_s),
+        times=times.reach(),
         ended=failure.exists,
         floor=floor,
     )

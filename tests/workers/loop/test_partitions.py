@@ -36,15 +36,22 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
     assert found.given_up == 0
 
 
+def test_a_pair_that_is_cut_in_a_step_does_not_wait_for_the_time_out_of_a_collective(tmp_path):
+    times = replace(Times().of(SHARE), collective_s=600.0, unreachable_s=1.0)
+    found = cut_for(CUTS["one pair of three"], 8.0, times, tmp_path, settle_steps=3)
+    assert (found.went_on, found.fenced) == ([0, 1], [2])
+    assert "gives no answer (ETIMEDOUT)" in found.reasons[0]
+    assert found.given_up == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length_s", [5, 30, 120])
 @pytest.mark.parametrize("name", CUTS)
 def test_one_group_at_most_goes_on_and_who_is_left_out_is_as_said(tmp_path, name, length_s):
     """All times are a fifth of a job's, the cut's too."""
     found = cut_for(CUTS[name], SHARE * length_s, Times().of(SHARE), tmp_path, pause_s=0.1)
-    pair = name.startswith("one pair")
     minority = name == "two of three, the membership with the one"
-    if length_s == 5 or ((pair or minority) and length_s == 30):  # shorter than what the rules wait for
+    if length_s == 5 or (minority and length_s == 30):  # shorter than what the rules wait for
         assert (found.went_on, found.fenced) == ([], [])
     else:
         assert found.fenced == LEFT_OUT[name]

@@ -82,7 +82,8 @@ class Node:
                 state.cut()
         if self.net.now - self.beat_at >= BEAT_S:
             self.beat_at = self.net.now
-            state.step = self.step
+            if self.trains:
+                state.step = self.step
             self.say(state.beat())
         if state.seat is not None and not state.formed and state.standing is None and self.forms:
             state.formed = True

@@ -86,6 +86,12 @@ class Group:
                 found[other] = "no answer"
         return found
 
+    def unreached(self, rank: int) -> set[int]:
+        """Whom it would get no answer from, of all."""
+        here, job = self.there[rank].machine, self._job
+        others = {other: job.process(id).machine for other, id in enumerate(self.ids) if other != rank}
+        return {other for other, machine in others.items() if not job.network.both(here, machine)}
+
     def send(self, rank: int, number: int, value: Any) -> None:
         """A rank gives its data to a collective."""
         collective = self.collectives.get(number)

@@ -32,6 +32,10 @@ COLLECTIVE_S = 60.0
 ANSWER_S = 1.0
 """How long the membership may take to say why a peer's connection ended."""
 PROBE_S = 3.0
+WAITED_S = 3.0
+UNREACHABLE_S = 10.0
+AGAIN_S = 5.0
+"""As in reach.py."""
 LEAVE_S = 25.0
 
 
@@ -57,6 +61,8 @@ class Worker(Process):
         self._next = self._train
         self._era = 0
         self._told: dict[int, str] = {}
+        self._unreached: dict[int, float] = {}
+        self._tell_at = 0.0
         self.compute_s = job.chance.uniform(0.4, 1.5)
         self.at_death.append(self._left_group)
         self.after(job.chance.uniform(0.0, BEAT_S), "beats", self._beat)
@@ -179,6 +185,18 @@ class Worker(Process):
             self.link.say(m.Unreachable(generation=self.group.generation, ranks=found))
         self.after(PROBE_S, "train", self._probe)
 
+    def _ask(self) -> None:
+        """Once it has waited for long: whom it has not reached for long."""
+        now, group = self._job.clockwork.now, self.group
+        if self.phase != "collecting" or group is None or now - self.since < WAITED_S:
+            self._unreached = {}
+            return
+        self._unreached = {rank: self._unreached.get(rank, now) for rank in group.unreached(self.rank)}
+        broken = {rank: "no answer" for rank, since in self._unreached.items() if now - since >= UNREACHABLE_S}
+        if broken and now >= self._tell_at and self._job.settings.forming_listens:
+            self.link.say(m.Unreachable(generation=group.generation, ranks=broken))
+            self._tell_at = now + AGAIN_S
+
     def _set_out(self, step: int, branch: Branch | None) -> None:
         """After a regroup: all are at this step."""
         group = self.group
@@ -285,6 +303,7 @@ class Worker(Process):
         with self.state.changed:
             beat = self.state.beat()
         self.link.say(beat)
+        self._ask()
         if self.phase in ("forming", "collecting") and self._job.clockwork.now - self.since > COLLECTIVE_S:
             self.do("train", lambda: self._lost("a collective took too long"))
         self.after(BEAT_S, "beats", self._beat)
