@@ -107,6 +107,7 @@ class Course:
     def __init__(self, spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> None:
         self.step = self.attended = 0
         self._spec, self._run, self._ranks, self._device, self._reporter = spec, run, ranks, device, reporter
+        ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
         self._saving = Saving(run.directory, spec.checkpoint, reporter, ranks.may_commit, run.attempt_now)
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
@@ -172,6 +173,8 @@ class Course:
             self._begin()
         else:
             self._go_on(told, began)
+        if seat is not None and seat.furthest > self.step:
+            self._reporter.gave_up(seat.furthest - self.step)
 
     def _signed(self) -> dict[str, str]:
         """The signature of what was built: once, for nothing of it changes."""

@@ -24,7 +24,7 @@ from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers.elastic.failures import JobFailed
-from thinwire.workers.telemetry.waiting import WaitingTeller
+from thinwire.workers.telemetry.waiting import MembershipTeller
 from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_failure
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         return None if membership is None else ray.get(membership.snapshot.remote(), timeout=10)
 
     follower = WantedFollower(run_dir, workers, tell)
-    teller = WaitingTeller(run_dir, how["train_loop_config"]["attempt"], look)
+    teller = MembershipTeller(run_dir, how["train_loop_config"]["attempt"], look)
     try:
         trainer.fit()
     finally:

@@ -95,6 +95,18 @@ METRICS: dict[str, Metric] = {
             "",
             "Estimated 2-norm of the error memory that was lost with dead workers in the last change; 0 if planned",
         ),
+        Metric(
+            "thinwire_steps_given_up_total",
+            MetricKind.COUNTER,
+            "steps",
+            "Steps that some worker had committed and that were run again, in the changes of workers of this one",
+        ),
+        Metric(
+            "thinwire_waits_for_membership",
+            MetricKind.GAUGE,
+            "",
+            "1 while this worker may commit no step, as the membership of its job was not heard of for 45 s, else 0",
+        ),
         Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
         Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),

@@ -104,11 +104,11 @@ Effect = Send | Close | Happened | Keep
 class Present:
     """The present generation: who was seated, and what has happened since.
 
-    reason, lost_before: why it came to be. over: why it ends, where that is not planned. planned: the change that was
-    confirmed, planned_step: after which step; leaving: the ids of those that leave by it. at_end: a member has come to
-    a clean end, and the others will too. furthest: the last step that a member has told. released: ids that are gone,
-    and until when each may commit. returning: those of them that may come back. vacant: nobody is left who could
-    commit, and the next server was told.
+    reason, lost_before, furthest_before: why it came to be, and the last step that was told before. over: why it ends,
+    where that is not planned. planned: the change that was confirmed, planned_step: after which step; leaving: the ids
+    of those that leave by it. at_end: a member has come to a clean end, and the others will too. furthest: the last
+    step that a member has told. released: ids that are gone, and until when each may commit. returning: those of them
+    that may come back. vacant: nobody is left who could commit, and the next server was told.
     """
 
     generation: int = 0
@@ -124,13 +124,15 @@ class Present:
     at_end: bool = False
     seated_at: float = 0.0
     furthest: int = 0
+    furthest_before: int = 0
     released: dict[str, float] = field(default_factory=dict)
     returning: dict[str, Worker] = field(default_factory=dict)
     vacant: bool = False
 
     def seating(self, rank: int) -> m.Seating:
         """What the member of this rank is told."""
-        seat = Seat(self.generation, rank, len(self.seats), self.seats, self.reason, self.lost_before)
+        size, before = len(self.seats), self.furthest_before
+        seat = Seat(self.generation, rank, size, self.seats, self.reason, self.lost_before, before)
         return m.Seating(seat=seat)
 
     def news(self) -> list[m.FromServer]:

@@ -403,13 +403,15 @@ class Rules:
         for worker in joined[most:]:
             if worker.rank is not None:
                 attendance.dismiss(worker, f"the job was shrunk to {self.limits.max} workers")
+        before = ended.furthest or ended.furthest_before
         if not members and ended.lost:
-            attendance.say("gave_up", step=ended.furthest)
+            attendance.say("gave_up", step=before)
         reason = roster.reason(ended.lost, ended.planned, len(ended.seats), len(chosen), ended.over)
         self._highest, self._signature = self.highest + 1, signature
         seats = tuple(roster.to_seated(worker) for worker in chosen)
         lost = tuple(sorted(ended.lost, key=lambda gone: gone.rank))
-        self._begin(Present(self._highest, seats, reason, lost, at_end=ended.at_end, seated_at=now))
+        began = Present(self._highest, seats, reason, lost, at_end=ended.at_end, seated_at=now, furthest_before=before)
+        self._begin(began)
         attendance.effects.append(Keep(self._highest, vacant=False))
         for rank, worker in enumerate(chosen):
             worker.has_state = seats[rank].standing.has_state
@@ -468,7 +470,10 @@ class Rules:
         """This server knows less than a member: what it was told is the present generation."""
         attendance = self._attendance
         attendance.cancel()
-        self._begin(Present(told.generation, told.members, told.reason, told.lost, seated_at=now))
+        before = told.furthest
+        self._begin(
+            Present(told.generation, told.members, told.reason, told.lost, seated_at=now, furthest_before=before)
+        )
         self._silence.adopt_until = now + self._timing.adopt_s
         if told.generation < self._after:  # members of the last generation may be about to come, or be cut off
             self._silence.adopt_until = max(self._silence.adopt_until, self._quiet_until)

@@ -75,7 +75,8 @@ class LostMember:
 class Seat:
     """The place of one worker in a generation, and who the others are.
 
-    members: by rank. reason: in words, why this generation came to be. lost: of the generation before.
+    members: by rank. reason: in words, why this generation came to be. lost: of the generation before. furthest: the
+    last step that any member of that has told of.
     """
 
     __pydantic_config__ = _STRICT
@@ -85,6 +86,7 @@ class Seat:
     members: tuple[Seated, ...]
     reason: str
     lost: tuple[LostMember, ...]
+    furthest: Whole = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,10 @@ class Occupant(BaseModel):
 
 
 class Snapshot(BaseModel):
-    """What the server knows at one moment. status_text is for people. joined: workers that the next generation has."""
+    """What the server knows at one moment. status_text is for people. joined: workers that the next generation has.
+
+    given_up: the last events `minority` and `gave_up`: others have gone on without members that had committed steps.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,6 +157,7 @@ class Snapshot(BaseModel):
     joined: int
     last_step: int
     events: int
+    given_up: tuple[MembershipEvent, ...] = ()
 
 
 def worker_name(identity: Identity) -> str:

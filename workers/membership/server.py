@@ -18,6 +18,7 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from pydantic import BaseModel
@@ -36,6 +37,8 @@ MAX_STRANGERS = 64
 """Connections at a time that have not yet. One more closes one of them, by lot: those that only hang keep nobody out,
 and where many members come at once, some of them get through."""
 TICK_S = 0.05
+KEPT = 16
+"""Events that a snapshot has, for those that look now and then."""
 RESET = (ConnectionResetError, ConnectionAbortedError)
 """The peer's system knows of no such connection."""
 
@@ -80,6 +83,7 @@ class MembershipServer:
         self._outboxes: dict[str, _Outbox] = {}
         self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
         self._num_events = 0
+        self._given_up: deque[MembershipEvent] = deque(maxlen=KEPT)
         self._open: set[Lines] = set()
         self._strangers: list[Lines] = []
         self._closing = threading.Event()
@@ -107,7 +111,8 @@ class MembershipServer:
     def snapshot(self) -> Snapshot:
         """What the server knows now."""
         with self._lock:
-            return self._rules.snapshot(self._num_events)
+            now = self._rules.snapshot(self._num_events)
+            return now.model_copy(update={"given_up": tuple(self._given_up)})
 
     def vacant_in_s(self) -> float:
         """Seconds after which nobody that this server knows can commit, if it hears of nobody any more."""
@@ -279,7 +284,10 @@ class MembershipServer:
                     self._tell_keeper(generation, vacant)
                 case Happened(kind, generation, fields):
                     self._num_events += 1
-                    self._events.put(MembershipEvent(kind, time.time(), generation, fields))
+                    event = MembershipEvent(kind, time.time(), generation, fields)
+                    self._events.put(event)
+                    if kind in ("minority", "gave_up"):
+                        self._given_up.append(event)
 
     def _tell_keeper(self, generation: int, vacant: bool) -> None:
         if self._keep is not None:

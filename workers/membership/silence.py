@@ -85,8 +85,9 @@ class Silence:
         elif ended := [w for w in silent if now >= attendance.lease_end(w)]:
             if len(heard) + len(silent) < len(members):
                 return
-            ahead = max(w.step for w in ended) - max(w.step for w in heard)
-            attendance.say("minority", heard=len(heard), silent=len(silent), steps_given_up=max(ahead, 0))
+            step = max(w.step for w in heard)
+            given_up = max(max(w.step for w in ended) - step, 0)
+            attendance.say("minority", step=step, heard=len(heard), silent=len(silent), steps_given_up=given_up)
             self._fence(ended, now)
 
     def _fence(self, silent: list[Worker], now: float) -> None:

@@ -28,7 +28,7 @@ class WorkerMetrics:
         self._constant = {"job_id": job_id, "rank": str(rank)}
         self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         self._lock = threading.Lock()
-        self._num_regroups = 0
+        self._num_regroups = self._num_given_up = 0
         self._stop: Callable[[], None] | None = None
         self._address: str | None = None
         # Its own registry: other libraries in the process use the global one.
@@ -86,6 +86,18 @@ class WorkerMetrics:
             self._set("thinwire_regroups_total", self._num_regroups)
             self._set("thinwire_regroup_seconds", seconds)
             self._set("thinwire_error_lost_norm", lost_norm)
+            self._set("thinwire_steps_given_up_total", self._num_given_up)
+
+    def gave_up(self, steps: int) -> None:
+        """So many committed steps are run again."""
+        with self._lock:
+            self._num_given_up += steps
+            self._set("thinwire_steps_given_up_total", self._num_given_up)
+
+    def waits_for_membership(self, *, waits: bool) -> None:
+        """No step may count now; or again."""
+        with self._lock:
+            self._set("thinwire_waits_for_membership", float(waits))
 
     def _set_wire(self, wire: WireAccount) -> None:
         self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)

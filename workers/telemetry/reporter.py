@@ -55,6 +55,12 @@ class Reporter(Protocol):
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
 
+    def gave_up(self, steps: int) -> None:
+        """So many steps that some worker had committed are run again, in a change of ranks or a resume."""
+
+    def waits_for_membership(self, step: int, *, waits: bool) -> None:
+        """No step after this one may count before the membership is heard of again; or it was."""
+
     def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Something that happened once."""
 
@@ -98,6 +104,14 @@ class Silent:
             error_lost_norm=lost_norm,
             **fields,
         )
+
+    def gave_up(self, steps: int) -> None:
+        """Nothing."""
+
+    def waits_for_membership(self, step: int, *, waits: bool) -> None:
+        """An event."""
+        if waits:
+            self.event(EventKind.WAITING_FOR_MEMBERSHIP, step)
 
     def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Nothing."""
@@ -205,6 +219,16 @@ class ServiceReporter:
             error_lost_norm=lost_norm,
             **fields,
         )
+
+    def gave_up(self, steps: int) -> None:
+        """Export it."""
+        self._metrics.gave_up(steps)
+
+    def waits_for_membership(self, step: int, *, waits: bool) -> None:
+        """Export it, and tell it as an event."""
+        self._metrics.waits_for_membership(waits=waits)
+        if waits:
+            self.event(EventKind.WAITING_FOR_MEMBERSHIP, step)
 
     def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Post it, and write it into the run folder. A disk that refuses is logged."""

@@ -1,4 +1,4 @@
-"""Does a job wait for workers? The driver says so: while it waits no worker may be left that could."""
+"""Does a job wait for workers, and what has its membership given up? The driver says so: no worker may be left."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.reports import Event, EventKind
 from thinwire.contract.run_folder import RunFolder
@@ -43,9 +44,22 @@ def waiting(snapshot: dict[str, Any], begun_s: float) -> Waiting | None:
     return Waiting(snapshot["joined"], snapshot["limits"]["min"], snapshot["last_step"])
 
 
-class WaitingTeller:
+def given_up(snapshot: dict[str, Any]) -> list[Event]:
+    """Where others have gone on without members that had committed steps, as the membership's snapshot says."""
+    return [
+        Event(
+            kind=EventKind.MEMBERSHIP_MINORITY if one["kind"] == "minority" else EventKind.MEMBERSHIP_GAVE_UP,
+            step=one["fields"]["step"],
+            time=one["time"],
+            fields={"generation": one["generation"], **{k: v for k, v in one["fields"].items() if k != "step"}},
+        )
+        for one in snapshot.get("given_up", ())  # missing where an earlier version has started the membership
+    ]
+
+
+class MembershipTeller:
     """Looks every MEMBERSHIP_LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
-    also through an outage of it.
+    also through an outage of it. What the driver of an earlier attempt has told it does not tell again.
 
     look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
     """
@@ -56,6 +70,7 @@ class WaitingTeller:
         self._began = time.monotonic()
         self._poster = None if self._client is None else Poster(self._client)
         self._told: Waiting | None = None
+        self._given_up = _told_before(run_dir)
         self._unseen = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-waiting", daemon=True)
@@ -86,11 +101,35 @@ class WaitingTeller:
             if now is not None and now != self._told:
                 self._tell(now)
             self._told = now
+            for event in given_up(snapshot):
+                if _key(event) not in self._given_up:
+                    self._given_up.add(_key(event))
+                    logger.warning("%s step=%d fields=%s", event.kind, event.step, event.fields)
+                    self._keep(event)
 
     def _tell(self, now: Waiting) -> None:
         logger.warning("waiting_for_workers have=%d min=%d step=%d", now.have, now.least, now.step)
         fields: dict[str, JsonValue] = {"have": now.have, "min": now.least}
-        event = Event(kind=EventKind.WAITING_FOR_WORKERS, step=now.step, time=time.time(), fields=fields)
+        self._keep(Event(kind=EventKind.WAITING_FOR_WORKERS, step=now.step, time=time.time(), fields=fields))
+
+    def _keep(self, event: Event) -> None:
         keep_event(self._run_dir, event)
         if self._poster is not None:
             self._poster.add_event(event)
+
+
+def _key(event: Event) -> tuple[str, float]:
+    return event.kind, event.time
+
+
+def _told_before(run_dir: Path) -> set[tuple[str, float]]:
+    """Of events.jsonl, without a line that was torn. Empty where it cannot be read."""
+    try:
+        lines = RunFolder(run_dir).events.read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    told = set()
+    for line in lines:
+        with suppress(ValidationError):
+            told.add(_key(Event.model_validate_json(line)))
+    return told

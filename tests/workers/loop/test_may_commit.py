@@ -10,7 +10,8 @@ from tests.workers.membership.conftest import job as job
 from tests.workers.membership.members import Job, later
 from tests.workers.small_job import Recording, small_spec
 from thinwire.comm import PeerLost, SoloGroup
-from thinwire.workers.loop import Run, train
+from thinwire.contract.reports import EventKind
+from thinwire.workers.loop import Course, Run, train
 from thinwire.workers.membership.messages import Refusal
 from thinwire.workers.ranks import ElasticRanks, FixedRanks
 from thinwire.workers.telemetry.step_log import StepLog
@@ -32,6 +33,18 @@ class Lapses(FixedRanks):
             assert self.told.wait(30.0)
             if self.counted_out:
                 raise PeerLost("others have gone on without it")
+
+
+class Waits(Recording):
+    """Keeps when a wait for the membership has begun and ended."""
+
+    def __init__(self, *where):
+        super().__init__(*where)
+        self.waits = []
+
+    def waits_for_membership(self, step, *, waits):
+        self.waits.append(waits)
+        super().waits_for_membership(step, waits=waits)
 
 
 @pytest.mark.parametrize("counted_out", [True, False])
@@ -58,19 +71,24 @@ def test_what_was_computed_without_a_lease_is_not_reported_or_saved(tmp_path, mo
         assert list((tmp_path / "checkpoints").glob("step-00000010*"))
 
 
-def test_a_look_without_a_lease_waits_until_the_member_is_heard_again(job: Job):
+def test_a_look_without_a_lease_waits_until_the_member_is_heard_again_and_is_told(job: Job, tmp_path):
     job.serve(1, 1)
     member = job.member(0)
     ranks = ElasticRanks(member, None, torch.device("cpu"))
+    course = Course(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter := Waits(tmp_path, 0))
     ranks.form(0, False, {})
-    ranks.look(1)
+    course._look()
+    assert reporter.waits == []
     job.server.close()
     member._state.give_up_lease()
-    looks = later(lambda: ranks.look(1))
+    looks = later(course._look)
     with pytest.raises(TimeoutError):
         looks.result(0.3)
+    assert reporter.waits == [True]
     job.serve(1, 1)
     assert looks.result(10.0) is None
+    assert reporter.waits == [True, False]
+    assert reporter.events == [(EventKind.WAITING_FOR_MEMBERSHIP, 0)]
 
 
 def test_a_look_without_a_lease_ends_where_others_have_gone_on(job: Job):

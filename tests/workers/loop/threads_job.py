@@ -47,6 +47,7 @@ class Seat:
     members: list[Worker]
     reason: str = "as planned by the test"
     lost: tuple = ()
+    furthest: int = 0
 
 
 class ThreadsJob:

@@ -131,6 +131,24 @@ def test_a_minority_with_the_server_waits_for_the_others_until_their_leases_have
     assert event.fields["steps_given_up"] >= 0
 
 
+def test_a_seat_tells_how_far_the_generation_before_had_come():
+    net = Net(1, 2)
+    a, b = net.formed(2)
+    (spare,) = net.add(7)
+    spare.forms = False
+    net.run(1.0)
+    net.cut(a, b)
+    net.run(30.0)
+    told = max(worker.step for worker in net.rules._attendance.members())
+    net.run(LEASE_S)
+    assert 0 < spare.state.seat.furthest == told < a.step
+    assert net.said("gave_up")[0].fields["step"] == told
+    net.kill(spare)  # before its first step
+    (last,) = net.add(8)
+    net.run(8.0)
+    assert (last.generation, last.state.seat.furthest) == (3, told)
+
+
 def test_a_minority_that_is_joined_again_in_time_goes_on_with_all():
     net = Net(1, 3)
     nodes = net.formed(3)
@@ -304,6 +322,7 @@ def test_where_nobody_forms_a_group_all_try_again():
 def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named():
     net = Net(1, 3)
     a, b, c = net.formed(3)
+    net.run(5.0)
     a.say(Unreachable(generation=1, ranks={2: "timed out"}))
     net.run(2.0)
     assert why(c) == "rank 0 cannot reach it (timed out)"
@@ -314,11 +333,41 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named():
 def test_the_one_in_most_broken_pairs_is_left_out_whatever_its_rank():
     net = Net(1, 4)
     a, b, c, d = net.formed(4)
+    net.run(5.0)
     b.say(Unreachable(generation=1, ranks={0: "no route"}))
     c.say(Unreachable(generation=1, ranks={0: "no route"}))
     net.run(2.0)
     assert why(a) == "rank 1 cannot reach it (no route); rank 2 cannot reach it (no route)"
     assert [node.state.ended for node in (b, c, d)] == [None] * 3
+
+
+def test_of_a_pair_that_is_cut_in_a_step_one_is_left_out_whoever_brought_the_state():
+    net = Net(1, 3)
+    (a,) = net.formed(1)
+    b, c = net.add(1, 2)
+    net.run(1.0)
+    a.state.over = "for the test"
+    net.run(5.0)
+    assert a.state.seat.size == 3
+    for node in (b, c):  # which hold it by now
+        node.say(Unreachable(generation=a.generation, ranks={0: "no answer"}))
+    net.run(2.0)
+    assert why(a) == "rank 1 cannot reach it (no answer); rank 2 cannot reach it (no answer)"
+    assert b.state.seat.size == c.state.seat.size == 2
+
+
+def test_whom_neither_its_peers_nor_the_membership_reach_is_waited_for_as_a_minority_does():
+    net = Net(1, 3)
+    a, b, c = net.formed(3)
+    net.cut(b, c)
+    for _ in range(4):
+        net.run(5.0)
+        a.say(Unreachable(generation=1, ranks={1: "no answer", 2: "no answer"}))
+    assert not net.said("fenced")
+    net.cut(b, c, side=0)
+    at = net.now
+    net.run(5.0)
+    assert net.committed(at) == {(1, (0, 1, 2))}
 
 
 @pytest.mark.parametrize("unheard", [False, True])
@@ -327,6 +376,8 @@ def test_the_last_that_holds_the_state_is_not_left_out(unheard):
     (a,) = net.formed(1)
     newcomers = net.add(1, 2)
     net.run(1.0)
+    for node in (a, *newcomers):
+        node.forms = False
     a.state.over = "for the test"
     net.run(1.0)
     assert a.state.seat.size == 3

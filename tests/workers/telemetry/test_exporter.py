@@ -70,12 +70,14 @@ def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...]
 def test_every_declared_metric_is_exported_under_exactly_its_name(metrics: WorkerMetrics) -> None:
     update(metrics)
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
+    metrics.waits_for_membership(waits=True)
     assert set(scrape(metrics)) == set(METRICS)
 
 
 def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None:
     update(metrics)
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
+    metrics.waits_for_membership(waits=True)
     answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
@@ -96,6 +98,16 @@ def test_values_are_those_of_the_last_update(metrics: WorkerMetrics) -> None:
     assert values["thinwire_compression_ratio"] == {(): 31.7}
     assert values["thinwire_step"] == {(): 7.0}
     assert values["thinwire_validation_loss"] == {(): 2.75}
+
+
+def test_steps_that_were_given_up_add_up_and_a_wait_ends(metrics: WorkerMetrics) -> None:
+    for generation, steps in ((2, 0), (3, 2), (4, 5)):
+        metrics.gave_up(steps)
+        metrics.regrouped(generation=generation, seconds=0.3, lost_norm=0.0)
+    assert scrape(metrics)["thinwire_steps_given_up_total"] == {(): 7.0}
+    for waits in (True, False):
+        metrics.waits_for_membership(waits=waits)
+        assert scrape(metrics)["thinwire_waits_for_membership"] == {(): float(waits)}
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
+from tests.workers.membership.cuts import Net
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import waiting as telemetry_waiting
-from thinwire.workers.telemetry.waiting import START_S, Waiting, WaitingTeller, waiting
+from thinwire.workers.telemetry.waiting import START_S, MembershipTeller, Waiting, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
             raise answer
         return answer
 
-    teller = WaitingTeller(tmp_path, 1, look)
+    teller = MembershipTeller(tmp_path, 1, look)
     assert all_seen.wait(30)
     teller.close()
     told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
@@ -58,10 +59,35 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
     assert all(one["step"] == 60 and one["fields"]["min"] == 2 for one in told)
 
 
+def test_what_the_membership_gave_up_is_told_once_and_not_again_by_the_next_driver(tmp_path):
+    net = Net(1, 3)
+    net.cut(*net.formed(3)[1:])
+    net.run(60.0)
+    (one,) = net.said("minority")
+    happened = {"kind": one.kind, "time": 1000.5, "generation": one.generation, "fields": one.fields}
+    gave_up = {"kind": "gave_up", "time": 1001.5, "generation": 2, "fields": {"step": 70}}
+    for answers in ([{}, {"given_up": [happened]}], [{"given_up": [happened, gave_up]}]):
+        seen, left = threading.Event(), [snapshot("training") | answer for answer in answers]
+
+        def look(left=left, seen=seen):
+            if left:
+                return left.pop(0)
+            seen.set()
+            return None
+
+        teller = MembershipTeller(tmp_path, 1, look)
+        assert seen.wait(30)
+        teller.close()
+    minority, all_of_it = (json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines())
+    assert (minority["kind"], minority["time"], minority["step"]) == ("membership_minority", 1000.5, one.fields["step"])
+    assert minority["fields"].keys() == {"generation", "heard", "silent", "steps_given_up"}
+    assert (all_of_it["kind"], all_of_it["step"], all_of_it["fields"]) == ("membership_gave_up", 70, {"generation": 2})
+
+
 def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
     url = (service.run_dir / "service_url").read_text()
     service.stop()
-    teller = WaitingTeller(service.run_dir, 1, snapshot)
+    teller = MembershipTeller(service.run_dir, 1, snapshot)
     until(RunFolder(service.run_dir).events.exists)
     assert not service.requests
     service.start()
@@ -86,7 +112,7 @@ def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, cap
         return answer
 
     with caplog.at_level(logging.INFO, "thinwire"):
-        teller = WaitingTeller(tmp_path, 1, look)
+        teller = MembershipTeller(tmp_path, 1, look)
         assert all_seen.wait(30)
         teller.close()
     assert caplog.text.count("membership_unseen") == 2
