@@ -34,13 +34,16 @@ _READY = struct.Struct("!H")
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. connect_s: for a connection; the network's part, of which a lost frame takes one to three.
+    """Seconds. connect_s: until the membership is told that there is no connection.
 
+    try_s: for one try, then it is tried anew: where the first frame is lost TCP itself tries after 1, 3 and 7 s, and a
+    network that was away for just over 3 s would be waited for until then.
     answer_s: for a peer that took the connection; its process may be busy. hello_s: for who comes, to say who it is.
     again_s: between two reports of the same, as the membership may have been restarted.
     """
 
     connect_s: float = 5.0
+    try_s: float = 1.5
     answer_s: float = 20.0
     hello_s: float = 5.0
     again_s: float = 5.0
@@ -111,11 +114,11 @@ class Pairs:
     async def _ask_once(self, rank: int) -> int:
         who, call, patience = self._seat.members[rank].identity, self._calls[rank], self._patience
         try:
-            async with asyncio.timeout(patience.connect_s):
+            async with asyncio.timeout(min(patience.try_s, patience.connect_s)):
                 # From the address that the others know it by.
                 reader, writer = await asyncio.open_connection(who.host, who.port, local_addr=(self._door.host, 0))
         except TimeoutError:
-            raise TimeoutError(f"no connection within {patience.connect_s:g} s") from None
+            raise TimeoutError(f"no connection in {patience.try_s:g} s, nor in the tries before") from None
         try:
             if not call.connected:  # what is left is its process's part, which may be busy
                 call.connected, call.overdue_at = True, time.monotonic() + patience.answer_s

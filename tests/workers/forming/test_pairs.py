@@ -1,5 +1,6 @@
 """The pair check on threads of one process: real sockets, and a membership that the test plays."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -115,6 +116,23 @@ def test_nobody_goes_on_while_one_pair_is_not_proved_and_all_do_when_it_heals():
         door.close()
         generation.doors[2] = _door_at(port)
         assert [one.result(30.0) for one in [*futures, *generation.prove(2, patience=HASTY)]] == [PORT] * 3
+
+
+def test_a_try_whose_first_frame_was_lost_is_given_up_for_another_long_before_anybody_is_told(monkeypatch):
+    """As in a cut of just over 3 s: TCP's next try is 7 s after the first, and the membership is told after 5."""
+    connect, tried = asyncio.open_connection, set()
+
+    async def loses_the_first(*address, **options):
+        if address not in tried:
+            tried.add(address)
+            await asyncio.Event().wait()
+        return await connect(*address, **options)
+
+    monkeypatch.setattr(asyncio, "open_connection", loses_the_first)
+    with Generation(SECRET, SECRET) as generation:
+        both = generation.prove(0, 1, patience=Patience(connect_s=600.0, try_s=0.05))
+        assert [one.result(60.0) for one in both] == [PORT] * 2
+        assert generation.told == {}
 
 
 def test_who_comes_of_another_generation_does_not_pass():
