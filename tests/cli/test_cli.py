@@ -18,8 +18,7 @@ from rich.console import Console
 from tests.cli.command_line import Run
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
-from thinwire.cli import commands, watch
-from thinwire.cli import main as cli
+from thinwire.cli import commands, screen, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
@@ -159,7 +158,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(
 
     job_id = live.service.running()
     monkeypatch.setattr(
-        cli, "watch", lambda client, job_id, console: watch.watch(client, job_id, console, sleep=interrupt)
+        screen, "watch", lambda client, job_id, console: watch.watch(client, job_id, console, sleep=interrupt)
     )
     run = thinwire("watch", job_id)
     assert run.code == 130

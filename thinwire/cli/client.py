@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import BinaryIO, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -30,6 +30,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.contract.files import unusable_home
 from thinwire.contract.jobs import ErrorBody, History, Job, JobItem, JobList, Logs, Problem
+from thinwire.contract.packages import Package
 from thinwire.contract.reports import Event
 from thinwire.service.config import Settings
 
@@ -38,6 +39,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 _BEYOND_ALL_STEPS = 10**9
+_PART_BYTES = 1 << 18
+_UPLOAD_TIMEOUT_S = 120.0
+"""Between two parts of a package, and until the service has looked at it."""
 _TRY_AGAIN = frozenset({502, 503, 504})
 
 
@@ -172,6 +176,44 @@ class Client:
     def submit(self, spec: Mapping[str, JsonValue], idempotency_key: str) -> Job:
         """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
         return self._call("POST", "/v1/jobs", Job, body=spec, headers={"Idempotency-Key": idempotency_key})
+
+    def has_package(self, sha256: str) -> bool:
+        """Whether the service keeps a package of this hash."""
+        try:
+            return self._call("GET", f"/v1/packages/{sha256}", Package).sha256 == sha256
+        except NotFound:
+            return False
+
+    def put_package(
+        self, sha256: str, file: BinaryIO, size: int, progress: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """Give a package to the service, from where the file stands. progress is told how many bytes more were sent.
+
+        Raises: Rejected for a zip that may not be unpacked; ApiError (413) for one that is too large, (507) where the
+        service has no room.
+        """
+        server = self._find()
+
+        def parts() -> Iterator[bytes]:
+            while part := file.read(_PART_BYTES):
+                yield part
+                progress(len(part))
+
+        headers = {
+            "Authorization": f"Bearer {server.token}",
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(size),
+        }
+        url = f"{server.url}/v1/packages/{sha256}"
+        try:
+            response = self._http.put(url, content=parts(), headers=headers, timeout=_UPLOAD_TIMEOUT_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(
+                f"the package of {size} bytes could not be sent to {server.url} ({error or type(error).__name__}): try "
+                "again; nothing is left of what was sent"
+            ) from error
+        if not response.is_success:
+            raise _error(response)
 
     def jobs(self, limit: int = 100) -> list[JobItem]:
         """The newest jobs, newest first. limit: at most 1000."""

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from thinwire.cli import commands
 from thinwire.cli.client import (
@@ -26,20 +24,21 @@ from thinwire.cli.client import (
     Client,
     ClientError,
     NotFound,
-    Rejected,
     Unreachable,
     WrongEnvironment,
     home,
 )
-from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
+from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import workers_rows
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
 from thinwire.cli.resize import resize
+from thinwire.cli.screen import complain, console, note, watch_to_end
+from thinwire.cli.submit import submit
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
-from thinwire.cli.watch import outcome, watch
-from thinwire.contract.jobs import Job, JobList, JobState
+from thinwire.cli.watch import outcome
+from thinwire.contract.jobs import JobList
 from thinwire.contract.reports import EventKind
 from thinwire.contract.spec import ScriptSpec
 from thinwire.service.config import Settings
@@ -98,49 +97,18 @@ def serve(
         settings = Settings.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         for problem in error.errors():
-            _complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
+            complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
         raise typer.Exit(2) from None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
     try:
-        run_server(settings, on_started=lambda url: _note(_welcome(settings, url)))
+        run_server(settings, on_started=lambda url: note(_welcome(settings, url)))
     except (ServeRefused, LauncherError) as error:
-        _complain(str(error))
+        complain(str(error))
         raise typer.Exit(1) from None
 
 
-@app.command()
-def submit(
-    file: Annotated[Path, typer.Argument(help="A job, as YAML or JSON: see examples/quickstart.yaml.")],
-    follow: Annotated[
-        bool, typer.Option("--watch", help="Watch the job until its end. Exit code 0 if it SUCCEEDED, else 1.")
-    ] = False,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option(help="A second submit with the same key and file finds the first job. Default: a new key."),
-    ] = None,
-) -> None:
-    """Submit a job and print its ID.
-
-    The service checks the file before anything starts. If it refuses the file, the command prints each problem with its
-    path, its value and what is allowed (exit code 2).
-
-    Example: `thinwire submit examples/quickstart.yaml --watch`
-    """
-    spec = read_job_file(file)
-    key = idempotency_key or uuid.uuid4().hex
-    with Client() as client:
-        try:
-            job = client.submit(spec, key)
-        except Rejected as error:
-            raise explain_rejection(file, str(error), error.problems) from error
-        except Unreachable as error:
-            raise Unreachable(f"{error}\nTo try again without a second job, add: --idempotency-key {key}") from error
-        typer.echo(job.id)
-        if follow:
-            _watch(client, job)
-            return
-    _note(f"{job.name} is {job.state}. Next: `thinwire watch {job.id}`, `thinwire logs {job.id} -f`.")
+app.command()(submit)
 
 
 @app.command()
@@ -158,7 +126,7 @@ def jobs(
         typer.echo(JobList(jobs=found).model_dump_json(indent=2))
         return
     if not found:
-        _note("No jobs yet. Next: `thinwire submit examples/quickstart.yaml --watch`.")
+        note("No jobs yet. Next: `thinwire submit examples/quickstart.yaml --watch`.")
         return
     rows = [("ID", "NAME", "STATE", "STEP", "VALIDATION", "CREATED")]
     rows += [
@@ -217,7 +185,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         )
     if job.summary is not None:
         unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
-        _console().print(summary_table(read_summary(job.summary), **unit))
+        console().print(summary_table(read_summary(job.summary), **unit))
 
 
 @app.command("watch")
@@ -230,7 +198,7 @@ def watch_command(job_id: JobId) -> None:
     Example: `thinwire watch quickstart-3f`
     """
     with Client() as client:
-        _watch(client, client.resolve(job_id))
+        watch_to_end(client, client.resolve(job_id))
 
 
 @app.command()
@@ -252,7 +220,7 @@ def logs(
                 if not follow or _over(client, full_id):
                     raise  # a log that went with its cluster does not come back
                 if not waiting:
-                    _complain(f"control plane not reachable, waiting ({error})")
+                    complain(f"control plane not reachable, waiting ({error})")
                 waiting = True
                 time.sleep(FOLLOW_POLL_S)
                 continue
@@ -279,9 +247,9 @@ def cancel(job_id: JobId) -> None:
         job = client.resolve(job_id)
         if not job.state.terminal:
             job = client.cancel(job.id)
-            _note(f"{job.name} {job.id} is {job.state}.")
+            note(f"{job.name} {job.id} is {job.state}.")
         else:
-            _note(f"{job.name} {job.id} is over: {outcome(job)}. Nothing was done.")
+            note(f"{job.name} {job.id} is over: {outcome(job)}. Nothing was done.")
 
 
 @app.command()
@@ -293,7 +261,7 @@ def delete(job_id: JobId) -> None:
     with Client() as client:
         job = client.resolve(job_id)
         client.delete(job.id)
-    _note(f"{job.name} {job.id} is deleted, with {job.run_dir}.")
+    note(f"{job.name} {job.id} is deleted, with {job.run_dir}.")
 
 
 @app.command()
@@ -308,7 +276,7 @@ def quickstart(
 
     Example: `thinwire quickstart --results runs/quickstart`
     """
-    raise typer.Exit(run_quickstart(file, results, launcher.value, home(), _console()))
+    raise typer.Exit(run_quickstart(file, results, launcher.value, home(), console()))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -316,20 +284,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
-        _complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
+        complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
     except (JobFileError, AmbiguousId, NotFound, WrongEnvironment) as error:
-        _complain(str(error))
+        complain(str(error))
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:
-        _complain(str(error))
+        complain(str(error))
         sys.exit(1)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "thinwire":
             raise  # a fault of ours: nothing that the user could install
-        _complain(str(commands.missing_module(error)))
+        complain(str(commands.missing_module(error)))
         sys.exit(1)
     sys.exit(0)
 
@@ -341,33 +309,12 @@ def _welcome(settings: Settings, url: str) -> str:
     )
 
 
-def _watch(client: Client, job: Job) -> None:
-    """Watch the job and leave with its exit code."""
-    try:
-        ended = watch(client, job.id, _console())
-    except KeyboardInterrupt:
-        _note(f"\nNo longer watching; the job goes on. See `thinwire watch {job.id}`, `thinwire cancel {job.id}`.")
-        raise typer.Exit(130) from None
-    if ended.state is JobState.SUCCEEDED:
-        _note(f"{ended.name} SUCCEEDED. Next: `thinwire show {ended.id}`; its files are in {ended.run_dir}.")
-        return
-    _complain(f"{ended.name} {outcome(ended)}\nIts log: `thinwire logs {ended.id}`")
-    raise typer.Exit(1)
-
-
 def _over(client: Client, job_id: str) -> bool:
     """True where the service answers and says that the job is over."""
     try:
         return client.job(job_id).state.terminal
     except Unreachable:
         return False
-
-
-def _console() -> Console:
-    """A console for stdout that takes text as it is."""
-    # Without a terminal rich assumes 80 columns and would break tables in the middle of a log.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -379,15 +326,6 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def _when(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
-
-
-def _note(message: str) -> None:
-    """Say it to the person, away from what a program would read."""
-    typer.echo(message, err=True)
-
-
-def _complain(message: str) -> None:
-    typer.echo(f"thinwire: {message}", err=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""`thinwire submit train.py`: the folder of a script goes along, and the job says what the command line says."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.command_line import Run
+from tests.service.live_service import LiveService
+
+LINE = ["--workers", "4", "--checkpoint-store", "s3://bucket/x", "--pip", "einops", "--env", "A=b=c"]
+SECRETS = ["--secret", "HF_TOKEN=env:HF_TOKEN", "--secret", "DB=file:/run/db"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A script with a module beside it."""
+    made = tmp_path / "my code"
+    (made / "src").mkdir(parents=True)
+    (made / "src" / "Train_it.py").write_text("import model\n")
+    (made / "model.py").write_text("x = 1\n")
+    return made
+
+
+def package_of(live: LiveService, job_id: str) -> list[str]:
+    """The files of a job's package, as the service keeps it."""
+    sha256 = live.service.job(job_id)["spec"]["recipe"]["package"]
+    with zipfile.ZipFile(io.BytesIO((live.home / "packages" / f"{sha256}.zip").read_bytes())) as archive:
+        return archive.namelist()
+
+
+def test_one_line_sends_the_folder_and_submits_the_job(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path
+) -> None:
+    script = str(folder / "src" / "Train_it.py")
+    run = thinwire("submit", script, *LINE, *SECRETS, "--", "--lr", "1e-3", "--name", "x")
+    assert run.code == 0, run.err
+    job = live.service.job(run.out.strip())
+    recipe = job["spec"]["recipe"]
+    assert package_of(live, job["id"]) == ["Train_it.py"]
+    assert (job["name"], recipe["entry"], recipe["args"]) == (
+        "train-it",
+        "Train_it.py",
+        ["--lr", "1e-3", "--name", "x"],
+    )
+    assert (recipe["pip"], recipe["env_vars"]) == (["einops"], {"A": "b=c"})
+    assert recipe["secrets"]["HF_TOKEN"] == {"env": "HF_TOKEN", "file": None}
+    assert recipe["secrets"]["DB"] == {"env": None, "file": "/run/db"}
+    assert (job["spec"]["workers"]["min"], job["spec"]["workers"]["max"]) == (4, 4)
+    assert job["spec"]["checkpoint"]["store"] == "s3://bucket/x"
+    assert "Packed 1 file of" in run.err
+    again = thinwire("submit", script, "--working-dir", str(folder), "--name", "other", "--min", "2")
+    job = live.service.job(again.out.strip())
+    assert package_of(live, job["id"]) == ["model.py", "src/Train_it.py"]
+    assert (job["name"], job["spec"]["recipe"]["entry"]) == ("other", "src/Train_it.py")
+    assert "The service has this package already." in thinwire("submit", script).err
+
+
+def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path
+) -> None:
+    file = folder.parent / "job.yaml"
+    recipe = {"name": "script", "entry": "src/Train_it.py", "working_dir": "my code"}
+    file.write_text(yaml.safe_dump({"recipe": recipe}))
+    run = thinwire("submit", str(file))
+    assert run.code == 0, run.err
+    assert package_of(live, run.out.strip()) == ["model.py", "src/Train_it.py"]
+    file.write_text(yaml.safe_dump({"recipe": recipe | {"working_dir": "/srv/code"}}))
+    run = thinwire("submit", str(file))
+    assert "Packed" not in run.err
+    assert live.service.job(run.out.strip())["spec"]["recipe"]["working_dir"] == "/srv/code"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", "2", "--min", "1"), "--workers sets both --min and --max"),
+        (("--env", "A"), "--env 'A' must be NAME=VALUE"),
+        (("--secret", "A=hf_verysecret"), "--secret A=... must be NAME=env:VARIABLE or NAME=file:/a/path"),
+        (("--secret", "hf_verysecret"), "must be NAME=env:VARIABLE"),
+        (("--secret", "A=file:relative"), "recipe.secrets.A.file"),
+        (("--env", "HF_TOKEN=x"), "secrets: {HF_TOKEN: {env: HF_TOKEN}}"),
+        (("--working-dir", "/usr"), "does not lie in /usr"),
+        (("--name", "No Name"), "name = "),
+    ],
+)
+def test_a_wrong_option_is_refused_and_no_job_made(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path, options: tuple[str, ...], words: str
+) -> None:
+    run = thinwire("submit", str(folder / "src" / "Train_it.py"), *options)
+    assert run.code == 2
+    assert words in run.err
+    assert "verysecret" not in run.err
+    assert live.service.client.get("/v1/jobs").json()["jobs"] == []
+
+
+def test_what_a_job_file_says_itself_is_not_said_beside_it(
+    thinwire: Callable[..., Run], live: LiveService, job_file: Path
+) -> None:
+    run = thinwire("submit", str(job_file), "--workers", "2", "--", "--lr")
+    assert run.code == 2
+    assert "--workers, --lr: only for a script, and" in run.err
+
+
+def test_a_script_that_is_ignored_or_not_there_is_told_before_anything_is_sent(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path
+) -> None:
+    (folder / ".gitignore").write_text("src/\n")
+    run = thinwire("submit", str(folder / "src" / "Train_it.py"), "--working-dir", str(folder))
+    assert run.code == 2
+    assert "is left out by .gitignore or .rayignore, and src/Train_it.py with it" in run.err
+    run = thinwire("submit", str(folder / "none.py"))
+    assert run.code == 2
+    assert "none.py cannot be read: No such file" in run.err
+    assert not (live.home / "packages").exists()
+
+
+def test_a_service_without_room_is_told(thinwire: Callable[..., Run], live: LiveService, folder: Path) -> None:
+    live.service.plane.packages._total_bytes = 10
+    run = thinwire("submit", str(folder / "src" / "Train_it.py"))
+    assert run.code == 1
+    assert "THINWIRE_PACKAGES_MAX_BYTES" in run.err

@@ -1,0 +1,44 @@
+"""What the command line says to a person: on stdout what was asked for, on stderr all else."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.client import Client
+from thinwire.cli.watch import outcome, watch
+from thinwire.contract.jobs import Job, JobState
+
+
+def console() -> Console:
+    """A console for stdout that takes text as it is."""
+    # Without a terminal rich assumes 80 columns and would break tables in the middle of a log.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def note(message: str) -> None:
+    """Say it to the person, away from what a program would read."""
+    typer.echo(message, err=True)
+
+
+def complain(message: str) -> None:
+    """An error, in the name of the command."""
+    typer.echo(f"thinwire: {message}", err=True)
+
+
+def watch_to_end(client: Client, job: Job) -> None:
+    """Watch the job and leave with its exit code. Raises: typer.Exit, ClientError."""
+    try:
+        ended = watch(client, job.id, console())
+    except KeyboardInterrupt:
+        note(f"\nNo longer watching; the job goes on. See `thinwire watch {job.id}`, `thinwire cancel {job.id}`.")
+        raise typer.Exit(130) from None
+    if ended.state is JobState.SUCCEEDED:
+        note(f"{ended.name} SUCCEEDED. Next: `thinwire show {ended.id}`; its files are in {ended.run_dir}.")
+        return
+    complain(f"{ended.name} {outcome(ended)}\nIts log: `thinwire logs {ended.id}`")
+    raise typer.Exit(1)

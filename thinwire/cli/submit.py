@@ -1,0 +1,140 @@
+"""The command `thinwire submit`: a job file, or a script with its folder, in one line."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import JsonValue
+
+from thinwire.cli.client import Client, Rejected, Unreachable
+from thinwire.cli.job_file import explain_rejection, read_job_file
+from thinwire.cli.screen import note, watch_to_end
+from thinwire.cli.script_job import Option, folder_of, packed_job, script_job
+
+_OF_SCRIPTS = "Scripts"
+
+
+def submit(
+    file: Annotated[
+        Path, typer.Argument(help="A script, train.py; or a job as YAML or JSON: see examples/quickstart.yaml.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --: what the script is called with.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--watch", help="Watch the job until its end. Exit code 0 if it SUCCEEDED, else 1.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(help="A second submit with the same key and file finds the first job. Default: a new key."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="So many workers, no more and no fewer.", rich_help_panel=_OF_SCRIPTS)
+    ] = None,
+    least: Annotated[
+        int | None,
+        typer.Option("--min", help="The fewest workers; with fewer the job waits.", rich_help_panel=_OF_SCRIPTS),
+    ] = None,
+    most: Annotated[
+        int | None,
+        typer.Option("--max", help="The most workers, even if more would fit.", rich_help_panel=_OF_SCRIPTS),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The job's name. Default: the script's.", rich_help_panel=_OF_SCRIPTS)
+    ] = None,
+    checkpoint_store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where checkpoints go: a folder that all boxes share, or a URL.", rich_help_panel=_OF_SCRIPTS
+        ),
+    ] = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(help="The folder that is sent along. Default: the script's own.", rich_help_panel=_OF_SCRIPTS),
+    ] = None,
+    pip: Annotated[
+        list[str] | None,
+        typer.Option(help="A requirement that each box installs; repeat it.", rich_help_panel=_OF_SCRIPTS),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE for the script's environment; everybody sees it; repeat it.", rich_help_panel=_OF_SCRIPTS
+        ),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=env:VARIABLE or NAME=file:/path: the script's environment, read on each box; repeat it.",
+            rich_help_panel=_OF_SCRIPTS,
+        ),
+    ] = None,
+) -> None:
+    """Submit a job and print its ID.
+
+    With a script, its folder is packed and sent along, without what .gitignore and .rayignore leave out. The service
+    checks the job before anything starts. If it refuses it, the command prints each problem with its path, its value
+    and what is allowed (exit code 2).
+
+    Examples: `thinwire submit train.py --workers 4 -- --lr 1e-3`, `thinwire submit examples/quickstart.yaml --watch`
+    """
+    of_scripts = {
+        "--workers": workers,
+        "--min": least,
+        "--max": most,
+        "--name": name,
+        "--checkpoint-store": checkpoint_store,
+        "--working-dir": working_dir,
+        "--pip": pip,
+        "--env": env,
+        "--secret": secret,
+    }
+    if file.suffix == ".py":
+        job, folder = script_job(
+            file,
+            working_dir,
+            arguments or (),
+            name=name,
+            workers=_workers(workers, least, most),
+            store=checkpoint_store,
+            pip=pip or (),
+            env=env or (),
+            secrets=secret or (),
+        )
+        local: Path | None = folder
+    else:
+        given = [option for option, value in of_scripts.items() if value] + (arguments or [])
+        if given:
+            raise Option(f"{', '.join(given)}: only for a script, and {file} is a job file: write it there")
+        job = read_job_file(file)
+        local = folder_of(job, file)
+    _submit(file, job, local, idempotency_key or uuid.uuid4().hex, follow=follow)
+
+
+def _workers(workers: int | None, least: int | None, most: int | None) -> dict[str, int]:
+    if workers is not None and (least is not None or most is not None):
+        raise Option("--workers sets both --min and --max: give it, or those")
+    limits = {"min": least if workers is None else workers, "max": most if workers is None else workers}
+    if limits["max"] is None and least is not None:
+        limits["max"] = least
+    return {limit: value for limit, value in limits.items() if value is not None}
+
+
+def _submit(file: Path, job: dict[str, JsonValue], folder: Path | None, key: str, *, follow: bool) -> None:
+    with Client() as client:
+        if folder is not None:
+            job = packed_job(client, job, folder)
+        try:
+            accepted = client.submit(job, key)
+        except Rejected as error:
+            raise explain_rejection(file, str(error), error.problems) from error
+        except Unreachable as error:
+            raise Unreachable(f"{error}\nTo try again without a second job, add: --idempotency-key {key}") from error
+        typer.echo(accepted.id)
+        if follow:
+            watch_to_end(client, accepted)
+            return
+    note(
+        f"{accepted.name} is {accepted.state}. Next: `thinwire watch {accepted.id}`, `thinwire logs {accepted.id} -f`."
+    )
