@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,24 @@ def test_a_job_file_is_held_against_the_boxes(tmp_path: Path) -> None:
     assert said.exit_code == 1
     assert set(found) == {"disk", "file", "too few", "interface"}
     assert f"{store / 'below'} cannot be used" in found["disk"]
+
+
+def test_one_listens_and_another_asks(tmp_path: Path, spawned: list[subprocess.Popen[bytes]]) -> None:
+    token = tmp_path / "token"
+    token.write_text("sixteen characters and more\n")
+    words = ["doctor", "--listen", "--host", "127.0.0.1", "--port", "0", "--token-file", str(token)]
+    listens = subprocess.Popen([sys.executable, "-m", "thinwire.cli.main", *words], stderr=subprocess.PIPE)
+    spawned.append(listens)
+    assert listens.stderr is not None
+    said = listens.stderr.readline().decode()
+    assert said.startswith("listening at port ")
+    peer = f"127.0.0.1:{said.split()[3].rstrip(';')}"
+    asked = ["--peers", peer, "--port", "0", "--token-file", str(token), "--seconds", "0.1", "--json"]
+    document = json.loads(doctor(*asked).stdout)
+    assert [box["connect"] for box in document["boxes"]] == ["ok", "ok"]
+    assert document["calls"][0]["visit"]["there_mbit"] > 0
+    listens.send_signal(signal.SIGINT)
+    assert listens.wait(60) == 0
 
 
 def test_the_doctor_is_a_command_of_thinwire() -> None:
