@@ -142,6 +142,19 @@ def test_a_disk_that_is_full(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_store_that_is_another_folder_on_each_box(folder: Path) -> None:
+    store = folder / "store"
+    store.mkdir()
+    with Clinic(folder) as clinic:
+        clinic.shell(1, f"mount -t tmpfs none {store}")
+        clinic.listen(1)
+        said = clinic.ask("--store", str(store), "--seconds", "0")
+    assert said.found("store")["what"].startswith(f"bert: {store} is another folder than on anna")
+    assert (said.exit_code, said.kinds) == (1, {"store"})
+    assert list(store.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_boxes_that_cannot_be_reached_for_three_reasons(folder: Path) -> None:
     with Clinic(folder, hosts=3) as clinic:
         clinic.listen(1, token="another token, long enough too")

@@ -89,7 +89,7 @@ def doctor(
     ] = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="A folder or URL that every box must be able to write to. May be given again."),
+        typer.Option(help="A folder that all boxes share, or a URL: each must be able to write. May be given again."),
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, max=10.0, help="How long each speed is measured. 0: not at all.")

@@ -7,6 +7,8 @@ are measured at the same time.
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -51,6 +53,9 @@ class Box(Protocol):
     def open(self, ports: tuple[int, ...]) -> dict[int, str]:
         """As Listener.open."""
 
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """As Listener.leave."""
+
     def visit(self, target: Target, seconds: float) -> Visit:
         """As Listener.visit."""
 
@@ -58,7 +63,8 @@ class Box(Protocol):
 class Patient(Frozen):
     """A box as it was found. facts: None where it did not answer; connect, why: then as in Visit.
 
-    ports: that it was asked to listen at, and why not where it cannot. 0 stood for one that the kernel chose.
+    ports: that it was asked to listen at, and why not where it cannot. 0 stood for one that the kernel chose. apart:
+    folders in which it does not see what the first box that answered has put there.
     """
 
     where: str
@@ -66,6 +72,7 @@ class Patient(Frozen):
     connect: str = "ok"
     why: str = ""
     ports: dict[int, str] = Field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
 
 class Call(Frozen):
@@ -105,6 +112,8 @@ def examine(
             target.model_copy(update={"ports": tuple(patient.ports)}) if (target := _target(box)) else None
             for box, patient in zip(boxes, patients, strict=True)
         ]
+        for place, apart in _apart([boxes[place] for place in answering], questions.folders).items():
+            patients[answering[place]] = patients[answering[place]].model_copy(update={"apart": apart})
         calls: list[Call] = []
         turns = rounds(answering) if len(answering) > 1 else []
         for number, pairs in enumerate(turns):
@@ -135,9 +144,26 @@ def rounds(places: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 def _ask(box: Box, questions: Questions, ports: tuple[int, ...]) -> Patient:
     try:
-        return Patient(where=box.where, facts=box.look(questions), ports=box.open(ports) if ports else {})
+        facts = box.look(questions)
+        return Patient(where=box.where, facts=facts, ports=box.open(ports) if ports else {})
     except NoAnswer as error:
         return Patient(where=box.where, connect=error.connect, why=str(error))
+
+
+def _apart(boxes: Sequence[Box], folders: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Which boxes do not see in a folder what the first has put there: it is not the same folder. By their places."""
+    if len(boxes) < 2 or not folders:
+        return {}
+    first, found, name = boxes[0], {}, f".thinwire-doctor-{secrets.token_hex(8)}"
+    with contextlib.suppress(NoAnswer):  # a box that has gone meanwhile is told by its links
+        paths = {f"{folder}/{name}": folder for folder in first.leave(folders, name)}
+        try:
+            for place, box in enumerate(boxes[1:], start=1):
+                seen = box.look(Questions(files=tuple(paths))).files
+                found[place] = tuple(paths[path] for path, why in seen.items() if why is not None)
+        finally:
+            first.leave((), "")
+    return found
 
 
 def _target(box: Box) -> Target | None:
@@ -187,6 +213,10 @@ class Here:
         """As Listener.open."""
         return self._listener.open(ports)
 
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """As Listener.leave."""
+        return self._listener.leave(folders, name)
+
     def visit(self, target: Target, seconds: float) -> Visit:
         """As Listener.visit."""
         return self._listener.visit(target, seconds)
@@ -211,6 +241,11 @@ class Peer:
         """Raises NoAnswer."""
         said = self._asked({"do": "open", "ports": list(ports)}, _LOOK_S)
         return {int(port): str(why) for port, why in dict(said["ports"]).items()}
+
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """Raises NoAnswer."""
+        said = self._asked({"do": "leave", "folders": list(folders), "name": name}, _LOOK_S)
+        return tuple(map(str, said["folders"]))
 
     def visit(self, target: Target, seconds: float) -> Visit:
         """Raises NoAnswer."""

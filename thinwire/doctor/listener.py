@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from thinwire.doctor.facts import Facts, Questions, look
@@ -55,12 +56,14 @@ class Listener:
         self._sessions: set[bytes] = set()
         self._places = threading.Semaphore(MOST_CALLS)
         self._opened: list[socket.socket] = []
+        self._left: list[Path] = []
         for work in (self._accept, self._echo):
             threading.Thread(target=work, name="thinwire-doctor", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more, and take away what was left in folders."""
         self._closed.set()
+        self.leave((), "")
         for one in (self._tcp, self._udp, *self._opened):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
@@ -69,8 +72,10 @@ class Listener:
     def open(self, ports: tuple[int, ...]) -> dict[int, str]:
         """Listen at these ports too, 0 for one that the kernel chooses. Each one, and why not where it cannot be had.
 
-        "" where it listens. Whoever connects there is let in and heard no further.
+        "" where it listens. Whoever connects there is let in and heard no further. Those of an earlier call are closed.
         """
+        while self._opened:
+            self._opened.pop().close()
         found = {}
         for port in ports[:MOST_PORTS]:
             try:
@@ -81,6 +86,19 @@ class Listener:
                 self._opened.append(opened)
                 found[int(opened.getsockname()[1])] = ""
         return found
+
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """Leave an empty file of this name in each folder, until the next call. Where that could be done."""
+        while self._left:
+            self._left.pop().unlink(missing_ok=True)
+        done = []
+        for folder in folders:
+            path = Path(folder) / name
+            with contextlib.suppress(OSError):  # what is wrong with the folder is told by `look`
+                path.touch(exist_ok=False)
+                self._left.append(path)
+                done.append(folder)
+        return tuple(done)
 
     def visit(self, target: Target, seconds: float) -> Visit:
         """Measure what lies between this box and another listener."""
@@ -136,6 +154,8 @@ class Listener:
             case "open":
                 opened = self.open(tuple(int(port) for port in asked["ports"]))
                 link.say({"ports": {str(port): why for port, why in opened.items()}})
+            case "leave":
+                link.say({"folders": self.leave(tuple(map(str, asked["folders"])), _plain(asked["name"]))})
             case "visit":
                 seconds = min(float(asked["seconds"]), MOST_SECONDS)
                 link.say(self.visit(Target.model_validate(asked["target"]), seconds).model_dump())
@@ -162,3 +182,10 @@ class Listener:
             except OSError:  # closed, or an answer that could not be sent
                 if self._closed.wait(_AGAIN_S):
                     return
+
+
+def _plain(name: object) -> str:
+    """The name of a file in the very folder. Raises: ValueError."""
+    if not isinstance(name, str) or (name and Path(name).name != name):
+        raise ValueError(f"no name of a file: {name!r}"[:200])
+    return name

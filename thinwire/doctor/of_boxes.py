@@ -22,6 +22,7 @@ def of_boxes(seen: Examination, names: Sequence[str], wishes: Wishes) -> Iterato
         if box.facts is None:
             continue
         yield from _room(name, box.facts)
+        yield from _apart(seen, names, place)
         yield from _gpus(name, box.facts)
         calls = [call for call in seen.calls if call.source == place]
         yield from _interfaces(name, box.facts, wishes, calls)
@@ -79,6 +80,22 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
             what=f"{name}: {facts.available_bytes >> 20} MiB of memory are left",
             change=f"End what else runs on {name}, or raise its container's limit.",
         )
+
+
+def _apart(seen: Examination, names: Sequence[str], place: int) -> Iterator[Finding]:
+    """Folders that should be one and are not. Those that cannot be used at all are told elsewhere."""
+    box = seen.boxes[place]
+    first = next(name for name, one in zip(names, seen.boxes, strict=True) if one.facts is not None)
+    unusable = {folder.path for folder in box.facts.folders if folder.problem} if box.facts else set()
+    for folder in box.apart:
+        if folder not in unusable:
+            yield Finding(
+                severity="fault",
+                kind="store",
+                boxes=(names[place],),
+                what=f"{names[place]}: {folder} is another folder than on {first}: what {first} puts there is not seen",
+                change=f"Mount one shared folder at {folder} on all boxes, or give the job a store at a URL.",
+            )
 
 
 def _gpus(name: str, facts: Facts) -> Iterator[Finding]:

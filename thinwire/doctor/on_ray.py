@@ -44,6 +44,10 @@ class Doctor:
         """As Listener.open."""
         return self._listener.open(ports)
 
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """As Listener.leave."""
+        return self._listener.leave(folders, name)
+
     def visit(self, target: str, seconds: float) -> str:
         """As Listener.visit."""
         return self._listener.visit(Target.model_validate_json(target), seconds).model_dump_json()
@@ -74,6 +78,11 @@ class Node:
     def open(self, ports: tuple[int, ...]) -> dict[int, str]:
         """Raises NoAnswer."""
         found: dict[int, str] = self._answer(self._doctor.open.remote(ports), _LOOK_S)
+        return found
+
+    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
+        """Raises NoAnswer."""
+        found: tuple[str, ...] = self._answer(self._doctor.leave.remote(folders, name), _LOOK_S)
         return found
 
     def visit(self, target: Target, seconds: float) -> Visit:
