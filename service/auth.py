@@ -1,8 +1,10 @@
-"""Who may call: the operator's token allows everything, a job's token only that job's own reports.
+"""Who may call: the operator's token allows everything, a job's token only that job's own reports, a ticket a claim.
 
 The guard stands before the routes and is closed by default: a path that OPEN_PATHS does not name needs a token,
 whether a route exists there or not. What a known token may do is said by the routes, with the dependencies
-`operator` and `job_or_operator`. Job tokens are stored as SHA-256; they are random, so no slow hash is needed.
+`operator`, `job_or_operator` and `ticket_holder`. Tokens of jobs and tickets are stored as SHA-256; they are random, so
+no slow hash is needed. A ticket follows from the job's token and the number of the attempt, so that a submission can be
+repeated; nobody can go the other way.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ DOCS_FILES = "/docs/files"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent the request: the job of this id, or the operator where it is None."""
+    """Who sent the request: the job of this id, or the operator where it is None. ticket: with a ticket only."""
 
     job_id: str | None
+    ticket: bool = False
 
 
 class TokenFileError(Exception):
@@ -53,6 +56,11 @@ def new_token() -> str:
 def token_hash(token: str) -> str:
     """What is stored of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+def ticket_of(token: str, attempt: int) -> str:
+    """The ticket of an attempt of the job that has this token."""
+    return hmac.digest(token.encode(), b"ticket of attempt %d" % attempt, hashlib.sha256).hex()
 
 
 def operator_token(path: Path) -> str:
@@ -73,10 +81,10 @@ def operator_token(path: Path) -> str:
 class Guard:
     """ASGI middleware: 401 without a known token; with one, `request.state.caller` says whose it is.
 
-    find_job: the id of the job whose token has this hash, or None. It may block.
+    find_job: the caller whose token or ticket has this hash, or None. It may block.
     """
 
-    def __init__(self, app: ASGIApp, token: str, find_job: Callable[[str], str | None]) -> None:
+    def __init__(self, app: ASGIApp, token: str, find_job: Callable[[str], Caller | None]) -> None:
         self.app = app
         self._operator_hash = token_hash(token)
         self._find_job = find_job
@@ -108,13 +116,13 @@ class Guard:
         if hmac.compare_digest(digest, self._operator_hash):
             return Caller(job_id=None)
         try:
-            job_id = await run_in_threadpool(self._find_job, digest)
+            caller = await run_in_threadpool(self._find_job, digest)
         except OperationalError as error:
             logger.exception("database_error where=guard")
             raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
-        if job_id is None:
+        if caller is None:
             raise Unauthorized("this token is not known: it is wrong, or of another service or home folder")
-        return Caller(job_id=job_id)
+        return caller
 
 
 # The guard does the work; this puts the scheme into OpenAPI, and an "Authorize" button into /docs.
@@ -124,6 +132,7 @@ _documented = HTTPBearer(auto_error=False, description="the operator's token, or
 def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: only the operator. Raises Forbidden."""
     caller: Caller = request.state.caller
+    _refuse_ticket(caller)
     if caller.job_id is not None:
         raise Forbidden(
             f"this is the token of job {caller.job_id}, which allows that job's own reports only; use the operator's"
@@ -133,5 +142,18 @@ def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> No
 def job_or_operator(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: the job named by the path, or the operator. Raises Forbidden."""
     caller: Caller = request.state.caller
+    _refuse_ticket(caller)
     if caller.job_id not in (None, job_id):
         raise Forbidden(f"this is the token of job {caller.job_id}, which does not allow reports of another job")
+
+
+def ticket_holder(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+    """Dependency: the driver of the job named by the path, with the ticket of its attempt. Raises Forbidden."""
+    caller: Caller = request.state.caller
+    if not caller.ticket or caller.job_id != job_id:
+        raise Forbidden(f"to claim job {job_id} takes the ticket of its present attempt, which its driver was given")
+
+
+def _refuse_ticket(caller: Caller) -> None:
+    if caller.ticket:
+        raise Forbidden(f"this is a ticket of job {caller.job_id}: it allows to claim that job, and nothing else")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ STREAMED = "/v1/packages/"
 """Below it bodies are not read here: the route takes them in parts, with limits of its own."""
 DEEPEST = 32
 """Mappings and lists inside one another."""
+_PLAIN_BYTES = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
+"""Paths that take any bytes, and no JSON."""
 READ_S = 60.0
 """How long a body may take to arrive."""
 
@@ -51,7 +54,7 @@ class Bodies:
         try:
             held = await asyncio.wait_for(_read(scope, receive), READ_S)
             body = b"".join(message.get("body", b"") for message in held)
-            if body:
+            if body and not _PLAIN_BYTES.fullmatch(scope["path"]):
                 await run_in_threadpool(refuse_unfit, body, most_values=_of(scope, MOST_TELEMETRY_VALUES, MOST_VALUES))
         except TimeoutError:
             error: errors.ServiceError = errors.BodyTooSlow(f"the body did not arrive within {READ_S:g} s")

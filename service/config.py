@@ -9,8 +9,9 @@ import os
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from thinwire.contract.packages import MOST_BYTES
@@ -33,7 +34,12 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home, description="token, server.json, thinwire.db, runs/")
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="0: a free port, written to server.json")
-    launcher: Literal["local", "fake"] = "local"
+    launcher: Literal["local", "ray", "fake"] = "local"
+    ray_address: str | None = Field(None, description="launcher ray: the cluster's dashboard, http://head:8265")
+    ray_token_file: Path | None = Field(None, description="launcher ray: the file that holds the cluster's token")
+    shared_folders: tuple[Path, ...] = Field(
+        (), description="launcher ray: folders that all machines of the cluster share, as a JSON list"
+    )
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     owner_lease_s: float = Field(
@@ -62,6 +68,41 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, folder: Path | None) -> Path | None:
         return folder and folder.expanduser().absolute()
+
+    @field_validator("ray_address", "public_url")
+    @classmethod
+    def _http(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "http://a")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError("must be an address such as http://head:8265, without user or query")
+        return url and url.rstrip("/")
+
+    @field_validator("ray_token_file")
+    @classmethod
+    def _absolute_file(cls, file: Path | None) -> Path | None:
+        return file and file.expanduser().absolute()
+
+    @field_validator("shared_folders")
+    @classmethod
+    def _absolute_folders(cls, folders: tuple[Path, ...]) -> tuple[Path, ...]:
+        for folder in folders:
+            if not folder.is_absolute() or folder == Path("/"):
+                raise ValueError(f"{folder} must be an absolute folder, and not the root")
+        return folders
+
+    @model_validator(mode="after")
+    def _cluster_is_reachable(self) -> Settings:
+        if self.launcher == "ray" and self.ray_address is None:
+            raise ValueError(
+                "launcher = ray needs THINWIRE_RAY_ADDRESS, the dashboard of the cluster such as http://head:8265; "
+                "`thinwire up --head` starts a cluster and prints it"
+            )
+        if self.launcher == "ray" and self.public_url is None:
+            raise ValueError(
+                "launcher = ray needs THINWIRE_PUBLIC_URL: the service as the machines of the cluster reach it, such "
+                "as http://10.0.0.5:8400 (and --host and --port to listen there)"
+            )
+        return self
 
     @property
     def database(self) -> str:

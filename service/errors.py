@@ -4,13 +4,13 @@
       +- Unauthorized         401  no token, or a wrong one
       +- Forbidden            403  a job's token used for something else
       +- NotFound             404
-      |    +- JobNotFound, PackageNotFound
+      |    +- JobNotFound, FileNotKept, PackageNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
-      +- UnsupportedMediaType 415  the body is not called JSON
+      +- UnsupportedMediaType 415  the body is not called what it has to be
       +- InvalidRequest       422  carries the problems, field by field
       +- TooMuch              429  a job that says more than it may
       +- InsufficientStorage  507  no room for what is sent
@@ -109,7 +109,7 @@ class BodyTooLarge(ServiceError):
 
 
 class UnsupportedMediaType(ServiceError):
-    """The request's body is not sent as JSON."""
+    """The request's body is not sent as what it has to be: JSON, or for a file or a log plain bytes."""
 
     status = 415
     code = "unsupported_media_type"
@@ -181,6 +181,15 @@ class PackageNotFound(NotFound):
 
     def __init__(self, sha256: str) -> None:
         super().__init__(f"there is no package {sha256}: PUT /v1/packages/{sha256} takes it")
+
+
+class FileNotKept(NotFound):
+    """The run has not left this file."""
+
+    code = "file_not_kept"
+
+    def __init__(self, job_id: str, name: str) -> None:
+        super().__init__(f"job {job_id} has left no {name} with the service")
 
 
 class JobOver(Conflict):

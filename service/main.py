@@ -19,13 +19,14 @@ from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, Guard, operator, operator_token
+from thinwire.service.auth import DOCS_FILES, Caller, Guard, operator, operator_token
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.reconciler import Reconciler
+from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.retention import Retention
 from thinwire.service.jobs.service import JobService
@@ -64,7 +65,10 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
-        self.starter = LauncherStarter(launcher, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s))
+        self.starter = LauncherStarter(
+            launcher, self.service_id, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s)
+        )
+        self._launcher = launcher
         self.metrics = ServiceMetrics()
         folders = RunFolders(settings.runs, service_url)
         self.retention = Retention(
@@ -104,10 +108,12 @@ class ControlPlane:
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,
+            shared_folders=settings.shared_folders,
         )
         self.reports = WorkerReports(
             self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
         )
+        self.remote_runs = RemoteRuns(self.db, folders)
         self.metrics.watch(self.jobs.count_by_state, launcher.name, self.launcher_reason, self.starter.age_s)
 
     def own(self) -> None:
@@ -168,8 +174,11 @@ class ControlPlane:
             self.db.close()
 
     def _excuse(self) -> None:
-        """An orderly end takes the runs with it. Where another service has them, they are its own to judge."""
-        if not self.ownership.owns:
+        """An orderly end takes the runs with it, where the cluster is the service's own.
+
+        Where another service has them, they are its own to judge.
+        """
+        if not self.ownership.owns or not self._launcher.own_cluster:
             return
         try:
             self.jobs.excuse_running_attempts()
@@ -185,10 +194,20 @@ class ControlPlane:
         self.retention.prune()
         self.packages.prune()
 
-    def job_of_token(self, token_hash: str) -> str | None:
-        """The id of the job whose token has this hash."""
+    def caller_of(self, token_hash: str) -> Caller | None:
+        """Who has the token, or the ticket, with this hash; None where nobody has."""
         with self.db.read() as session:
-            return JobRepository(session).id_by_token_hash(token_hash)
+            jobs = JobRepository(session)
+            if (job_id := jobs.id_by_token_hash(token_hash)) is not None:
+                return Caller(job_id)
+            if (job_id := jobs.id_by_ticket_hash(token_hash)) is not None:
+                return Caller(job_id, ticket=True)
+        return None
+
+    def service_id(self) -> str:
+        """Which service this is, whoever runs it."""
+        with self.db.read() as session:
+            return JobRepository(session).service_id()
 
     def not_ready(self) -> str | None:
         """None when the service can take and start jobs, else why not. Of the launcher, what it said last."""
@@ -241,16 +260,18 @@ def create_app(
     app.state.plane = plane
     app.state.jobs = plane.jobs
     app.state.reports = plane.reports
+    app.state.remote_runs = plane.remote_runs
     app.state.packages = plane.packages
     errors.install(app)
     app.include_router(jobs_router.operators)
     app.include_router(jobs_router.workers)
+    app.include_router(jobs_router.claims)
     app.include_router(packages_router.packages)
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: count it, then ask who it is, then read its body.
     app.add_middleware(Bodies)
-    app.add_middleware(Guard, token=plane.token, find_job=plane.job_of_token)
+    app.add_middleware(Guard, token=plane.token, find_job=plane.caller_of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     return app
 

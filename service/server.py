@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -55,7 +54,7 @@ def serve(
         listener = _bind(settings.host, settings.port)
         try:
             url = settings.public_url or _url(listener)
-            launcher = launcher or make_launcher(settings.launcher, settings.home)
+            launcher = launcher or make_launcher(settings)
             try:
                 app = create_app(settings, launcher, service_url=url)
                 plane: ControlPlane = app.state.plane
@@ -210,19 +209,26 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
 
 
-def _local(home: Path) -> Launcher:
+def _local(settings: Settings) -> Launcher:
     from thinwire.service.launch.local import LocalLauncher
 
-    return LocalLauncher(home)
+    return LocalLauncher(settings.home)
 
 
-def _fake(home: Path) -> Launcher:
+def _ray(settings: Settings) -> Launcher:
+    from thinwire.service.launch.ray import RayLauncher
+
+    assert settings.ray_address is not None, "the settings ask for it"
+    return RayLauncher(settings.ray_address, settings.ray_token_file)
+
+
+def _fake(settings: Settings) -> Launcher:
     return FakeLauncher(timeline=Timeline())
 
 
-LAUNCHERS: dict[str, Callable[[Path], Launcher]] = {"local": _local, "fake": _fake}
+LAUNCHERS: dict[str, Callable[[Settings], Launcher]] = {"local": _local, "ray": _ray, "fake": _fake}
 
 
-def make_launcher(name: str, home: Path) -> Launcher:
-    """The launcher of this name, not started. home: where it may keep its state. Raises KeyError."""
-    return LAUNCHERS[name](home)
+def make_launcher(settings: Settings) -> Launcher:
+    """The launcher that the settings name, not started. Raises KeyError."""
+    return LAUNCHERS[settings.launcher](settings)

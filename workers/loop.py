@@ -220,7 +220,10 @@ class Course:
             equal = self._replicas_equal()
         self._saving.close()
         self._ranks.leave()
-        return _summary(training, self._meter, self._run, equal) if training.group.rank == 0 else None
+        if training.group.rank != 0:
+            return None
+        self._reporter.whole()
+        return _summary(training, self._meter, self._run, equal)
 
     def _replicas_equal(self) -> bool:
         training = self.training

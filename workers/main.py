@@ -2,6 +2,9 @@
 
 Reads job.json from the run folder, runs a Ray Train job over the workers that the spec asks for, and exits 0 where
 the run succeeded; otherwise failure.json says why and the exit status is 1, or 3 where nobody has said why.
+
+In a cluster that shares no folder with the service it is started by --service URL --job ID --attempt N --ticket T. It
+exchanges the ticket for the job, makes a run folder of its own, and sends its log to the service.
 """
 
 from __future__ import annotations
@@ -18,20 +21,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers.elastic.failures import JobFailed
+from thinwire.workers.run_place import Place, RemotePlace, place_of
+from thinwire.workers.telemetry.log_copy import LogCopy
+from thinwire.workers.telemetry.remote import ClaimRefused, Papers, claim
 from thinwire.workers.telemetry.waiting import MembershipTeller
-from thinwire.workers.worker import ADOPT_S, failure_of, train_worker, write_failure
+from thinwire.workers.worker import ADOPT_S, TrainWithPapers, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
 
 
-WANTED_LOOK_S = 0.5
-"""Between two looks at workers.json."""
 UNTOLD = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 SUPERSEDED = "RunSuperseded"
@@ -41,36 +43,69 @@ SUPERSEDED = "RunSuperseded"
 def main(arguments: list[str] | None = None) -> int:
     """Run the job of a run folder. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="thinwire.workers.main", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--run-dir", type=Path, required=True, help="the job's folder, holding job.json")
+    parser.add_argument("--run-dir", type=Path, help="the job's folder, holding job.json")
+    parser.add_argument("--service", help="the service's URL, where it shares no folder with this machine")
+    parser.add_argument("--job", help="with --service: the job's ID")
+    parser.add_argument("--ticket", help="with --service: of this attempt; it is worth nothing afterwards")
     parser.add_argument("--attempt", type=int, default=1, help="which submission of the job this is")
     options = parser.parse_args(arguments)
+    if (options.run_dir is None) == (options.service is None) or (options.service and not options.ticket):
+        parser.error("give --run-dir; or --service, --job, --attempt and --ticket")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run_dir: Path = options.run_dir.resolve()
-    folder = RunFolder(run_dir)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if options.service is None:
+        run_dir: Path = options.run_dir.resolve()
+        return _run(place_of(run_dir, None, options.attempt), _job_in(run_dir), options.attempt, None)
     try:
-        job = json.loads(folder.job.read_text())
+        claimed = claim(options.service, options.job, options.ticket)
+    except ClaimRefused as error:
+        logger.error("claim_refused reason=%s", error)
+        return UNTOLD
+    papers = Papers(claimed.job, claimed.token, options.service)
+    place = RemotePlace(papers.settle(), papers, claimed.attempt)
+    log = LogCopy.of_this_process(place.run)
+    try:
+        return _run(place, claimed.job, claimed.attempt, claimed.unique_name)
+    finally:
+        if log is not None:
+            log.close()
+        place.client.close()
+
+
+def _job_in(run_dir: Path) -> dict[str, Any] | Exception:
+    try:
+        job: dict[str, Any] = json.loads(RunFolder(run_dir).job.read_text())
+    except (OSError, ValueError) as error:
+        return error
+    return job
+
+
+def _run(place: Place, job: dict[str, Any] | Exception, attempt: int, name: str | None) -> int:
+    """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
+    try:
+        if isinstance(job, Exception):
+            raise job
         spec = TrainSpec.model_validate(job["spec"])
-        fit(spec, job["job_id"], run_dir, options.attempt)
+        fit(spec, name or job["job_id"], place, attempt)
     except Exception as error:
         logger.exception("job_failed")
         failure = _in_short(error)
-        if failure.kind == SUPERSEDED:  # the run folder is that of the newer attempt
+        if failure.kind == SUPERSEDED:  # the run is that of the newer attempt
             return UNTOLD
-        write_failure(run_dir, failure)
-    if folder.failure.exists():
-        failure = Failure.model_validate_json(folder.failure.read_text())
-        logger.error("job_failed kind=%s message=%s", failure.kind, failure.message)
+        place.fail(failure)
+    if (told := place.failure()) is not None:
+        logger.error("job_failed kind=%s message=%s", told.kind, told.message)
         return 1
-    if not folder.summary.exists():
+    if not place.has_succeeded():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
         return UNTOLD
     return 0
 
 
-def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
+def fit(spec: TrainSpec, name: str, place: Place, attempt: int) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
-    Raises: what Ray Train raises once spec.workers.max_restarts is used up.
+    name: of the job in Ray. Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the Train page of the dashboard shows the run
@@ -84,42 +119,40 @@ def fit(spec: TrainSpec, job_id: str, run_dir: Path, attempt: int) -> None:
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
         environment = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
         ray.init(address=address, runtime_env=environment)
-    wanted, resources = wanted_workers(run_dir, spec.workers), ray.cluster_resources()
+    wanted, resources = wanted_workers(place, spec.workers), ray.cluster_resources()
     workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
     use_gpu = _use_gpu(workers, resources.get("GPU", 0))
     _refuse_too_many(workers, resources.get("CPU", 0))
     fit_how = _fit_in_place if workers.elastic == "in_place" else _fit_with_restarts
     fit_how(
         workers,
-        job_id,
-        run_dir,
+        name,
+        place,
         use_gpu,
-        train_loop_config={"run_dir": str(run_dir), "attempt": attempt},
+        # What the dashboard shows of a run has its configuration in it: papers go another way.
+        train_function=train_worker if place.papers is None else TrainWithPapers(place.papers),
+        train_loop_config={"run_dir": str(place.run_dir), "attempt": attempt},
         run_config=RunConfig(
-            name=job_id,
-            storage_path=str(RunFolder(run_dir).ray),
+            name=name,
+            storage_path=str(RunFolder(place.run_dir).ray),
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
         ),
     )
 
 
-def wanted_workers(run_dir: Path, workers: Workers) -> WantedWorkers:
-    """What workers.json says; what the spec says where there is no such file, or it cannot be read."""
-    file = RunFolder(run_dir).workers
-    if file.exists():
-        try:
-            return WantedWorkers.model_validate_json(file.read_text())
-        except (OSError, ValidationError) as error:
-            logger.warning("wanted_workers_unreadable path=%s reason=%r: the spec's are taken", file, str(error))
-    return WantedWorkers(min=workers.min, max=workers.max, revision=0)
+def wanted_workers(place: Place, workers: Workers) -> WantedWorkers:
+    """What is wanted now; what the spec says where that cannot be found out."""
+    return place.wanted() or WantedWorkers(min=workers.min, max=workers.max, revision=0)
 
 
 class WantedFollower:
-    """Looks at workers.json now and then, in a thread, and hands on what has changed. `tell` may raise; then again."""
+    """Looks now and then what is wanted, in a thread, and hands on what has changed. `tell` may raise; then again.
 
-    def __init__(self, run_dir: Path, workers: Workers, tell: Callable[[WantedWorkers], None]) -> None:
-        self._run_dir, self._workers, self._tell = run_dir, workers, tell
-        self._told = wanted_workers(run_dir, workers)
+    first: what is known already.
+    """
+
+    def __init__(self, place: Place, first: WantedWorkers, tell: Callable[[WantedWorkers], None]) -> None:
+        self._place, self._told, self._tell = place, first, tell
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-wanted", daemon=True)
         self._thread.start()
@@ -130,9 +163,9 @@ class WantedFollower:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._closing.wait(WANTED_LOOK_S):
-            now = wanted_workers(self._run_dir, self._workers)
-            if now == self._told:
+        while not self._closing.wait(self._place.wanted_look_s):
+            now = self._place.wanted()
+            if now is None or now == self._told:
                 continue
             try:
                 self._tell(now)
@@ -143,7 +176,9 @@ class WantedFollower:
             self._told = now
 
 
-def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, **how: Any) -> None:
+def _fit_in_place(
+    workers: Workers, job: str, place: Place, use_gpu: bool, train_function: Callable[..., Any], **how: Any
+) -> None:
     """Workers come and go one by one, and the others keep their processes."""
     import ray
 
@@ -152,16 +187,17 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
     from thinwire.workers.elastic.trainer import ElasticTrainer
     from thinwire.workers.membership import Limits
 
+    attempt: int = how["train_loop_config"]["attempt"]
     trainer = ElasticTrainer(
-        train_worker,
-        job=job_id,
-        secret=_membership_secret(run_dir),
+        train_function,
+        job=job,
+        secret=_membership_secret(place.run_dir),
         limits=Limits(workers.min, workers.max),
         resources_per_worker=_resources(use_gpu),
         use_gpu=use_gpu,
-        attempt=how["train_loop_config"]["attempt"],
         lease_s=ADOPT_S,
         grace_s=workers.grace_s,
+        attempt=attempt,
         **how,
     )
 
@@ -172,8 +208,9 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         membership = leftovers.actor(trainer.plan, trainer.plan.membership)
         return None if membership is None else ray.get(membership.snapshot.remote(), timeout=10)
 
-    follower = WantedFollower(run_dir, workers, tell)
-    teller = MembershipTeller(run_dir, how["train_loop_config"]["attempt"], look)
+    first = WantedWorkers(min=workers.min, max=workers.max, revision=0)
+    follower = WantedFollower(place, first, tell)
+    teller = MembershipTeller(place.run_dir, attempt, look)
     try:
         trainer.fit()
     finally:
@@ -181,13 +218,15 @@ def _fit_in_place(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, *
         follower.close()
 
 
-def _fit_with_restarts(workers: Workers, job_id: str, run_dir: Path, use_gpu: bool, **how: Any) -> None:
+def _fit_with_restarts(
+    workers: Workers, job: str, place: Place, use_gpu: bool, train_function: Callable[..., Any], **how: Any
+) -> None:
     """Ray Train's own way: whenever a worker is lost all start again, from the checkpoint."""
     from ray.train import ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     TorchTrainer(
-        train_worker,
+        train_function,
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=120),
         scaling_config=ScalingConfig(
             num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,18 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from thinwire.contract.files import write_first
 from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
+from thinwire.workers.run_place import Place, RemotePlace, place_of
 
 if TYPE_CHECKING:
     import torch
 
     from thinwire.workers.membership import Member
     from thinwire.workers.ranks import Ranks
+    from thinwire.workers.telemetry.remote import Papers
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,19 @@ ADOPT_S = 60.0
 """How long workers go on without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
 
 
-def train_worker(config: dict[str, Any]) -> Failed | None:
+@dataclass(frozen=True)
+class TrainWithPapers:
+    """The train function of workers that share no folder with anybody: of these papers they make one of their own."""
+
+    papers: Papers
+    __name__ = "train_worker"
+
+    def __call__(self, config: dict[str, Any]) -> Failed | None:
+        """As train_worker; config's run_dir is the driver's."""
+        return train_worker({**config, "run_dir": str(self.papers.settle())}, self.papers)
+
+
+def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed | None:
     """Ray Train's train function. config: run_dir, attempt; "elastic" where the ranks are a membership's.
 
     Returns the error of its own that this worker cannot go on with, where the others can: workers/elastic then fills
@@ -60,16 +74,19 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = Path(config["run_dir"])
     folder = RunFolder(run_dir)
-    if folder.failure.exists():  # a peer has failed for good while this rank saw only that it was gone
+    place = place_of(run_dir, papers, lambda: max(config["attempt"], adopted_by()))
+    if place.has_failed():  # a peer has failed for good while this rank saw only that it was gone
         return None
+    place.begin()
     job = json.loads(folder.job.read_text())
     spec = TrainSpec.model_validate(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"], adopted_by=adopted_by)
     address = ray.util.get_node_ip_address()
     device = ray.train.torch.get_device()
-    ranks, number = _ranks(config, spec, address, device)
+    ranks, number = _ranks(config, spec, address, device, place)
     adopt_s = ADOPT_S if ranks.elastic else 0.0
-    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s)
+    remote = place.run if isinstance(place, RemotePlace) else None
+    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
         summary = train(spec, run, ranks, device, reporter)
@@ -93,13 +110,15 @@ def train_worker(config: dict[str, Any]) -> Failed | None:
         if ranks.elastic:  # which has told the others
             reporter.close(timeout_s=2.0)
             return _failed(failure, ranks, error)
-        write_failure(run_dir, failure)
+        place.fail(failure)
         ranks.fail(failure.message)
         reporter.close(failure=failure)
     return None
 
 
-def _ranks(config: dict[str, Any], spec: TrainSpec, address: str, device: torch.device) -> tuple[Ranks, int]:
+def _ranks(
+    config: dict[str, Any], spec: TrainSpec, address: str, device: torch.device, place: Place
+) -> tuple[Ranks, int]:
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
     from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
@@ -116,10 +135,8 @@ def _ranks(config: dict[str, Any], spec: TrainSpec, address: str, device: torch.
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname(), door.port)
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
-    run_dir = Path(config["run_dir"])
-    ended = RunFolder(run_dir).failure.exists
-    floor = partial(floor_of, run_dir, spec.checkpoint)
-    return ElasticRanks(member, door, device, ended=ended, floor=floor), slot
+    floor = partial(floor_of, place.run_dir, spec.checkpoint)
+    return ElasticRanks(member, door, device, ended=place.has_failed, floor=floor), slot
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
@@ -146,10 +163,3 @@ def failure_of(error: BaseException, step: int | None = None) -> Failure:
     else:
         text = str(error) or type(error).__name__
     return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
-
-
-def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Write failure.json, whole or not at all; the first one written stands. Raises: OSError."""
-    file = RunFolder(run_dir).failure
-    if not write_first(file, failure.model_dump_json(indent=2) + "\n"):
-        logger.info("failure_already_told path=%s", file)

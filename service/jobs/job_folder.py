@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic.types import JsonValue
 from pydantic_core import from_json, to_json
 
 from thinwire.contract.files import private_folder, write_private
+from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.service.auth import token_hash
@@ -49,6 +51,27 @@ class JobFolder(RunFolder):
         """Say how many workers are wanted now. Does nothing where there is no folder yet. Raises OSError."""
         if self.path.is_dir():
             write_private(self.workers, wanted.model_dump_json() + "\n")
+
+    def append_log(self, attempt: int, offset: int, content: bytes) -> int:
+        """Add to the log of an attempt what comes from byte `offset` on; its size then. Raises OSError.
+
+        What is there already stays as it is, and after a gap nothing is added. It grows to LONGEST_LOG_BYTES at most.
+        One at a time.
+        """
+        private_folder(private_folder(self.path) / self.logs.name)
+        descriptor = os.open(self.log_of(attempt), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab") as file:
+            size = file.seek(0, os.SEEK_END)
+            new = content[size - offset :][: LONGEST_LOG_BYTES - size] if offset <= size else b""
+            file.write(new)
+        return size + len(new)
+
+    def log_size(self, attempt: int) -> int:
+        """Bytes of the log of an attempt; 0 where there is none. Raises OSError."""
+        try:
+            return self.log_of(attempt).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def remove(self) -> None:
         """Remove the folder with all that is in it; none is fine. A link is removed, not followed. Raises OSError."""

@@ -39,9 +39,21 @@ class JobRow(Base):
     """A membership.Membership: what the workers have last said of their number."""
     summary: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     failure: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    ticket_hash: Mapped[str | None] = mapped_column(String(64), index=True, default=None)
+    """Of the ticket of the attempt that was submitted last; None where drivers need none."""
+    claimant_hash: Mapped[str | None] = mapped_column(String(64), default=None)
+    """Of the secret of who has used it; None as long as nobody has."""
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - what SQLAlchemy asks for
+
+
+class ServiceRow(Base):
+    """Which service this is, whoever owns the database at the time; the table has one row."""
+
+    __tablename__ = "service"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
 
 
 class SampleRow(Base):

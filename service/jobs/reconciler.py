@@ -19,9 +19,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.contract.jobs import JobState
+from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import Failure
 from thinwire.contract.script import ScriptRecipe
-from thinwire.service.auth import new_token, token_hash
+from thinwire.service.auth import new_token, ticket_of, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
 from thinwire.service.jobs.calls import SLOW_S, Answer, Calls
@@ -57,6 +58,9 @@ A_TRANSACTION = 100
 TOLD_AFTER_S = 10.0
 """A submit that has not been answered for so long is told as the reason why the job waits."""
 _READY, _PRUNE = "the launcher itself", "what need not be kept"
+
+
+_OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,8 @@ class Reconciler:
         metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
         submission = submission_id(row.id, row.attempt)
         self._confirm_owner()
+        if not self._launcher.own_cluster:
+            self._draw_ticket(row)
         refusal = None
         try:
             code = self._code(row)
@@ -294,7 +300,20 @@ class Reconciler:
                 self._launcher.cancel(submission_id(row.id, row.attempt))
             except LauncherError as error:
                 logger.warning("cancel_failed job_id=%s error=%s", row.id, error)
+        elif not self._launcher.own_cluster and status.state in _OVER:
+            self._keep_rest_of_log(row)
         return Asked(row, action, status)
+
+    def _keep_rest_of_log(self, row: JobRow) -> None:
+        """What a driver has not sent any more of its log its cluster may still have."""
+        folder = self._folders.of(row.id)
+        try:
+            size = folder.log_size(row.attempt)
+            rest = self._launcher.logs(submission_id(row.id, row.attempt), size, LONGEST_LOG_BYTES)
+            with self._folders.lock:
+                folder.append_log(row.attempt, size, rest.text.encode())
+        except (LauncherError, OSError) as error:
+            logger.warning("rest_of_log_lost job_id=%s reason=%s", row.id, error)
 
     def _view(self, row: JobRow, status: LaunchStatus) -> JobView:
         """The row with what the run has left: what it posted, else what is in its folder."""
@@ -359,6 +378,16 @@ class Reconciler:
             JobRepository(session).set_token_hash(row.id, token_hash(token))
         folder.write(job_json(row), wanted_workers(now), token, self._folders.service_url)
         logger.info("run_folder_completed job_id=%s", row.id)
+
+    def _draw_ticket(self, row: JobRow) -> None:
+        """Have the service know the ticket of this attempt; once, however often it is submitted."""
+        token = self._folders.of(row.id).token.read_text(encoding="utf-8").strip()
+        ticket = token_hash(ticket_of(token, row.attempt))
+        with self._db.write() as session:
+            jobs = JobRepository(session)
+            now = jobs.get(row.id)
+            if now is not None and now.ticket_hash != ticket:
+                jobs.set_ticket(row.id, ticket, None)
 
     # applying
 

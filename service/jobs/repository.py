@@ -11,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Session, defer
 
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.reports import EventKind
-from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow
+from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow, ServiceRow
 
 
 class JobRepository:
@@ -52,6 +52,14 @@ class JobRepository:
     def id_by_token_hash(self, token_hash: str) -> str | None:
         """The id of the job whose token this is."""
         return self.session.scalar(select(JobRow.id).where(JobRow.token_hash == token_hash))
+
+    def id_by_ticket_hash(self, ticket_hash: str) -> str | None:
+        """The id of the job whose ticket this is, used or not."""
+        return self.session.scalar(select(JobRow.id).where(JobRow.ticket_hash == ticket_hash))
+
+    def service_id(self) -> str:
+        """Of the service: the same for whoever owns the database."""
+        return self.session.scalars(select(ServiceRow.id)).one()
 
     def newest(self, limit: int, state: JobState | None = None, before: JobRow | None = None) -> Sequence[JobRow]:
         """Up to `limit` jobs, newest first, without summaries; of one state and older than `before` where given."""
@@ -106,6 +114,12 @@ class JobRepository:
         """Replace the job's token. The row's version stays: no decision depends on the token."""
         table = JobRow.__table__
         self.session.execute(update(table).where(table.c.id == job_id).values(token_hash=token_hash))  # type: ignore[arg-type]
+
+    def set_ticket(self, job_id: str, ticket_hash: str, claimant_hash: str | None) -> None:
+        """Replace the job's ticket, or note who has used it. The row's version stays, as for the token."""
+        table = JobRow.__table__
+        values = {"ticket_hash": ticket_hash, "claimant_hash": claimant_hash}
+        self.session.execute(update(table).where(table.c.id == job_id).values(**values))  # type: ignore[arg-type]
 
     def set_progress(self, job_id: str, values: dict[str, Any]) -> None:
         """Replace what is newest: sample, validation, membership. The row's version stays: no decision needs them."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem, TargetGroup
+from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
-from thinwire.service.auth import job_or_operator, operator
+from thinwire.service.auth import job_or_operator, operator, ticket_holder
 from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
     BodyTooLarge,
+    FileNotKept,
     Forbidden,
     IdempotencyKeyReused,
     InvalidRequest,
@@ -28,6 +31,7 @@ from thinwire.service.errors import (
     UnsupportedMediaType,
     documented,
 )
+from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import LOG_PART_BYTES
@@ -70,6 +74,13 @@ workers = APIRouter(
     tags=["reports"],
 )
 
+claims = APIRouter(
+    prefix="/v1/jobs",
+    dependencies=[Depends(ticket_holder), Depends(_known_query)],
+    responses=_ALWAYS,
+    tags=["remote runs"],
+)
+
 
 def _job_service(request: Request) -> JobService:
     service: JobService = request.app.state.jobs
@@ -79,6 +90,28 @@ def _job_service(request: Request) -> JobService:
 def _worker_reports(request: Request) -> WorkerReports:
     reports: WorkerReports = request.app.state.reports
     return reports
+
+
+def _remote_runs(request: Request) -> RemoteRuns:
+    runs: RemoteRuns = request.app.state.remote_runs
+    return runs
+
+
+def _plain_bytes(request: Request) -> None:
+    """Dependency: a body is sent as bytes. Raises UnsupportedMediaType."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != PLAIN_BYTES:
+        came = f"as {media}" if media else "without a Content-Type"
+        raise UnsupportedMediaType(f"the body came {came}: send Content-Type: {PLAIN_BYTES}")
+
+
+PLAIN_BYTES = "application/octet-stream"
+_TAKES_BYTES: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}}
+}
+_GIVES_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}, "description": "the file"}
+}
 
 
 def _json_body(request: Request) -> None:
@@ -94,6 +127,8 @@ def _json_body(request: Request) -> None:
 
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
+Runs = Annotated[RemoteRuns, Depends(_remote_runs)]
+Attempt = Annotated[int, Query(ge=1, le=LARGEST_STEP, description="which submission of the job says it")]
 Rank = Annotated[
     int,
     Path(
@@ -180,7 +215,7 @@ def logs(
     return jobs.logs(job_id, offset, limit)
 
 
-@operators.get("/jobs/{job_id}/metrics", responses=documented(JobNotFound))
+@workers.get("/{job_id}/metrics", responses=documented(JobNotFound), tags=["jobs"])
 def history(
     job_id: str,
     jobs: Jobs,
@@ -226,3 +261,61 @@ def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request)
     """Post samples, events, and how the run ended. Repeating a batch changes nothing."""
     length = request.headers.get("content-length", "")
     reports.post(job_id, batch, int(length) if length.isdecimal() else TELEMETRY_LIMIT_BYTES)
+
+
+@claims.post(
+    "/{job_id}/claim",
+    dependencies=[Depends(_json_body)],
+    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType),
+)
+def claim(job_id: str, claim: Claim, runs: Runs) -> Claimed:
+    """Exchange an attempt's ticket for what its driver needs, once; the same claimant may ask again."""
+    return runs.claim(job_id, claim)
+
+
+@workers.get("/{job_id}/run", responses=documented(JobNotFound), tags=["remote runs"])
+def run_now(job_id: str, runs: Runs) -> RunNow:
+    """What the processes of a run have to know of it: the workers that are wanted now, and whether it is over."""
+    return runs.now(job_id)
+
+
+@workers.put(
+    "/{job_id}/files/{name}",
+    status_code=204,
+    dependencies=[Depends(_plain_bytes)],
+    responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
+    openapi_extra=_TAKES_BYTES,
+    tags=["remote runs"],
+)
+async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, request: Request) -> None:
+    """Leave a file with the service, in the place of the one before."""
+    await run_in_threadpool(runs.put_file, job_id, name, attempt, await request.body())
+
+
+@workers.get(
+    "/{job_id}/files/{name}",
+    responses={**documented(JobNotFound, FileNotKept), **_GIVES_BYTES},
+    response_class=Response,
+    tags=["remote runs"],
+)
+def get_file(job_id: str, name: KeptFile, runs: Runs) -> Response:
+    """A file that the run has left."""
+    return Response(runs.get_file(job_id, name), media_type=PLAIN_BYTES)
+
+
+@workers.post(
+    "/{job_id}/log",
+    dependencies=[Depends(_plain_bytes)],
+    responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
+    openapi_extra=_TAKES_BYTES,
+    tags=["remote runs"],
+)
+async def add_log(
+    job_id: str,
+    attempt: Attempt,
+    offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET, description="of the first byte that is sent")],
+    runs: Runs,
+    request: Request,
+) -> LogKept:
+    """Add a part of the driver's log. The answer says from where to go on; what is there stays as it is."""
+    return await run_in_threadpool(runs.add_log, job_id, attempt, offset, await request.body())

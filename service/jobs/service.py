@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
@@ -35,6 +36,7 @@ from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
+from thinwire.service.launch.log_files import read_part
 from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog
 from thinwire.service.packages.store import Packages
 
@@ -50,7 +52,7 @@ class JobService:
     """The operator's side of the jobs domain. Methods may be called from any thread.
 
     confirm_owner: raises where another service owns the database. wake: called when there is something to reconcile at
-    once. clock: unix seconds. new_suffix: the random end of an id.
+    once. clock: unix seconds. new_suffix: the random end of an id. shared_folders: of all machines of the cluster.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class JobService:
         wake: Callable[[], None],
         clock: Callable[[], float],
         new_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
+        shared_folders: Sequence[Path] = (),
     ) -> None:
         self._db = db
         self._launcher = launcher
@@ -75,6 +78,7 @@ class JobService:
         self._wake = wake
         self._clock = clock
         self._new_suffix = new_suffix
+        self._shared_folders = shared_folders
 
     def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None) -> Job:
         """Accept a job: its row, then its run folder. The same key and spec again give the same job.
@@ -88,8 +92,7 @@ class JobService:
             return earlier
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe)
-        else:
-            _check_data(spec)
+        self._check_places(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
@@ -216,6 +219,8 @@ class JobService:
         state, base = JobState(row.state), (row.attempt - 1) << LOG_OFFSET_BITS
         if state is JobState.SUBMITTING:
             return Logs(text="", next_offset=offset, complete=False)
+        if not self._launcher.own_cluster:
+            return self._sent_log(row, max(0, offset - base), limit)
         reason = self._launcher_reason()
         if reason is not None:
             raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
@@ -229,6 +234,18 @@ class JobService:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
         # An empty chunk of a job that is over is the end: nobody writes any more.
         return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
+
+    def _sent_log(self, row: JobRow, offset: int, limit: int) -> Logs:
+        """What the driver has sent of its log. Raises LogGone, Unavailable."""
+        path, over = self._folders.of(row.id).log_of(row.attempt), JobState(row.state).terminal
+        try:
+            if over and not path.exists():
+                raise LogGone(f"job {row.id} has sent no log, and its cluster has none")
+            chunk = read_part(path, offset, limit)
+        except OSError as error:
+            raise Unavailable(f"the log {path} cannot be read: {error.strerror or error}") from error
+        next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
+        return Logs(text=chunk.text, next_offset=next_offset, complete=over and not chunk.text)
 
     def count_by_state(self) -> dict[JobState, int]:
         """How many jobs each state has."""
@@ -266,6 +283,13 @@ class JobService:
         wrong = self._packages.lacks(recipe.package, recipe.entry)
         if wrong is not None:
             raise InvalidRequest.of([Problem(path="recipe.entry", value=recipe.entry, message=wrong)])
+
+    def _check_places(self, spec: TrainSpec | ScriptSpec) -> None:
+        """Refuse data or checkpoints where the job's machines cannot reach them. Raises InvalidRequest."""
+        if not self._launcher.own_cluster:  # data are on the cluster's machines, which this one cannot see
+            _check_store(spec.checkpoint.store, self._shared_folders)
+        elif isinstance(spec, TrainSpec):
+            _check_data(spec)
 
     def _earlier(self, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
         if key is None:
@@ -312,6 +336,20 @@ def _found(session: Session, job_id: str) -> JobRow:
     if row is None:
         raise JobNotFound(job_id)
     return row
+
+
+def _check_store(store: str | None, shared: Sequence[Path]) -> None:
+    """Refuse a place of checkpoints that is a folder of one machine. Raises InvalidRequest."""
+    local = store is None or store.startswith(("/", "file://", "local://"))
+    path = Path(os.path.normpath((store or "").partition("://")[2] or store or ""))
+    if not local or any(path.is_relative_to(folder) for folder in shared):
+        return
+    known = f"; shared here: {', '.join(map(str, shared))}" if shared else ""
+    words = (
+        "must be a place that every machine of the cluster reaches, such as s3://bucket/folder, or a folder below one "
+        f"of THINWIRE_SHARED_FOLDERS{known}: a worker that starts on another machine would find no checkpoint"
+    )
+    raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=words)])
 
 
 def _check_data(spec: TrainSpec) -> None:

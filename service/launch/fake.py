@@ -67,10 +67,11 @@ class FakeLauncher:
 
     Attributes a test may set: `unreachable` (every status is UNKNOWN, every other call fails),
     `not_ready` (the reason that `ready` gives), `start_error` (what `start` raises),
-    `ignore_cancel` (a cancel is counted and has no effect).
+    `ignore_cancel` (a cancel is counted and has no effect), `own_cluster`.
     """
 
     name = "fake"
+    own_cluster = True
 
     def __init__(self, timeline: Timeline | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.unreachable = False
@@ -104,7 +105,7 @@ class FakeLauncher:
 
     # the Launcher
 
-    def start(self) -> None:
+    def start(self, service_id: str = "") -> None:
         """Nothing to bring up. Raises LauncherError where `start_error` is set."""
         self.starts += 1
         if self.start_error is not None:

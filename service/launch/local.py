@@ -37,6 +37,7 @@ class LocalLauncher:
     """Implements `protocol.Launcher` with a Ray head of its own in `home`. Threads may share it."""
 
     name = "local"
+    own_cluster = True
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class LocalLauncher:
         self._serving: tuple[Head, RayJobs] | None = None  # replaced as a whole, so readers need no lock
         self._trouble = "the launcher is not started"
 
-    def start(self) -> None:
+    def start(self, service_id: str = "") -> None:
         """Find the living head of this home again, or start one. Takes seconds. Raises LauncherError."""
         with self._lifecycle:
             if self._watcher is not None:

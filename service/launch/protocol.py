@@ -71,9 +71,15 @@ class Launcher(Protocol):
     """Starts, follows and ends the processes of jobs."""
 
     name: str
+    own_cluster: bool
+    """Is the cluster this service's alone: it sees the run folders, and ends with the service? Else its processes speak
+    to the service over HTTP only, with what a ticket gives them, and go on without it."""
 
-    def start(self) -> None:
-        """Bring up, or find again, what the launcher needs (its cluster). Raises LauncherError."""
+    def start(self, service_id: str = "") -> None:
+        """Bring up, or find again, what the launcher needs (its cluster). Raises LauncherError.
+
+        service_id: what tells this service's submissions from those of others in the same cluster.
+        """
 
     def close(self) -> None:
         """End everything that `start` brought up. Safe to call twice."""

@@ -2,8 +2,8 @@
 
 Facts of Ray 2.60 that shape this file: a submission id that is taken is refused with 500 and a traceback, an unknown
 one is 404, stopping what has ended is 200 with {"stopped": false}. A log comes as one whole text, so it is read from
-its file instead (thinwire.service.launch.log_files). Whoever has the token sees entrypoint, metadata and runtime_env
-of every job, so no secret may be in them.
+where it was written instead, and asked for once at most, at the end. Whoever has the token sees
+entrypoint, metadata and runtime_env of every job, so no secret may be in them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ AGENT_TRIES: Final = 5
 MESSAGE_CHARS: Final = 2000
 """Ray puts up to 20,000 characters of log into the message of a failed job; more than this is cut in the middle."""
 
+MOST_LOG_BYTES: Final = 64 << 20
+"""Of an answer that holds a log."""
+
 _NO_AGENT: Final = "No available agent to submit job"
 
 _STATES: Final = {
@@ -43,6 +46,10 @@ _STATES: Final = {
 class _Job(BaseModel):
     status: str
     message: str | None = None
+
+
+class _Log(BaseModel):
+    logs: str
 
 
 class RayJobs:
@@ -174,6 +181,34 @@ class RayJobs:
                 f"Ray at {self.url} did not {what} of {size} bytes ({answer.status_code}: {_last_line(answer.text)})"
             )
         _log.info("package_given_to_ray name=%s bytes=%d", name, size)
+
+    def log(self, submission_id: str) -> str | None:
+        """All that the driver has written; None where Ray knows no such submission.
+
+        Raises: LauncherError, also where it is longer than MOST_LOG_BYTES.
+        """
+        held = bytearray()
+        try:
+            with self._http.stream("GET", f"/api/jobs/{submission_id}/logs") as answer:
+                if answer.status_code == httpx.codes.NOT_FOUND:
+                    return None
+                for part in answer.iter_bytes():
+                    held += part
+                    if len(held) > MOST_LOG_BYTES:
+                        raise LauncherError(
+                            f"the log of {submission_id} is longer than {MOST_LOG_BYTES >> 20} MiB: read it on the head"
+                        )
+        except httpx.HTTPError as error:
+            raise LauncherError(
+                f"Ray at {self.url} gave no log of {submission_id} ({_words(error)}); try again"
+            ) from error
+        if not answer.is_success:
+            why = f"{answer.status_code}: {_last_line(held.decode(errors='replace'))}"
+            raise LauncherError(f"Ray at {self.url} gave no log of {submission_id} ({why}); try again")
+        try:
+            return _Log.model_validate_json(bytes(held)).logs
+        except ValidationError as error:
+            raise LauncherError(f"Ray at {self.url} answered what is not a log: {error}") from error
 
     def _ask(self, method: str, path: str, what: str) -> httpx.Response:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from thinwire.service.launch.protocol import Launcher, LauncherError
 
@@ -18,11 +19,15 @@ logger = logging.getLogger(__name__)
 class LauncherStarter:
     """Calls `launcher.start` in a thread until it has worked, `retry_s` seconds apart.
 
+    service_id: asked for then: it is in the database.
     silent_s: a launcher that has not answered for so long counts as one that cannot be used.
     """
 
-    def __init__(self, launcher: Launcher, *, silent_s: float, retry_s: float = 5.0) -> None:
+    def __init__(
+        self, launcher: Launcher, service_id: Callable[[], str] = str, *, silent_s: float, retry_s: float = 5.0
+    ) -> None:
         self._launcher = launcher
+        self._service_id = service_id
         self._silent_s = silent_s
         self._retry_s = retry_s
         self._stop = threading.Event()
@@ -74,7 +79,7 @@ class LauncherStarter:
     def _loop(self) -> None:
         while not self._stop.is_set():
             try:
-                self._launcher.start()
+                self._launcher.start(self._service_id())
             except LauncherError as error:
                 logger.warning(
                     "launcher_start_failed name=%s retry_s=%g error=%s", self._launcher.name, self._retry_s, error

@@ -10,13 +10,14 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers import main as driver
 from thinwire.workers.elastic.failures import JobFailed
+from thinwire.workers.run_place import SharedPlace
 from thinwire.workers.telemetry.reporter import RunSuperseded
-from thinwire.workers.worker import failure_of, write_failure
+from thinwire.workers.worker import failure_of
 
 
 def test_the_first_failure_written_stands(tmp_path):
-    write_failure(tmp_path, Failure(kind="A", message="cause"))
-    write_failure(tmp_path, Failure(kind="B", message="consequence"))
+    SharedPlace(tmp_path).fail(Failure(kind="A", message="cause"))
+    SharedPlace(tmp_path).fail(Failure(kind="B", message="consequence"))
     assert Failure.model_validate_json((tmp_path / "failure.json").read_text()).kind == "A"
     assert [p.name for p in tmp_path.iterdir()] == ["failure.json"]
 

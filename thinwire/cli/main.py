@@ -67,6 +67,7 @@ class LauncherName(StrEnum):
     """What runs the jobs."""
 
     LOCAL = "local"
+    RAY = "ray"
     FAKE = "fake"
 
 
@@ -78,7 +79,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on. Default: 0, a free one.")] = None,
     launcher: Annotated[
         LauncherName | None,
-        typer.Option(help="local: a Ray of its own on this machine (default). fake: runs nothing, for development."),
+        typer.Option(
+            help="local: a Ray of its own on this machine (default). ray: the cluster of THINWIRE_RAY_ADDRESS. "
+            "fake: runs nothing, for development."
+        ),
     ] = None,
 ) -> None:
     """Run the service in the foreground, until Ctrl-C or SIGTERM.

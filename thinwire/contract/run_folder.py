@@ -11,7 +11,12 @@ events.jsonl   one Event a line, written by rank 0, and by the driver while the 
 summary.json   a Summary, written by rank 0 at the end of a run that succeeded
 loss.png       loss and cumulative bytes over steps
 failure.json   a Failure, written where a run ends for a reason that no restart can mend
+logs/          of each attempt, what its driver has written: attempt-1.log; by the service, where a cluster of its own
+               has no folder in common with it
 ray/           what Ray Train keeps of the run
+
+Where service and workers share no folder each process has one of its own, with what it was given and what it has
+written itself; what they have to know of each other goes through the service (contract/remote_run.py).
 """
 
 from __future__ import annotations
@@ -80,6 +85,15 @@ class RunFolder:
     def failure(self) -> Path:
         """Why it failed."""
         return self.path / "failure.json"
+
+    @property
+    def logs(self) -> Path:
+        """The logs that drivers elsewhere have sent."""
+        return self.path / "logs"
+
+    def log_of(self, attempt: int) -> Path:
+        """That of this attempt."""
+        return self.logs / f"attempt-{attempt}.log"
 
     @property
     def ray(self) -> Path:

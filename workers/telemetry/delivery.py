@@ -1,6 +1,6 @@
 """What a worker says to the service: its registration, and on rank 0 history and events, with the job's token.
 
-    ServiceClient   the three calls of reports.py
+    ServiceClient   the calls of reports.py, and those of remote_run.py
     Heartbeat       a thread that keeps the registration alive
     Poster          a thread of rank 0 that posts history and events, through outages of the service
 
@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +40,9 @@ POST_AT_SAMPLES = 200
 MAX_PENDING = 500_000
 """Samples kept while the service does not answer, about half a gigabyte; beyond it the oldest go."""
 _MAX_BATCH = 1000  # reports.Telemetry takes 2000; half of it keeps a batch after an outage well under a second
+
+
+Method = Literal["GET", "PUT", "POST", "DELETE"]
 
 
 class ServiceError(Exception):
@@ -112,24 +115,41 @@ class ServiceClient:
         """Hand over history; a batch the service has seen before changes nothing. Raises ServiceError."""
         self._call("POST", "telemetry", telemetry)
 
+    def ask(self, path: str, *, or_none: bool = False, **query: str | int) -> bytes:
+        """What the service answers; with or_none nothing where there is no such thing. Raises ServiceError."""
+        return self._request("GET", path, query=query, or_none=or_none).content
+
+    def leave(self, path: str, content: bytes, **query: str | int) -> bytes:
+        """Leave bytes of this attempt with the service: a file, or a part of the log. Raises ServiceError."""
+        method: Method = "POST" if path == "log" else "PUT"
+        query = {"attempt": self.attempt, **query}
+        return self._request(method, path, content, media="application/octet-stream", query=query).content
+
     def close(self) -> None:
         """Close the connections. Safe to call twice."""
         self._http.close()
 
-    def _call(self, method: Literal["PUT", "POST", "DELETE"], path: str, body: BaseModel | None) -> None:
+    def _call(self, method: Method, path: str, body: BaseModel | None) -> None:
+        # An older attempt must not end the registration of a newer one.
+        query: dict[str, str | int] = {"attempt": self.attempt} if body is None else {}
+        self._request(method, path, None if body is None else body.model_dump_json(), query=query)
+
+    def _request(
+        self,
+        method: Method,
+        path: str,
+        content: str | bytes | None = None,
+        *,
+        media: str = "application/json",
+        query: Mapping[str, str | int],
+        or_none: bool = False,
+    ) -> httpx.Response:
         try:
             url = f"{self._read(self._folder.service_url).rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
-            answer = self._http.request(
-                method,
-                url,
-                # An older attempt must not end the registration of a newer one.
-                params={"attempt": self.attempt} if body is None else None,
-                content=None if body is None else body.model_dump_json(),
-                headers={
-                    "Authorization": f"Bearer {self._token()}",
-                    "Content-Type": "application/json",
-                },
-            )
+            headers = {"Authorization": f"Bearer {self._token()}", "Content-Type": media}
+            answer = self._http.request(method, url, params=query or None, content=content, headers=headers)
+            if or_none and answer.status_code == httpx.codes.NOT_FOUND:
+                answer = httpx.Response(200, request=answer.request)
             _judge(answer)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             unavailable = ServiceUnavailable(f"{type(error).__name__}: {error}")
@@ -149,6 +169,7 @@ class ServiceClient:
             raise
         self._stale_since = math.inf
         self._note(None)
+        return answer
 
     def _job_id(self) -> str:
         try:
@@ -249,8 +270,17 @@ class Poster:
     `num_lost` counts what the service refused to take or what outgrew MAX_PENDING; the run folder still has it.
     """
 
-    def __init__(self, client: ServiceClient, *, interval_s: float = POST_EVERY_S, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        client: ServiceClient,
+        *,
+        interval_s: float = POST_EVERY_S,
+        retry_s: float = RETRY_S,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        """leave: called after each batch, and before the last word, to leave what else there is with the service."""
         self.num_lost = 0
+        self._leave = leave
         self._client = client
         self._interval_s = interval_s
         self._retry_s = retry_s
@@ -323,9 +353,12 @@ class Poster:
         try:
             while self._wait():
                 self._post_pending()
+                self._leave_all()
             self._post_pending()
+            self._leave_all()
             if self._last_word is not None:
                 self._post(self._last_word)
+                self._leave_all()
             self._finished = True
         except Superseded as error:
             with self._changed:
@@ -335,6 +368,14 @@ class Poster:
             logger.warning("telemetry_superseded attempt=%d reason=%r", self._client.attempt, str(error))
         except ServiceUnavailable:
             return  # the time that close() gave is over; close() says what is missing
+
+    def _leave_all(self) -> None:
+        if self._leave is None:
+            return
+        try:
+            self._leave()
+        except (ServiceError, OSError) as error:  # tried again after the next batch
+            logger.info("files_not_left reason=%r", str(error))
 
     def _wait(self) -> bool:
         """Wait for the next time to post; False when closing."""

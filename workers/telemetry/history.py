@@ -10,6 +10,7 @@ last line torn; that line is dropped, for its step is after the checkpoint and w
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -46,6 +47,15 @@ class History:
         """Forget every sample after `step`, in one replacement of the file: a run resumes from there."""
         self._file.close()
         write_whole(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
+        self._file = self.path.open("ab", buffering=0)
+
+    def fill(self, told: Iterable[Sample]) -> None:
+        """Add those of steps that it lacks, up to its last one, in one replacement of the file."""
+        own = {sample.step: sample for sample in read(self.path)}
+        last = max(own, default=-1)
+        every = {**{sample.step: sample for sample in told if sample.step <= last}, **own}
+        self._file.close()
+        write_whole(self.path, b"".join(_line(every[step]) for step in sorted(every)))
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import JsonValue
 
 from thinwire.comm.wire.link_classes import exchange_boxes
+from thinwire.contract.remote_run import KEPT_FILES, KeptFile
 from thinwire.contract.reports import Event, EventKind, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
-from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient
+from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, ServiceError
 from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.history import History, keep_event
+from thinwire.workers.telemetry.remote import RemoteRun
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RECENT = 200
+"""Samples of which a worker remembers what it would have told: many more than a rank 0 can have untold."""
 DELIVER_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
 
@@ -51,6 +56,9 @@ class Reporter(Protocol):
 
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """New history, this rank's training windows so far, and its bytes by purpose so far."""
+
+    def whole(self) -> None:
+        """The run has come to its end, and its history is needed. On rank 0; may take as long as the service does."""
 
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
@@ -93,6 +101,9 @@ class Silent:
     def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
         """Keep them."""
         self.samples.extend(samples)
+
+    def whole(self) -> None:
+        """It is."""
 
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """An event."""
@@ -137,12 +148,15 @@ class ServiceReporter:
         address: str,
         *,
         adopt_s: float = 0.0,
+        remote: RemoteRun | None = None,
     ) -> None:
         """`rank`: what this worker is called, for as long as it lives: its slot where ranks change.
 
         `attempt`: see ServiceClient.
         `address`: the network address on which this worker's metrics are served.
         `adopt_s`: how long a later attempt may take to adopt this worker.
+        `remote`: where the run folder is this process's own. Whoever is rank 0 then fetches what others have told, and
+        tells again what this process still knows; what the next one needs is left with the service.
         """
         self._wire: WireMeter | None = None
         self._last_step: int | None = None
@@ -153,6 +167,9 @@ class ServiceReporter:
         self._run_dir = run_dir
         self._history: History | None = None
         self._poster: Poster | None = None
+        self._remote = remote
+        self._recent: deque[Sample] = deque(maxlen=RECENT)
+        self._left: set[KeptFile] = set()
         self._rounds_skipped = 0
         self._compression_ratio: float | None = None
 
@@ -164,16 +181,42 @@ class ServiceReporter:
         self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
         if group.rank == 0 and self._history is None:
             self._history = History(RunFolder(self._run_dir).history)
-            self._poster = Poster(self._client)
+            self._poster = Poster(self._client, leave=None if self._remote is None else self._leave_files)
+            for sample in self._recent:  # the rank 0 before may not have told it any more
+                self._history.append(sample)
+                self._poster.add_sample(sample)
+
+    def whole(self) -> None:
+        """Bring into the history what ranks 0 of other machines have told, as far as the service has it."""
+        if self._remote is None or self._history is None:
+            return
+        try:
+            self._history.fill(self._remote.history())
+        except ServiceError as error:
+            logger.error("history_not_whole reason=%r: the summary counts what this worker has seen", str(error))
+
+    def _leave_files(self) -> None:
+        """Leave with the service what is there of the files that it keeps, each once. In the poster's thread."""
+        assert self._remote is not None
+        for name in KEPT_FILES:
+            if name not in self._left and (self._run_dir / name).exists():
+                self._remote.leave(name)
+                self._left.add(name)
+
+    def _forget_after(self, step: int) -> None:
+        while self._recent and self._recent[-1].step > step:
+            self._recent.pop()
 
     def went_back(self, step: int) -> None:
         """Drop the history after `step`, if there is any."""
+        self._forget_after(step)
         if self._history is not None and (self._last_step is None or self._last_step > step):
             self._history.truncate_after(step)
             self._last_step = step
 
     def resumed(self, step: int) -> None:
         """Drop the history after `step`."""
+        self._forget_after(step or -1)
         if self._history is not None:
             self._history.truncate_after(step or -1)
         if step:
@@ -188,6 +231,8 @@ class ServiceReporter:
                 self._history.append(sample)
             if self._poster is not None:
                 self._poster.add_sample(sample)
+            if self._remote is not None:
+                self._recent.append(sample)
             self._rounds_skipped += sample.skipped_round
             self._compression_ratio = sample.compression_ratio or self._compression_ratio
         last = samples[-1]

@@ -1,0 +1,210 @@
+"""A run that shares no folder with the service: its ticket, and what it asks and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.control_plane_harness import Service, spec
+from thinwire.contract.remote_run import LARGEST_FILE_BYTES
+from thinwire.service.auth import ticket_of
+from thinwire.service.jobs import job_folder, remote_runs
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.protocol import LaunchState
+
+STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
+CLAIMANT = "c" * 43
+PLAIN = {"Content-Type": "application/octet-stream"}
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Service]:
+    """A service whose jobs run in a cluster that is not its own."""
+    launcher = FakeLauncher()
+    launcher.own_cluster = False
+    service = Service(tmp_path / "home", launcher, shared_folders=(Path("/shared"),))
+    yield service
+    service.close()
+
+
+def ticket(service: Service, job_id: str, attempt: int = 1) -> dict[str, str]:
+    token = (service.run_dir(job_id) / "token").read_text().strip()
+    return {"Authorization": f"Bearer {ticket_of(token, attempt)}"}
+
+
+def claim(service: Service, job_id: str, attempt: int = 1, claimant: str = CLAIMANT) -> Any:
+    return service.client.post(
+        f"/v1/jobs/{job_id}/claim", json={"claimant": claimant}, headers=ticket(service, job_id, attempt)
+    )
+
+
+def test_a_ticket_gives_the_job_once_and_again_to_the_same_claimant(far: Service) -> None:
+    job_id = far.submit(**STORE)
+    assert claim(far, job_id).status_code == 401  # it has not been submitted yet
+    far.turn()
+    given = claim(far, job_id)
+    assert given.status_code == 200, given.text
+    assert given.json()["job"]["spec"]["steps"] == 100
+    assert f"Bearer {given.json()['token']}" == far.job_headers(job_id)["Authorization"]
+    assert given.json()["unique_name"] == f"{far.plane.service_id()}.{job_id}"
+    assert claim(far, job_id).json() == given.json()
+    other = claim(far, job_id, claimant="d" * 43)
+    assert (other.status_code, other.json()["code"]) == (403, "forbidden")
+    assert "used by another process" in other.json()["message"]
+
+
+def test_a_ticket_allows_nothing_else_and_a_token_no_claim(far: Service) -> None:
+    job_id, other = far.submit(**STORE), far.submit(**STORE)
+    far.turn()
+    by_ticket = ticket(far, job_id)
+    for method, path in (
+        ("GET", f"/v1/jobs/{job_id}"),
+        ("GET", f"/v1/jobs/{job_id}/run"),
+        ("GET", f"/v1/jobs/{job_id}/metrics"),
+        ("POST", f"/v1/jobs/{job_id}/telemetry"),
+        ("GET", "/v1/jobs"),
+        ("GET", "/metrics"),
+    ):
+        assert far.client.request(method, path, headers=by_ticket).status_code == 403, path
+    for headers in (far.job_headers(job_id), by_ticket, {}):
+        path = f"/v1/jobs/{other}/claim"
+        assert far.client.post(path, json={"claimant": CLAIMANT}, headers=headers).status_code == 403
+
+
+def test_the_ticket_of_an_attempt_that_was_lost_is_worth_nothing(far: Service) -> None:
+    job_id = far.submit(**STORE)
+    far.turn()
+    far.launcher.lose(job_id)
+    far.turn(3)
+    assert far.job(job_id)["attempt"] == 2
+    assert claim(far, job_id, attempt=1).status_code in (401, 409)
+    far.turn()
+    assert claim(far, job_id, attempt=1).status_code == 401
+    assert claim(far, job_id, attempt=2).json()["attempt"] == 2
+
+
+def test_no_token_nor_ticket_lies_in_the_database(far: Service) -> None:
+    job_id = far.submit(**STORE)
+    far.turn()
+    given = claim(far, job_id).json()
+    held = b"".join(file.read_bytes() for file in far.home.glob("thinwire.db*"))
+    assert job_id.encode() in held
+    assert given["token"].encode() not in held
+    assert ticket_of(given["token"], 1).encode() not in held
+    assert CLAIMANT.encode() not in held
+
+
+def test_a_job_that_is_cancelled_is_claimed_no_more(far: Service) -> None:
+    job_id = far.submit(**STORE)
+    far.turn()
+    far.client.post(f"/v1/jobs/{job_id}/cancel")
+    assert claim(far, job_id).json()["code"] == "job_over"
+
+
+def test_a_run_hears_what_is_wanted_and_whether_it_is_over(far: Service) -> None:
+    job_id = far.running(**STORE)
+    headers = far.job_headers(job_id)
+    first = far.client.get(f"/v1/jobs/{job_id}/run", headers=headers).json()
+    wanted = {"min": 1, "max": 1, "revision": 0}
+    assert first == {"attempt": 1, "wanted": wanted, "failure": None, "succeeded": False}
+    far.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"max": 3}})
+    far.post(job_id, failure={"kind": "DataError", "message": "cannot read /x"})
+    now = far.client.get(f"/v1/jobs/{job_id}/run", headers=headers).json()
+    assert now["wanted"] == {"min": 1, "max": 3, "revision": 1}
+    assert now["failure"]["kind"] == "DataError"
+    far.post(job_id, summary={"state": "SUCCEEDED"})
+    assert far.client.get(f"/v1/jobs/{job_id}/run", headers=headers).json()["succeeded"]
+
+
+def test_a_run_may_read_its_own_history_and_no_other(far: Service) -> None:
+    job_id, other = far.running(**STORE), far.running(**STORE)
+    far.post(job_id, samples=[{"step": 1, "phase": "warmup", "time": 1.0}])
+    history = far.client.get(f"/v1/jobs/{job_id}/metrics", headers=far.job_headers(job_id))
+    assert [one["step"] for one in history.json()["samples"]] == [1]
+    assert far.client.get(f"/v1/jobs/{other}/metrics", headers=far.job_headers(job_id)).status_code == 403
+
+
+def test_files_are_left_and_fetched(far: Service) -> None:
+    job_id = far.running(**STORE)
+    path, headers = f"/v1/jobs/{job_id}/files/loss.png", far.job_headers(job_id)
+    assert far.client.get(path, headers=headers).json()["code"] == "file_not_kept"
+    content = bytes(range(256)) * 16
+    assert far.client.put(path, params={"attempt": 1}, content=content, headers=headers | PLAIN).status_code == 204
+    assert far.client.get(path, headers=headers).content == content
+    assert (far.run_dir(job_id) / "loss.png").read_bytes() == content
+    late = far.client.put(path, params={"attempt": 2}, content=b"x", headers=headers | PLAIN)
+    assert late.json()["code"] == "stale_attempt"
+    large = far.client.put(
+        path, params={"attempt": 1}, content=b"x" * (LARGEST_FILE_BYTES + 1), headers=headers | PLAIN
+    )
+    assert large.status_code == 413
+    assert far.client.put(path, params={"attempt": 1}, content=b"{}", headers=headers).status_code == 415
+    for name in ("token", "job.json", "..%2F..%2Ftoken"):
+        wrong = f"/v1/jobs/{job_id}/files/{name}"
+        put = far.client.put(wrong, params={"attempt": 1}, content=b"x", headers=headers | PLAIN)
+        assert put.status_code in (404, 422), put.text
+
+
+def test_a_log_is_added_to_once_whatever_is_sent_again(far: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = far.running(**STORE)
+    headers = far.job_headers(job_id) | PLAIN
+
+    def add(offset: int, content: bytes, attempt: int = 1) -> Any:
+        query = {"attempt": attempt, "offset": offset}
+        return far.client.post(f"/v1/jobs/{job_id}/log", params=query, content=content, headers=headers)
+
+    assert add(0, b"first\n").json() == {"next_offset": 6, "full": False}
+    assert add(0, b"first\nsecond\n").json()["next_offset"] == 13
+    assert add(20, b"with a gap").json()["next_offset"] == 13
+    assert add(13, b"\xff\n").json()["next_offset"] == 15
+    shown = far.client.get(f"/v1/jobs/{job_id}/logs").json()
+    assert shown == {"text": "first\nsecond\n�\n", "next_offset": 15, "complete": False}
+    assert add(15, b"x", attempt=2).status_code == 409
+    for module in (remote_runs, job_folder):
+        monkeypatch.setattr(module, "LONGEST_LOG_BYTES", 20)
+    assert add(15, b"123456789").json() == {"next_offset": 20, "full": True}
+    assert add(20, b"more").json() == {"next_offset": 20, "full": True}
+
+
+def test_what_a_driver_could_not_send_any_more_comes_from_its_cluster(far: Service) -> None:
+    job_id = far.running(**STORE, workers={"max_restarts": 0})
+    headers = far.job_headers(job_id) | PLAIN
+    far.client.post(f"/v1/jobs/{job_id}/log", params={"attempt": 1, "offset": 0}, content=b"sent\n", headers=headers)
+    far.launcher.write_log(job_id, "sent\nits last words\n")
+    far.launcher.put(job_id, LaunchState.FAILED)
+    far.turn()
+    assert far.state(job_id) == "FAILED"
+    rest = far.client.get(f"/v1/jobs/{job_id}/logs").json()
+    assert rest["text"] == "sent\nits last words\n"
+    assert far.client.get(f"/v1/jobs/{job_id}/logs", params={"offset": rest["next_offset"]}).json()["complete"]
+
+
+@pytest.mark.parametrize("store", [None, "/home/me/checkpoints", "file:///shared/../home", "/sharedish"])
+def test_checkpoints_on_one_machine_are_refused(far: Service, store: str | None) -> None:
+    answer = far.client.post("/v1/jobs", json=spec(checkpoint={"store": store}))
+    assert answer.status_code == 422
+    [problem] = answer.json()["problems"]
+    assert (problem["path"], problem["value"]) == ("checkpoint.store", store)
+    assert "every machine of the cluster" in problem["message"]
+    assert "/shared" in problem["message"]
+
+
+@pytest.mark.parametrize("store", ["/shared/checkpoints", "file:///shared/a", "s3://bucket/a", "memory://a"])
+def test_checkpoints_that_all_machines_reach_are_taken(far: Service, store: str) -> None:
+    assert far.client.post("/v1/jobs", json=spec(checkpoint={"store": store})).status_code == 202
+
+
+def test_an_orderly_end_of_the_service_does_not_excuse_what_goes_on(tmp_path: Path, far: Service) -> None:
+    job_id = far.running(**STORE, workers={"max_restarts": 1})
+    far.close()
+    far.open()
+    far.launcher.lose(job_id)
+    far.turn(3)
+    assert far.job(job_id)["attempt"] == 2
+    far.turn()
+    far.launcher.lose(f"{job_id}-attempt2")
+    far.turn(3)
+    assert far.state(job_id) == "FAILED"
