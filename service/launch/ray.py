@@ -12,6 +12,7 @@ import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from thinwire.contract.run_folder import RunFolder
 from thinwire.service.auth import ticket_of
@@ -20,6 +21,10 @@ from thinwire.service.launch.protocol import LOG_PART_BYTES, Code, LauncherError
 from thinwire.service.launch.ray_jobs import RayJobs
 
 _log = logging.getLogger(__name__)
+
+
+PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
+"""The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
 
 
 class RayLauncher:
@@ -70,9 +75,11 @@ class RayLauncher:
             token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
         except OSError as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
-        command = ["python", "-m", "thinwire.workers.main", "--service", url, "--job", metadata["job_id"]]
-        command += ["--attempt", str(attempt), "--ticket", ticket_of(token, attempt)]
-        self._cluster().submit(self.named(submission_id), shlex.join(command), metadata, code)
+        arguments = ["--service", url, "--job", metadata["job_id"], "--attempt", str(attempt)]
+        arguments += ["--ticket", ticket_of(token, attempt)]
+        python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
+        entrypoint = f"{python} -m thinwire.workers.main {shlex.join(arguments)}"
+        self._cluster().submit(self.named(submission_id), entrypoint, metadata, code)
 
     def status(self, submission_id: str) -> LaunchStatus:
         """What Ray says of it; UNKNOWN where it does not answer."""

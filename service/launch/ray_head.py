@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -64,11 +65,12 @@ class Head(BaseModel):
     port: int
     temp_dir: Path
     python: str
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
         """The dashboard, which serves the Jobs API too."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def logs(self) -> Path:
@@ -82,6 +84,17 @@ class Head(BaseModel):
     def alive(self) -> bool:
         """True while the very keeper that wrote the record lives."""
         return processes.birth_of(self.pid) == self.birth
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How Ray is started under a keeper. port: of the dashboard; keeps_temp_dir: for a Ray that is started again."""
+
+    command: list[str]
+    environment: dict[str, str]
+    port: int
+    host: str = "127.0.0.1"
+    keeps_temp_dir: bool = False
 
 
 class RayHead:
@@ -220,25 +233,44 @@ class RayHead:
         return head
 
     def _start_keeper(self) -> subprocess.Popen[bytes]:
-        self._temp_dir = temp_dir = _short_temp_dir()
-        port = _free_port()
-        facts = {"port": port, "temp_dir": str(temp_dir), "python": sys.executable}
+        self._temp_dir = temp_dir = self.new_temp_dir()
+        start = self.start_in(temp_dir)
+        facts = {"port": start.port, "host": start.host, "temp_dir": str(temp_dir), "python": sys.executable}
         command = [
             *(sys.executable, "-m", keeper.__name__, "--facts", json.dumps(facts), "--record", str(self._record_path)),
-            *("--lease", str(self._lease_path), "--lease-s", str(self._lease_s), "--remove", str(temp_dir)),
+            *("--lease", str(self._lease_path), "--lease-s", str(self._lease_s)),
+            *(() if start.keeps_temp_dir else ("--remove", str(temp_dir))),
             *("--save", str(temp_dir / "r" / "session_latest" / "logs"), str(self.folder / "lost-logs"), "--"),
-            *head_command(temp_dir / "r", port),
+            *start.command,
         ]
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 command,
                 cwd=self.folder,  # jobs inherit it; nothing here can shadow a module that they import
-                env=head_environment(os.environ, temp_dir, self.token_path),
+                env=start.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def new_temp_dir(self) -> Path:
+        """Where Ray is to put its files."""
+        return _short_temp_dir()
+
+    def start_in(self, temp_dir: Path) -> Start:
+        """How Ray is started."""
+        port = _free_port()
+        environment = head_environment(os.environ, temp_dir, self.token_path)
+        return Start(head_command(temp_dir / "r", port), environment, port)
+
+    def is_up(self, head: Head) -> bool:
+        """Does it answer?"""
+        client = self.jobs(head)
+        try:
+            return client.unready() is None
+        finally:
+            client.close()
 
     def _record_of(self, pid: int) -> Head | None:
         head = self.recorded()
@@ -257,15 +289,11 @@ class RayHead:
 
     def _answers(self, head: Head, deadline: float, give_up: threading.Event) -> bool:
         """Wait for a living head: it may still be starting, or be slow because its jobs use the whole machine."""
-        client = self.jobs(head)
-        try:
-            while head.alive() and not give_up.is_set() and time.monotonic() < deadline:
-                if client.unready() is None:
-                    return True
-                time.sleep(_POLL_S)
-            return False
-        finally:
-            client.close()
+        while head.alive() and not give_up.is_set() and time.monotonic() < deadline:
+            if self.is_up(head):
+                return True
+            time.sleep(_POLL_S)
+        return False
 
 
 def head_command(ray_dir: Path, dashboard_port: int) -> list[str]:

@@ -37,6 +37,7 @@ from thinwire.cli.resize import resize
 from thinwire.cli.screen import complain, console, note, watch_to_end
 from thinwire.cli.submit import submit
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.up import down, up
 from thinwire.cli.watch import outcome
 from thinwire.contract.jobs import JobList
 from thinwire.contract.reports import EventKind
@@ -113,6 +114,8 @@ def serve(
 
 
 app.command()(submit)
+app.command()(up)
+app.command()(down)
 
 
 @app.command()

@@ -1,0 +1,209 @@
+"""Ray on one box: the head of a cluster, or a machine that has joined one. Started again whenever it ends.
+
+Below the folder (default ~/.local/share/thinwire/box, or THINWIRE_BOX):
+
+    box.json     what this box is: written by `thinwire up`, read by whoever supervises it and by `thinwire down`
+    state.json   the supervisor's pid and birth, and how it stands
+    auth_token   the cluster's token, mode 0600: made by the head, copied by those that join
+    gcs/         of the head: what the cluster knows, its jobs too; a head that is started again goes on from it
+    head.json, head.log, lease, lock, lost-logs/    as service/launch/ray_head.py has them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from thinwire.contract.files import private_folder, write_private
+from thinwire.service.launch import processes, ray_head
+from thinwire.service.launch.ray_head import Head, RayHead, Start
+
+HEAD_PORT: Final = 6379
+DASHBOARD_PORT: Final = 8265
+UP_SAYS: Final = b"Ray runtime started."
+"""What `ray start` writes when a box has joined."""
+CLUSTER_WAITS_S: Final = 60
+"""How long boxes and the processes on them wait for a head that has gone."""
+
+
+class BoxError(Exception):
+    """The box cannot be what it was asked to be; the message says why and what to do."""
+
+
+class Box(BaseModel):
+    """What a box is. head: host:port of the cluster's head; of the head itself too. address: this box's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["head", "joined"]
+    address: str
+    head: str
+    dashboard_port: int = DASHBOARD_PORT
+    num_cpus: int
+
+    @property
+    def dashboard(self) -> str:
+        """Of a head: where jobs are submitted."""
+        return f"http://{self.address}:{self.dashboard_port}"
+
+
+class State(BaseModel):
+    """How a box stands. trouble: why Ray does not run now, for a person."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    pid: int
+    birth: str
+    up: bool
+    trouble: str | None = None
+    starts: int = 0
+
+    def supervised(self) -> bool:
+        """Does the very supervisor live that wrote this?"""
+        return processes.birth_of(self.pid) == self.birth
+
+
+class BoxFolder:
+    """The folder of a box."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.box_file, self.state_file, self.token = path / "box.json", path / "state.json", path / "auth_token"
+        self.gcs, self.log = path / "gcs", path / "up.log"
+
+    def box(self) -> Box | None:
+        """What this box is; None where it is nothing. Raises BoxError."""
+        try:
+            return Box.model_validate_json(self.box_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise BoxError(f"{self.box_file} cannot be read: {error}; remove {self.path} and start again") from error
+
+    def state(self) -> State | None:
+        """How it stands; None where nobody has said it."""
+        try:
+            return State.model_validate_json(self.state_file.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def make(self, box: Box, token_file: Path | None) -> None:
+        """Write down what this box is, with the cluster's token where it joins one. Raises BoxError, OSError."""
+        private_folder(self.path)
+        if token_file is not None:
+            write_private(self.token, read_token(token_file) + "\n")
+        write_private(self.box_file, box.model_dump_json(indent=1) + "\n")
+
+    def say(self, up: bool, trouble: str | None, starts: int) -> None:
+        """Of this process, the supervisor. Raises OSError."""
+        birth = processes.birth_of(os.getpid()) or ""
+        state = State(pid=os.getpid(), birth=birth, up=up, trouble=trouble, starts=starts)
+        write_private(self.state_file, state.model_dump_json() + "\n")
+
+    def forget(self) -> None:
+        """Nothing of the cluster is left here but its token and the logs."""
+        for file in (self.state_file, self.box_file):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.gcs, ignore_errors=True)
+        shutil.rmtree(temp_dir_of(self.path), ignore_errors=True)
+
+
+def default_folder() -> Path:
+    """THINWIRE_BOX, else a folder beside the service's home."""
+    given = os.environ.get("THINWIRE_BOX", "")
+    data = os.environ.get("XDG_DATA_HOME", "")
+    base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
+    return Path(given).expanduser().absolute() if given else base / "thinwire" / "box"
+
+
+def read_token(file: Path) -> str:
+    """The cluster's token out of a file that its owner alone may read. Raises BoxError."""
+    try:
+        open_to_others = stat.S_IMODE(file.stat().st_mode) & 0o077
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BoxError(f"the token file {file} cannot be read: {error}; copy it from the head") from error
+    if len(token) < 32 or not token.isascii() or not token.isprintable():
+        raise BoxError(f"{file} holds no token of a cluster: copy the head's, which `thinwire up --head` names")
+    if open_to_others:
+        raise BoxError(f"others may read the token file {file}: chmod 600 {file}")
+    return token
+
+
+def temp_dir_of(folder: Path) -> Path:
+    """Where Ray of this box has its sockets and logs: the same each time, and short."""
+    base = tempfile.gettempdir()
+    base = base if len(base) <= ray_head.MAX_TEMP_CHARS else "/tmp"
+    return Path(base) / f"twbox-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+
+
+class BoxRay(RayHead):
+    """Ray of a box, as RayHead has it of a home. Ended without its supervisor after lease_s."""
+
+    def __init__(self, folder: BoxFolder, box: Box, *, lease_s: float = 300.0, start_timeout_s: float = 180.0) -> None:
+        super().__init__(folder.path, lease_s, start_timeout_s)
+        self._box, self._gcs = box, folder.gcs
+
+    def new_temp_dir(self) -> Path:
+        """The one of this box: the sessions of a cluster lie below one path."""
+        return private_folder(temp_dir_of(self.folder)).resolve()
+
+    def start_in(self, temp_dir: Path) -> Start:
+        """As head or joining one."""
+        box = self._box
+        command = head_command(box, temp_dir / "r") if box.role == "head" else join_command(box, temp_dir / "r")
+        environment = box_environment(box, temp_dir, self.token_path, self._gcs)
+        return Start(command, environment, box.dashboard_port, box.address, keeps_temp_dir=True)
+
+    def is_up(self, head: Head) -> bool:
+        """The head answers; who joins has been told that it has."""
+        if self._box.role == "head":
+            return super().is_up(head)
+        return UP_SAYS in self.log_path.read_bytes()
+
+
+_START: Final = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
+
+
+def head_command(box: Box, ray_dir: Path) -> list[str]:
+    """`ray start` of a head. Its port is one for ever: the others look for it there."""
+    return [
+        *(*_START, "--head", "--node-ip-address", box.address, "--port", box.head.rpartition(":")[2]),
+        *("--include-dashboard", "true", "--dashboard-host", box.address),
+        *("--dashboard-port", str(box.dashboard_port), *_common(box), "--temp-dir", str(ray_dir)),
+    ]
+
+
+def join_command(box: Box, ray_dir: Path) -> list[str]:
+    """`ray start` of a box that joins."""
+    return [*_START, "--address", box.head, "--node-ip-address", box.address, *_common(box), "--temp-dir", str(ray_dir)]
+
+
+def _common(box: Box) -> list[str]:
+    return [
+        *("--object-manager-port", "0", "--node-manager-port", "0", "--dashboard-agent-listen-port", "0"),
+        *("--dashboard-agent-grpc-port", "0", "--runtime-env-agent-port", "0", "--metrics-export-port", "0"),
+        *("--num-cpus", str(box.num_cpus), "--object-store-memory", str(ray_head.OBJECT_STORE_BYTES)),
+        *("--min-worker-port", "0", "--max-worker-port", "0"),  # Ray's own range could hold ours
+        *("--log-style", "record", "--log-color", "false"),
+    ]
+
+
+def box_environment(box: Box, temp_dir: Path, token: Path, gcs: Path) -> dict[str, str]:
+    """Ray's, which every process of a job on this box inherits."""
+    environment = ray_head.head_environment(os.environ, temp_dir, token)
+    environment["THINWIRE_PYTHON"] = sys.executable  # what the entrypoints of jobs begin with
+    environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(CLUSTER_WAITS_S)
+    if not box.address.startswith("127."):
+        del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it is a cluster of machines
+    if box.role == "head":
+        environment |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(private_folder(gcs))}
+    return environment
