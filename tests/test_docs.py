@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.boxes.box import FOLDER_VARIABLE
 from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
 from thinwire.contract.metric_names import METRICS
@@ -101,7 +102,7 @@ def test_every_command_target_and_variable_that_is_named_exists(document):
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
         assert target in targets, f"{document.name}: make {target}"
     variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
-    variables.add(WIRE_INTERFACE_VARIABLE)
+    variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE}
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
 
 

@@ -25,6 +25,7 @@ from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers.elastic.failures import JobFailed
+from thinwire.workers.nodes import interface_variables, refuse_misfits
 from thinwire.workers.run_place import Place, RemotePlace, place_of
 from thinwire.workers.telemetry.log_copy import LogCopy
 from thinwire.workers.telemetry.remote import ClaimRefused, Papers, claim
@@ -119,6 +120,8 @@ def fit(spec: TrainSpec, name: str, place: Place, attempt: int) -> None:
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
         environment = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
         ray.init(address=address, runtime_env=environment)
+    interface = spec.network.interface
+    refuse_misfits(interface)
     wanted, resources = wanted_workers(place, spec.workers), ray.cluster_resources()
     workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
     use_gpu = _use_gpu(workers, resources.get("GPU", 0))
@@ -129,6 +132,7 @@ def fit(spec: TrainSpec, name: str, place: Place, attempt: int) -> None:
         name,
         place,
         use_gpu,
+        interface,
         # What the dashboard shows of a run has its configuration in it: papers go another way.
         train_function=train_worker if place.papers is None else TrainWithPapers(place.papers),
         train_loop_config={"run_dir": str(place.run_dir), "attempt": attempt},
@@ -136,6 +140,7 @@ def fit(spec: TrainSpec, name: str, place: Place, attempt: int) -> None:
             name=name,
             storage_path=str(RunFolder(place.run_dir).ray),
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
+            worker_runtime_env={"env_vars": interface_variables(interface)} if interface else None,
         ),
     )
 
@@ -177,7 +182,13 @@ class WantedFollower:
 
 
 def _fit_in_place(
-    workers: Workers, job: str, place: Place, use_gpu: bool, train_function: Callable[..., Any], **how: Any
+    workers: Workers,
+    job: str,
+    place: Place,
+    use_gpu: bool,
+    interface: str | None,
+    train_function: Callable[..., Any],
+    **how: Any,
 ) -> None:
     """Workers come and go one by one, and the others keep their processes."""
     import ray
@@ -198,6 +209,7 @@ def _fit_in_place(
         lease_s=ADOPT_S,
         grace_s=workers.grace_s,
         attempt=attempt,
+        interface=interface,
         **how,
     )
 
@@ -219,7 +231,13 @@ def _fit_in_place(
 
 
 def _fit_with_restarts(
-    workers: Workers, job: str, place: Place, use_gpu: bool, train_function: Callable[..., Any], **how: Any
+    workers: Workers,
+    job: str,
+    place: Place,
+    use_gpu: bool,
+    interface: str | None,
+    train_function: Callable[..., Any],
+    **how: Any,
 ) -> None:
     """Ray Train's own way: whenever a worker is lost all start again, from the checkpoint."""
     from ray.train import ScalingConfig

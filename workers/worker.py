@@ -23,6 +23,7 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
+from thinwire.workers.nodes import own_address, use_interface_of
 from thinwire.workers.run_place import Place, RemotePlace, place_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     its end, and nobody would be replaced.
     """
     import ray.train.torch
-    import ray.util
 
     from thinwire.comm import PeerLost
     from thinwire.workers.loop import Run, train
@@ -81,7 +81,8 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     job = json.loads(folder.job.read_text())
     spec = TrainSpec.model_validate(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"], adopted_by=adopted_by)
-    address = ray.util.get_node_ip_address()
+    address = own_address(spec.network.interface)
+    use_interface_of(address)
     device = ray.train.torch.get_device()
     ranks, number = _ranks(config, spec, address, device, place)
     adopt_s = ADOPT_S if ranks.elastic else 0.0

@@ -26,6 +26,7 @@ from thinwire.contract.files import private_folder, write_private
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.ray_head import Head, RayHead, Start
 
+FOLDER_VARIABLE: Final = "THINWIRE_BOX"
 HEAD_PORT: Final = 6379
 DASHBOARD_PORT: Final = 8265
 UP_SAYS: Final = b"Ray runtime started."
@@ -118,7 +119,7 @@ class BoxFolder:
 
 def default_folder() -> Path:
     """THINWIRE_BOX, else a folder beside the service's home."""
-    given = os.environ.get("THINWIRE_BOX", "")
+    given = os.environ.get(FOLDER_VARIABLE, "")
     data = os.environ.get("XDG_DATA_HOME", "")
     base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
     return Path(given).expanduser().absolute() if given else base / "thinwire" / "box"

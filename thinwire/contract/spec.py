@@ -240,6 +240,19 @@ class Checkpoint(_Frozen):
         return store
 
 
+class Network(_Frozen):
+    """Which way the workers of the job speak to each other."""
+
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        max_length=15,
+        pattern=r"^[^\s/]+$",
+        description="the network interface, of this name on every machine; null: the one of the machine's address in "
+        "the cluster",
+    )
+
+
 class Evaluation(_Frozen):
     """When the validation loss is taken, on the same fixed samples each time; always at the start and at the end."""
 
@@ -278,6 +291,7 @@ class JobSpec(_Frozen):
     # own fields say.
     workers: Workers = Field(default_factory=Workers)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    network: Network = Field(default_factory=Network)
 
 
 class TrainSpec(JobSpec):

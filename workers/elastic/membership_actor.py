@@ -26,6 +26,7 @@ from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.lease import Lease
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer
+from thinwire.workers.nodes import own_address
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class MembershipActor:
                 server = MembershipServer(
                     self._limits,
                     self._plan.secret,
-                    host=str(ray.util.get_node_ip_address()),
+                    host=own_address(self._plan.interface),
                     port=port,
                     after=self._generation,
                     quiet_s=quiet_s,

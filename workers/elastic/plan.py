@@ -26,6 +26,7 @@ class Plan:
     times is no accident, and each costs the others a regroup. All slots together: max_job_failures times, for a fault
     that moves from worker to worker. A step is tried by tries_of_step generations: the first may have had a bad
     machine, and the second the next one.
+    interface: of the network, at which the membership listens; None: that of the node's address.
     """
 
     job: str
@@ -41,6 +42,7 @@ class Plan:
     max_job_failures: int = 12
     failures_s: float = 3600.0
     tries_of_step: int = 3
+    interface: str | None = None
     namespace: str = NAMESPACE
 
     def __post_init__(self) -> None:
