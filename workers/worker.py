@@ -122,7 +122,7 @@ def _ranks(
 ) -> tuple[Ranks, int]:
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
-    from thinwire.workers.elastic.worker_side import resolve, slot_of, told_to_leave
+    from thinwire.workers.elastic.worker_side import renew_lease, resolve, slot_of, told_to_leave
     from thinwire.workers.forming.door import Door
     from thinwire.workers.membership import Identity, Member
     from thinwire.workers.ranks import ElasticRanks, FixedRanks
@@ -134,7 +134,7 @@ def _ranks(
     slot = slot_of(config)
     door = Door(address, config["elastic"]["secret"])
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname(), door.port)
-    member = Member(lambda: resolve(config), config["elastic"]["secret"], identity)
+    member = Member(lambda: resolve(config), config["elastic"]["secret"], identity, on_heard=renew_lease)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
     floor = partial(floor_of, place.run_dir, spec.checkpoint)
     return ElasticRanks(member, door, device, ended=place.has_failed, floor=floor), slot

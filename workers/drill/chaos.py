@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 FIGURES_NAME = "chaos.json"
 SETTLE_S = 120.0
-"""After the last fault: so long for the job to make steps again. More than a lease, which all may have to wait for."""
+"""After the last fault: so long at most until the next step. More than a lease, which all may have to wait for."""
 STEPS_AFTER = 20
+OFTEN = {"overlap": True, "checkpoint": {"every_steps": 50}, "evaluation": {"every_steps": 100, "windows": 64}}
+"""Beside what every drill's job is: a short run, too, is to be disturbed in saves, and to go on from one."""
 
 
 def run(chaos: Chaos, say: Say) -> Found:
@@ -58,7 +60,7 @@ def run(chaos: Chaos, say: Say) -> Found:
 
 def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | None = None) -> tuple[Found, list[str]]:
     """On the Ray at that address. What was found, and each fault in words with its second. Raises: as run()."""
-    spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | {"overlap": True}
+    spec = small_gpt(chaos.workers, chaos.optimizer, shadow=chaos.shadow) | OFTEN
     other = None if chaos.beside is None else undisturbed_in(chaos.beside, spec)
     job = _traced(Job(chaos.out / f"chaos-{time.time_ns() // 10**6}", spec, address))
     later = Later()
@@ -128,13 +130,16 @@ def _disturb(chaos: Chaos, job: Job, faults: Faults, survivors: Survivors, say: 
 
 def _goes_on(job: Job, faults: Faults, say: Say) -> None:
     """Raises: DrillFailed where no step is made after the last fault: the job has come to a standstill."""
-    before, until = _last_step(job), time.monotonic() + SETTLE_S
-    while _last_step(job) < before + STEPS_AFTER:
+    before = seen = _last_step(job)
+    until = time.monotonic() + SETTLE_S
+    while seen < before + STEPS_AFTER:
         job.check()
+        if (now := _last_step(job)) != seen:  # fewer, where it has begun again from a checkpoint
+            seen, until = now, time.monotonic() + SETTLE_S
         if time.monotonic() > until:
             last = faults.told[-1][1] if faults.told else "none"
             raise DrillFailed(
-                f"the job made fewer than {STEPS_AFTER} steps in {SETTLE_S:g} s after the last fault ({last}); "
+                f"the job stands still: no step in {SETTLE_S:g} s after the last fault ({last}), or after step {seen}; "
                 f"the membership says {job.members()}"
             )
         say("after the last fault", 1.0)

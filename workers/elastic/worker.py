@@ -60,8 +60,8 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         self._slot = slot
         self._unit = unit
         self._running = False
-        worker_side.seat(plan.facts(slot))
         self._lease = Lease(plan.lease_s, self._end)
+        worker_side.seat(plan.facts(slot), self._lease)
         heed_sigterm(plan.grace_s, self._train_function_runs)
 
     def hello(self, attempt: int) -> Hello:

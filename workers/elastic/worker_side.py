@@ -20,17 +20,18 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from thinwire.workers.elastic.lease import lease_expired
+from thinwire.workers.elastic.lease import Lease, lease_expired
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Failed", "Left", "lease_expired", "resolve", "slot_of", "told_to_leave"]
+__all__ = ["Failed", "Left", "lease_expired", "renew_lease", "resolve", "slot_of", "told_to_leave"]
 
 CALL_S = 10.0
 """One question to the membership actor may take so long, for its process may be starting."""
 _PAUSE_S = 0.2
 
 _facts: dict[str, Any] = {}
+_lease: Lease | None = None
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,22 @@ def adopted_by() -> int:
     return _adopted_by
 
 
-def seat(facts: dict[str, Any]) -> None:
-    """Say what this process is. By the worker, before its train function runs."""
+def seat(facts: dict[str, Any], lease: Lease | None = None) -> None:
+    """Say what this process is, and what ends it. By the worker, before its train function runs."""
+    global _lease
     _facts.clear()
     _facts.update(facts)
+    _lease = lease
+
+
+def renew_lease() -> None:
+    """The membership has answered this worker, whose process goes on: who wants the job no more says so to it.
+
+    The controller's own questions may be late by a minute where the network was away for less: TCP doubles the time
+    between its tries. A membership that no driver asks dismisses its members, and its janitor ends what stays.
+    """
+    if _lease is not None:
+        _lease.renew()
 
 
 def with_facts(config: dict[str, Any]) -> dict[str, Any]:

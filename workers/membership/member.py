@@ -31,13 +31,20 @@ class Member:
     """One worker in the membership of its job. It connects at once, in a thread, and again whenever the server is lost.
 
     resolve: where the server is; called for each connection. For each process there is one, with an id of its own.
+    on_heard: called, and not to wait, whenever the server has answered a beat.
     """
 
     def __init__(
-        self, resolve: Callable[[], tuple[str, int]], secret: str, identity: Identity, *, beat_s: float = 1.0
+        self,
+        resolve: Callable[[], tuple[str, int]],
+        secret: str,
+        identity: Identity,
+        *,
+        beat_s: float = 1.0,
+        on_heard: Callable[[], None] = lambda: None,
     ) -> None:
         self._identity = identity
-        self._state = State(identity)
+        self._state = State(identity, on_heard=on_heard)
         self._closing = threading.Event()
         self._link = Link(resolve, secret, self._state, worker_name(identity))
         self._beats = threading.Thread(target=self._beat, args=(beat_s,), name="thinwire-beats", daemon=True)

@@ -86,8 +86,13 @@ class Promise:
 class State:
     """Of one member. The link tells it what it hears (link.py). clock: of its lease."""
 
-    def __init__(self, identity: Identity, clock: Callable[[], float] = lease_clock) -> None:
-        self._identity, self._clock = identity, clock
+    def __init__(
+        self,
+        identity: Identity,
+        clock: Callable[[], float] = lease_clock,
+        on_heard: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._identity, self._clock, self._on_heard = identity, clock, on_heard
         self.changed = threading.Condition()
         self.seat: Seat | None = None
         self.handed_out = False
@@ -171,6 +176,7 @@ class State:
                 self.end(_VERDICTS[message.verdict](message.why))
             case m.Heard():
                 self.lease.heard(message.number)
+                self._on_heard()
             case m.Seating() if seat is None or message.seat.generation > seat.generation:
                 self.seat, self.handed_out, self.standing = message.seat, False, None
                 self.over, self.lost = None, {}

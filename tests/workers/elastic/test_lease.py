@@ -2,7 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
+import torch
+
+from tests.workers.membership.members import SECRET, Job
+from thinwire.workers import worker
+from thinwire.workers.elastic import worker_side
 from thinwire.workers.elastic.lease import Lease
 
 
@@ -32,3 +38,33 @@ def test_a_lease_that_repeats_expires_again_after_it_was_renewed():
     assert expired.acquire(timeout=10.0)
     lease.renew()
     assert expired.acquire(timeout=10.0)
+
+
+class Noted(Lease):
+    """Says when it is renewed."""
+
+    def __init__(self):
+        self.renewals = threading.Semaphore(0)
+        super().__init__(600.0, lambda: None)
+
+    def renew(self):
+        super().renew()
+        self.renewals.release()
+
+
+def test_a_worker_that_the_membership_answers_is_wanted_whenever_the_controller_asks_next(monkeypatch, tmp_path):
+    """The way to the controller may be silent long after a cut; the last that holds the state must not end of it."""
+    job, lease = Job(), Noted()
+    job.serve(1, 1)
+    monkeypatch.setattr(worker_side, "resolve", lambda config: job.server.address)
+    worker_side.seat({"slot": 0, "secret": SECRET}, lease)
+    config = worker_side.with_facts({"run_dir": str(tmp_path)})
+    ranks, _ = worker._ranks(config, SimpleNamespace(checkpoint=None), "127.0.0.1", torch.device("cpu"))
+    try:
+        assert lease.renewals.acquire(timeout=60.0)
+        assert lease.renewals.acquire(timeout=60.0)
+    finally:
+        ranks._member.close()
+        ranks._door.close()
+        job.close()
+        worker_side.seat({})
