@@ -30,7 +30,7 @@ FOLDER_VARIABLE: Final = "THINWIRE_BOX"
 HEAD_PORT: Final = 6379
 DASHBOARD_PORT: Final = 8265
 UP_SAYS: Final = b"Ray runtime started."
-"""What `ray start` writes when a box has joined."""
+"""What `ray start` writes when all of it runs."""
 CLUSTER_WAITS_S: Final = 60
 """How long boxes and the processes on them wait for a head that has gone."""
 
@@ -165,10 +165,10 @@ class BoxRay(RayHead):
         return Start(command, environment, box.dashboard_port, box.address, keeps_temp_dir=True)
 
     def is_up(self, head: Head) -> bool:
-        """The head answers; who joins has been told that it has."""
-        if self._box.role == "head":
-            return super().is_up(head)
-        return UP_SAYS in self.log_path.read_bytes()
+        """`ray start` has said so, and a head answers, too: others may join it, and jobs be submitted."""
+        if UP_SAYS not in self.log_path.read_bytes():
+            return False
+        return self._box.role == "joined" or super().is_up(head)
 
 
 _START: Final = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")

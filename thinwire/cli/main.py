@@ -188,7 +188,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     _print_columns(rows)
     if job.dashboard_url:
         typer.echo(
-            "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME."
+            "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME, or, "
+            "with the launcher ray, in its THINWIRE_RAY_TOKEN_FILE."
         )
     if job.summary is not None:
         unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}

@@ -7,9 +7,12 @@ RemoteRun     the run as the service knows it, and the files that it keeps
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
+import os
 import secrets
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -74,13 +77,31 @@ class Papers:
     def settle(self) -> Path:
         """A new run folder of this process's own, with these papers in it, mode 0700. Raises OSError.
 
-        It is not removed: what a process has left may be needed to find out how it ended, and is small.
+        Those that processes of this job have left here which have ended meanwhile are removed: a worker that is killed
+        cannot do it itself.
         """
-        folder = RunFolder(private_folder(Path(tempfile.mkdtemp(prefix="thinwire-")) / str(self.job["job_id"])))
+        self._remove_left()
+        folder = RunFolder(
+            private_folder(Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-")) / self._job_id)
+        )
         write_private(folder.token, self.token + "\n")
         write_private(folder.service_url, self.service_url + "\n")
         write_private(folder.job, json.dumps(self.job, indent=1) + "\n")
         return folder.path
+
+    @property
+    def _job_id(self) -> str:
+        return str(self.job["job_id"])
+
+    @property
+    def _prefix(self) -> str:
+        return f"thinwire-{self._job_id}-"
+
+    def _remove_left(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(self._prefix)}*"):
+            pid = left.name.removeprefix(self._prefix).partition("-")[0]
+            if pid.isdecimal() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)  # another may be at it; another user's stays
 
 
 class RemoteRun:

@@ -180,11 +180,14 @@ class ServiceReporter:
         """
         self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
         if group.rank == 0 and self._history is None:
-            self._history = History(RunFolder(self._run_dir).history)
-            self._poster = Poster(self._client, leave=None if self._remote is None else self._leave_files)
-            for sample in self._recent:  # the rank 0 before may not have told it any more
-                self._history.append(sample)
-                self._poster.add_sample(sample)
+            self._begin_to_tell()
+
+    def _begin_to_tell(self) -> None:
+        self._history = History(RunFolder(self._run_dir).history)
+        self._poster = Poster(self._client, leave=None if self._remote is None else self._leave_files)
+        for sample in self._recent:  # the rank 0 before may not have told it any more
+            self._history.append(sample)
+            self._poster.add_sample(sample)
 
     def whole(self) -> None:
         """Bring into the history what ranks 0 of other machines have told, as far as the service has it."""
