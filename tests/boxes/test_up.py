@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.service.control_plane_harness import wait_until
+from thinwire.boxes import supervisor
 from thinwire.boxes.box import Box, BoxFolder, box_environment, head_command, join_command, temp_dir_of
 from thinwire.cli.main import app
 from thinwire.service.launch import processes
@@ -59,6 +60,18 @@ def test_what_cannot_be_is_told(box: BoxFolder, token_file: Path, arguments: lis
     assert result.exit_code == status
     assert said in " ".join(result.output.split())
     assert not box.state_file.exists()
+
+
+def test_a_head_that_does_not_start_forgets_nothing(box: BoxFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.gcs.mkdir(parents=True)
+    (box.gcs / "session_name").write_text("of a head that was killed")
+    monkeypatch.setattr(supervisor, "__name__", "no.such.module")
+    result = CliRunner().invoke(app, ["up", "--head"])
+    assert result.exit_code == 1
+    assert "Ray does not run on this box" in result.output
+    assert (box.box(), box.state()) == (None, None)
+    assert (box.gcs / "session_name").read_text() == "of a head that was killed"
+    assert CliRunner().invoke(app, ["down"]).exit_code == 0
 
 
 def test_down_without_a_box_is_fine(box: BoxFolder) -> None:

@@ -109,10 +109,14 @@ class BoxFolder:
         state = State(pid=os.getpid(), birth=birth, up=up, trouble=trouble, starts=starts)
         write_private(self.state_file, state.model_dump_json() + "\n")
 
-    def forget(self) -> None:
-        """Nothing of the cluster is left here but its token and the logs."""
+    def withdraw(self) -> None:
+        """It is no box any more; what a head has written down stays, for one that is started here again."""
         for file in (self.state_file, self.box_file):
             file.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Nothing of the cluster is left here but its token and the logs."""
+        self.withdraw()
         shutil.rmtree(self.gcs, ignore_errors=True)
         shutil.rmtree(temp_dir_of(self.path), ignore_errors=True)
 

@@ -169,7 +169,7 @@ def _start(place: BoxFolder) -> None:
     if started.poll() is None:
         started.terminate()
         started.wait(END_S)
-    place.forget()
+    place.withdraw()
     raise BoxError(f"Ray does not run on this box: {why}")
 
 
