@@ -295,8 +295,10 @@ def _in_short(error: Exception) -> Failure:
     if not causes:
         return failure_of(error)
     told = "; ".join(f"rank {rank}: {str(cause).strip().splitlines()[-1]}" for rank, cause in sorted(causes.items()))
+    own = (getattr(cause, "_base_exc", cause) for cause in causes.values())  # Ray Train wraps what a worker raised
+    superseded = any(type(cause).__name__ == SUPERSEDED for cause in own)
     return Failure(
-        kind=type(error).__name__,
+        kind=SUPERSEDED if superseded else type(error).__name__,
         message=f"workers were lost more often than workers.max_restarts allows. Last: {told}"[:4000],
     )
 

@@ -53,12 +53,17 @@ def test_an_error_of_the_jobs_is_told_in_its_own_words(tmp_path, monkeypatch):
     assert (failure.kind, failure.message, failure.step) == ("DataError", "cannot read /x", 7)
 
 
-def test_an_attempt_that_was_superseded_leaves_no_failure_to_the_newer_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("elastic", ["in_place", "restart"])
+def test_an_attempt_that_was_superseded_leaves_no_failure_to_the_newer_one(tmp_path, monkeypatch, elastic):
     pytest.importorskip("ray")
-    from ray.train import ControllerError
+    from ray.train import ControllerError, WorkerGroupError
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
     def superseded(*_):
-        raise ControllerError(JobFailed(RunSuperseded.__name__, "the service runs a newer attempt", 7))
+        error = RunSuperseded("the service runs a newer attempt")
+        if elastic == "restart":
+            raise WorkerGroupError("one failed", {1: UserExceptionWithTraceback(error, "Traceback ...")})
+        raise ControllerError(JobFailed(type(error).__name__, str(error), 7))
 
     spec = {"steps": 8, "global_batch": 2, "optimizer": {"name": "adam", "lr": 1e-3}}
     (tmp_path / "job.json").write_text(json.dumps({"job_id": "j", "created_at": 0.0, "spec": spec}))
