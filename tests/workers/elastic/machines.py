@@ -28,6 +28,13 @@ from thinwire.workers.drill.verdict import Process, Touch
 from thinwire.workers.telemetry import trace
 
 HEAD, PORT = 0, 6379
+AGENTS = {
+    "metrics-export": 7001,
+    "dashboard-agent-grpc": 7002,
+    "dashboard-agent-listen": 7003,
+    "runtime-env-agent": 7004,
+}
+"""Each host has all ports for itself. Of an agent that may choose, a raylet waits 15 s to hear which, and then ends."""
 START_S = 500.0
 """A node is there in 10 s; where other work holds the cores, in minutes."""
 RAY_TIMES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "60"}
@@ -118,6 +125,7 @@ class Machines:
         """Start Ray on a host; the head where it is host 0. When that was, unix seconds."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", self.addresses[host], "--object-store-memory", str(80 * 2**20)]
+        command += [word for name, port in AGENTS.items() for word in (f"--{name}-port", str(port))]
         if host == HEAD:
             command += ["--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false"]
             command += ["--temp-dir", str(self.folder / "ray")]
@@ -132,14 +140,9 @@ class Machines:
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def wait_node(self, host: int, *, alive: bool, since: float = 0.0, within_s: float = START_S) -> dict:
-        """Until Ray's head has so thought of the node of a host.
-
-        A raylet gives up where its agent takes 15 s to start, as on a busy machine: then it is started again.
-        """
+        """Until Ray's head has so thought of the node of a host."""
 
         def found() -> dict | None:
-            if alive and not self.pids(host):
-                self.join(host)
             of = [one for one in self.nodes() if one["address"] == self.addresses[host] and one["time"] > since]
             return next((one for one in of if one["alive"] == alive), None)
 
