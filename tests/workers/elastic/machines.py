@@ -123,7 +123,7 @@ class Machines:
 
     def join(self, host: int, **environment: str) -> float:
         """Start Ray on a host; the head where it is host 0. When that was, unix seconds."""
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "tests.workers.elastic.ray_start", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", self.addresses[host], "--object-store-memory", str(80 * 2**20)]
         command += [word for name, port in AGENTS.items() for word in (f"--{name}-port", str(port))]
         if host == HEAD:
