@@ -1,4 +1,4 @@
-"""`ray start`, on a machine whose cores others hold: a raylet waits 15 s for its agent to tell a port, and then it ends.
+"""`ray start` where others hold the cores: a raylet waits 15 s for its agent to tell a port, and then it ends.
 
 Ray knows no longer time, and waits even for a port that was given; so it is told here, at once.
 """
