@@ -37,8 +37,8 @@ AGENTS = {
 """Each host has all ports for itself. Of an agent that may choose, a raylet waits 15 s to hear which, and then ends."""
 START_S = 500.0
 """A node is there in 10 s; where other work holds the cores, in minutes."""
-RAY_TIMES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "60"}
-"""As docs/operations.md says for a Ray of several machines; its health checks are as Ray has them."""
+RAY_TIMES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "60", "RAY_health_check_failure_threshold": "8"}
+"""As docs/operations.md says for a Ray of several machines."""
 SPEC = {
     "name": "nodes",
     "steps": 10**6,

@@ -13,8 +13,8 @@ from tests.workers.elastic.machines import HEAD, Machines, NodesJob
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("namespaces")]
 pytest.importorskip("ray")
 
-NODE_DEAD_S = 55.0
-"""Ray's head gives up a node that has vanished after a minute; measured 64 s. Longer than the 45 s of a lease."""
+NODE_DEAD_S = 115.0
+"""By then Ray's head has given up a node that vanished: eight health checks of 10 s with 3 s between them."""
 
 
 @pytest.fixture
@@ -120,14 +120,14 @@ def test_a_node_that_is_cut_off_comes_back_and_never_trains_beside_the_others(st
     assert job.generation() == before, "nobody is lost by a cut of 5 s"
 
     machines.touch(2)
-    for length_s in (30.0, 75.0):
+    for length_s in (30.0, NODE_DEAD_S):
         before = job.generation()
         cut = machines.isolate(2)
         time.sleep(length_s)
         mended = machines.heal(2)
         one = job.wait_trained(1, cut, before)
         told(f"a node was cut off for {length_s:g} s", cut, one)
-        if length_s > NODE_DEAD_S:
+        if length_s == NODE_DEAD_S:
             given_up = machines.wait_node(2, alive=False, since=cut)
             print(f"Ray gave it up after {given_up['time'] - cut:.1f} s: {given_up['why']}")
             machines.wait_gone(2)  # Ray ends there when it hears that its head has given it up
@@ -136,8 +136,8 @@ def test_a_node_that_is_cut_off_comes_back_and_never_trains_beside_the_others(st
             mended = machines.join(2)
             machines.wait_node(2, alive=True, since=mended)
         two = job.wait_trained(2, mended, one["generation"])
-        told("the node was back" + (", with another address" if length_s > NODE_DEAD_S else ""), mended, two)
-        assert not [node for node in machines.nodes() if not node["alive"]] or length_s > NODE_DEAD_S
+        told("the node was back" + (", with another address" if length_s == NODE_DEAD_S else ""), mended, two)
+        assert not [node for node in machines.nodes() if not node["alive"]] or length_s == NODE_DEAD_S
         job.settle()
     clean(job)
 
@@ -158,8 +158,10 @@ def test_a_head_that_is_cut_off_ends_no_history(started):
     assert job.generation() == before
 
     cut = machines.isolate(HEAD)
-    time.sleep(90.0)
-    print(f"the head was cut off for 90 s: the last step {job.commits()[-1]['time'] - cut:.1f} s after the cut")
+    time.sleep(NODE_DEAD_S)
+    print(
+        f"the head was cut off for {NODE_DEAD_S:g} s: the last step {job.commits()[-1]['time'] - cut:.1f} s after the cut"
+    )
     mended = machines.heal(HEAD)
     for host in (1, 2):
         machines.wait_gone(host)
