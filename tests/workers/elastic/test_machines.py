@@ -159,9 +159,8 @@ def test_a_head_that_is_cut_off_ends_no_history(started):
 
     cut = machines.isolate(HEAD)
     time.sleep(NODE_DEAD_S)
-    print(
-        f"the head was cut off for {NODE_DEAD_S:g} s: the last step {job.commits()[-1]['time'] - cut:.1f} s after the cut"
-    )
+    last_s = job.commits()[-1]["time"] - cut
+    print(f"the head was cut off for {NODE_DEAD_S:g} s: the last step {last_s:.1f} s after the cut")
     mended = machines.heal(HEAD)
     for host in (1, 2):
         machines.wait_gone(host)
