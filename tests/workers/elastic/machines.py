@@ -193,14 +193,14 @@ class Machines:
         """Until nothing of Ray runs there any more."""
         until(lambda: not self.pids(host), lambda: f"host {host}: {self.pids(host)}", within_s, every_s=0.3)
 
-    def touch(self, *hosts: int, deadly: bool = False) -> None:
+    def touch(self, *hosts: int) -> None:
         """For the verdict: a fault reaches the workers there."""
         now = time.monotonic()
-        self.touches += [Touch(pid, now, deadly) for host in hosts for pid in self.pids(host)]
+        self.touches += [Touch(pid, now) for host in hosts for pid in self.pids(host)]
 
     def kill_all(self, host: int) -> None:
         """SIGKILL to whatever runs there."""
-        self.touch(host, deadly=True)
+        self.touch(host)
         while pids := self.pids(host):
             for pid in pids.values():
                 with contextlib.suppress(ProcessLookupError):
