@@ -119,9 +119,9 @@ def test_a_node_that_is_cut_off_comes_back_and_never_trains_beside_the_others(st
     job.settle()
     assert job.generation() == before, "nobody is lost by a cut of 5 s"
 
-    machines.touch(2)
     for length_s in (30.0, NODE_DEAD_S):
         before = job.generation()
+        machines.touch(2)
         cut = machines.isolate(2)
         time.sleep(length_s)
         mended = machines.heal(2)
