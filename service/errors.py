@@ -4,7 +4,7 @@
       +- Unauthorized         401  no token, or a wrong one
       +- Forbidden            403  a job's token used for something else
       +- NotFound             404
-      |    +- JobNotFound, FileNotKept, PackageNotFound
+      |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
@@ -172,6 +172,15 @@ class JobNotFound(NotFound):
 
     def __init__(self, job_id: str) -> None:
         super().__init__(f"there is no job {job_id!r}; GET /v1/jobs lists them")
+
+
+class CheckpointNotFound(NotFound):
+    """The folder of the run has no such file of a checkpoint, or has it no more."""
+
+    code = "checkpoint_not_found"
+
+    def __init__(self, folder: str, file: str) -> None:
+        super().__init__(f"there is no file {file[:100]!r} in checkpoint {folder[:100]!r}: list the checkpoints again")
 
 
 class PackageNotFound(NotFound):

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem, TargetGroup
+from thinwire.contract.jobs import (
+    CheckpointList,
+    History,
+    Job,
+    JobChange,
+    JobList,
+    JobState,
+    Logs,
+    Problem,
+    TargetGroup,
+)
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
@@ -16,6 +28,7 @@ from thinwire.service.auth import job_or_operator, operator, ticket_holder
 from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
     BodyTooLarge,
+    CheckpointNotFound,
     FileNotKept,
     Forbidden,
     IdempotencyKeyReused,
@@ -228,6 +241,29 @@ def history(
     Its newest 5000 events too, in order of time; only those of a kind where `event_kind` names some.
     """
     return jobs.history(job_id, after_step, limit, event_kind)
+
+
+@operators.get("/jobs/{job_id}/checkpoints", responses=documented(JobNotFound))
+def checkpoints(job_id: str, jobs: Jobs) -> CheckpointList:
+    """The checkpoints in the job's own folder; where it names a checkpoint.store, that."""
+    return jobs.checkpoints(job_id)
+
+
+@operators.get(
+    "/jobs/{job_id}/checkpoints/{folder}/{file}",
+    response_class=Response,
+    responses={**documented(JobNotFound, CheckpointNotFound), **_GIVES_BYTES},
+)
+def checkpoint_file(job_id: str, folder: str, file: str, jobs: Jobs) -> StreamingResponse:
+    """One file of a checkpoint."""
+    opened, size = jobs.checkpoint_file(job_id, folder, file)
+
+    def parts() -> Iterator[bytes]:
+        with opened:
+            while part := opened.read(1 << 20):
+                yield part
+
+    return StreamingResponse(parts(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
 
 
 @operators.get("/metrics/targets", tags=["metrics"])

@@ -13,11 +13,12 @@ import secrets
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
@@ -31,6 +32,7 @@ from thinwire.service.errors import (
     LogGone,
     Unavailable,
 )
+from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.repository import JobRepository, record, transition
@@ -246,6 +248,20 @@ class JobService:
             raise Unavailable(f"the log {path} cannot be read: {error.strerror or error}") from error
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
         return Logs(text=chunk.text, next_offset=next_offset, complete=over and not chunk.text)
+
+    def checkpoints(self, job_id: str) -> CheckpointList:
+        """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
+        with self._db.read() as session:
+            store = _found(session, job_id).spec.get("checkpoint", {}).get("store")
+        if store is not None:
+            return CheckpointList(store=store, checkpoints=[])
+        return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
+
+    def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
+        """One file of a checkpoint, opened, and its size. Raises: JobNotFound, CheckpointNotFound, Unavailable."""
+        with self._db.read() as session:
+            _found(session, job_id)
+        return open_checkpoint(self._folders.of(job_id).checkpoints, folder, file)
 
     def count_by_state(self) -> dict[JobState, int]:
         """How many jobs each state has."""

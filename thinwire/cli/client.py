@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.contract.files import unusable_home
-from thinwire.contract.jobs import ErrorBody, History, Job, JobItem, JobList, Logs, Problem
+from thinwire.contract.jobs import CheckpointList, ErrorBody, History, Job, JobItem, JobList, Logs, Problem
 from thinwire.contract.packages import Package
 from thinwire.contract.reports import Event
 from thinwire.service.config import Settings
@@ -214,6 +214,26 @@ class Client:
             ) from error
         if not response.is_success:
             raise _error(response)
+
+    def checkpoints(self, job_id: str) -> CheckpointList:
+        """The checkpoints in the job's own folder, or where they are instead. Raises NotFound."""
+        return self._call("GET", _path(job_id, "checkpoints"), CheckpointList)
+
+    def checkpoint_file(self, job_id: str, folder: str, file: str, target: Path) -> None:
+        """Download one file of a checkpoint; its folder is made. Raises: NotFound; OSError of the own disk."""
+        server = self._find()
+        url = server.url + _path(job_id, "checkpoints", quote(folder, safe=""), quote(file, safe=""))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._http.stream("GET", url, headers={"Authorization": f"Bearer {server.token}"}) as response:
+                if not response.is_success:
+                    response.read()
+                    raise _error(response)
+                with target.open("wb") as written:
+                    for part in response.iter_bytes():
+                        written.write(part)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(f"{url} broke off ({error or type(error).__name__}): try again") from error
 
     def jobs(self, limit: int = 100) -> list[JobItem]:
         """The newest jobs, newest first. limit: at most 1000."""

@@ -28,6 +28,7 @@ OWN_WORK = {
     "drill": "thinwire.workers.drill.run:run",
     "chaos": "thinwire.workers.drill.chaos:run",
     "plan": "thinwire.workers.plan.run:run",
+    "fetch": "thinwire.workers.weights:fetch",
 }
 """What pyproject.toml declares: a checkout that was installed before may not know it yet."""
 OWN_COMMANDS = {"doctor": "thinwire.cli.doctor:app"}

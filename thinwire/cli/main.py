@@ -28,6 +28,7 @@ from thinwire.cli.client import (
     WrongEnvironment,
     home,
 )
+from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import workers_rows
 from thinwire.cli.plan import plan
@@ -243,6 +244,7 @@ def logs(
 
 app.command()(resize)
 app.command()(plan)
+app.command()(fetch)
 
 
 @app.command()

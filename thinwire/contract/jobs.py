@@ -149,6 +149,27 @@ class Logs(BaseModel):
     complete: bool
 
 
+class CheckpointFile(BaseModel):
+    """One file of a checkpoint."""
+
+    name: str
+    bytes: int
+
+
+class CheckpointFiles(BaseModel):
+    """One checkpoint in the folder of a run. It is whole where manifest.json is among its files."""
+
+    folder: str = Field(description="step-<step>-<generation>; a later generation is newer, whatever its step")
+    files: list[CheckpointFile]
+
+
+class CheckpointList(BaseModel):
+    """GET /v1/jobs/{id}/checkpoints."""
+
+    store: str | None = Field(None, description="where they are instead; then none is listed here")
+    checkpoints: list[CheckpointFiles]
+
+
 class TargetGroup(BaseModel):
     """One entry of GET /v1/metrics/targets, in the form of Prometheus HTTP service discovery.
 

@@ -1,0 +1,95 @@
+"""`thinwire fetch`: from the run folder, through the service, or from the store; and what the service gives out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.command_line import Run
+from tests.service.live_service import LiveService
+from tests.workers.test_saving import AT, saving_run
+from thinwire.cli import fetch as command
+from thinwire.workers.checkpoints import CheckpointStore
+
+
+def trained(where: Path) -> dict[str, torch.Tensor]:
+    """Checkpoints as two workers write them, and the weights that they had."""
+    ((model, _), _), *_ = saving_run(CheckpointStore(where, keep=1), "onebit_adam", 2, torch.float32)
+    found: dict[str, torch.Tensor] = model
+    return found
+
+
+def is_those(path: Path, model: dict[str, torch.Tensor]) -> bool:
+    weights = load_file(path)
+    return weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_weights_come_from_the_run_folder_or_through_the_service(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    job_id = live.service.submit()
+    model = trained(live.service.run_dir(job_id) / "checkpoints")
+    if not beside:  # as on another machine, which does not see the folder
+        monkeypatch.setattr(command, "RunFolder", lambda path: type("None", (), {"checkpoints": tmp_path / "none"}))
+    run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
+    assert run.code == 0, run.err
+    assert run.out.strip() == str(tmp_path / "out" / "model.safetensors")
+    assert f"step {AT}" in run.err
+    assert ("Fetching checkpoint" in run.err) == (not beside)
+    assert is_those(tmp_path / "out" / "model.safetensors", model)
+
+
+def test_the_checkpoint_comes_along_where_it_is_asked_for(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path
+) -> None:
+    job_id = live.service.submit()
+    own = live.service.run_dir(job_id) / "checkpoints"
+    trained(own)
+    assert thinwire("fetch", job_id, "--checkpoint", "--to", str(tmp_path / "out")).code == 0
+    (folder,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert CheckpointStore(tmp_path / "out" / "checkpoints", keep=1).newest_whole() is not None
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(own / folder.name))
+
+
+def test_the_weights_come_from_the_store_that_the_job_names(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path
+) -> None:
+    job_id = live.service.submit(checkpoint={"store": str(tmp_path / "store")})
+    model = trained(tmp_path / "store" / job_id)
+    assert thinwire("fetch", job_id, "--to", str(tmp_path / "out")).code == 0
+    assert is_those(tmp_path / "out" / "model.safetensors", model)
+
+
+def test_a_job_without_a_checkpoint_is_told(thinwire: Callable[..., Run], live: LiveService, tmp_path: Path) -> None:
+    run = thinwire("fetch", live.service.submit(), "--to", str(tmp_path / "out"))
+    assert run.code == 1
+    assert "has no whole checkpoint" in run.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_service_gives_out_files_of_checkpoints_and_nothing_else(live: LiveService) -> None:
+    job_id = live.service.submit()
+    folder = live.service.run_dir(job_id) / "checkpoints" / "step-00000009-000000000007"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    (folder / ".half.partial").write_text("x")
+    (folder / "link.json").symlink_to(live.service.run_dir(job_id) / "token")
+    os.mkfifo(folder / "pipe.json")
+    client = live.service.client
+    listed = client.get(f"/v1/jobs/{job_id}/checkpoints").json()
+    (found,) = listed["checkpoints"]
+    assert found == {"folder": folder.name, "files": [{"name": "manifest.json", "bytes": 2}]}
+    where = f"/v1/jobs/{job_id}/checkpoints"
+    assert client.get(f"{where}/{folder.name}/manifest.json").content == b"{}"
+    for path in ("link.json", "pipe.json", ".half.partial", "none.json", "..%2F..%2Ftoken", "%2e%2e"):
+        assert client.get(f"{where}/{folder.name}/{path}").status_code in (404, 503), path
+    assert client.get(f"{where}/..%2F/token").status_code == 404
+    assert (
+        client.get(f"{where}/{folder.name}/manifest.json", headers=live.service.job_headers(job_id)).status_code == 403
+    )
