@@ -81,6 +81,8 @@ class Faults:
         self._lots = [kind for kind in self._kinds for _ in range(CUTS if kind == "cuts" else 1)]
         self._asleep: set[int] = set()
         self._at_cut: list[Member] = []
+        self._old: set[int] = set()
+        """Who has been seen to train: no newcomer, though a membership that was started again may say so."""
         self._revision = 0
         self._next = time.monotonic() + self._random.uniform(*PAUSE_S)
 
@@ -90,7 +92,9 @@ class Faults:
         self._excuse()
         if time.monotonic() < self._next:
             return None
-        members = [one for one in (self._job.members() or {}).get("members", []) if self._reachable(one)]
+        all_members = (self._job.members() or {}).get("members", [])
+        self._old |= {one["pid"] for one in all_members}
+        members = [one for one in all_members if self._reachable(one)]
         kind = self._random.choice(self._lots)
         done = self._kinds[kind](members)
         if done is None:  # there is nobody whom it could reach: another one, soon
@@ -139,13 +143,15 @@ class Faults:
         return self._kill(now[:1]) if others else None
 
     def _kill_newcomer(self, members: list[Member]) -> str | None:
-        known, first = {one["pid"] for one in members}, None
+        first = None
+        if not members:  # the membership has just begun again: who comes to it is no newcomer
+            return None
         if len(members) == self._workers and (first := self._kill(self._some(members, 1))) is None:
             return None  # nobody is coming, and nobody can be made to
         until = time.monotonic() + 30.0
         while time.monotonic() < until:
             seen = self._job.members() or {}
-            new = [one for one in (*seen.get("waiting", []), *seen.get("members", [])) if one["pid"] not in known]
+            new = [one for one in (*seen.get("waiting", []), *seen.get("members", [])) if one["pid"] not in self._old]
             if new:
                 time.sleep(self._random.choice([0.0, 0.05, 0.2, 0.5]))
                 return ", then ".join(filter(None, (first, self._kill(new[:1]))))
