@@ -112,9 +112,7 @@ class RayJobs:
             _log.info("ray_agent_awaited submission_id=%s attempt=%d of=%d", submission_id, attempt, AGENT_TRIES)
         # A refusal may mean that the id is taken, a lost answer that the job was recorded: ask, rather than guess.
         if refusal is not None and self.status(submission_id).state in (LaunchState.ABSENT, LaunchState.UNKNOWN):
-            raise LauncherError(
-                f"Ray at {self.url} did not take job {submission_id} ({refusal}); the service asks it again"
-            )
+            raise LauncherError(f"Ray at {self.url} did not take job {submission_id} ({refusal}); try again")
 
     def status(self, submission_id: str) -> LaunchStatus:
         """What Ray says of it: ABSENT for 404, UNKNOWN where Ray does not answer properly. Never raises."""

@@ -39,9 +39,10 @@ def test_a_job_file_is_held_against_the_boxes(tmp_path: Path) -> None:
         "global_batch": 4000,
         "checkpoint": {"store": str(store / "below")},
         "data": {"source": "text-file", "path": str(data)},
+        "network": {"interface": "none0"},
     }
     job.write_text(json.dumps(JOB | wanted))
-    said = doctor("--job", str(job), "--interface", "none0", "--json")
+    said = doctor("--job", str(job), "--json")
     document = json.loads(said.stdout)
     found = {one["kind"]: one["what"] for one in document["findings"] if one["severity"] == "fault"}
     assert said.exit_code == 1

@@ -12,13 +12,10 @@ import httpx
 from thinwire.doctor.examination import LOG_MARK, Examination, Say
 from thinwire.doctor.facts import Questions
 from thinwire.service.launch.protocol import LauncherError, LaunchState
+from thinwire.service.launch.ray import PYTHON
 from thinwire.service.launch.ray_jobs import RayJobs
 
-PYTHON = '"${THINWIRE_PYTHON:-python}"'
-"""The shell of the cluster finds it where none is named: an image has it on its path."""
 POLL_S = 1.0
-START_S = 300.0
-"""For a job that waits: a cluster whose head is busy takes its time."""
 
 
 class ClusterNotExamined(Exception):
@@ -54,7 +51,7 @@ def examine_cluster(
             program = PYTHON if python is None else shlex.quote(python)
             jobs.submit(submission, f"{program} -m thinwire.doctor.on_ray {shlex.join(asked)}", {})
             state = _end(jobs, submission, limit_s, say, sleep)
-            log = _log(address, token, submission, transport)
+            log = jobs.log(submission) or ""
         except LauncherError as error:
             raise ClusterNotExamined(str(error)) from error
     finally:
@@ -88,16 +85,3 @@ def _end(jobs: RayJobs, submission: str, limit_s: float, say: Say, sleep: Callab
         raise
     say("", 1.0)
     return found.state
-
-
-def _log(address: str, token: str, submission: str, transport: httpx.BaseTransport | None) -> str:
-    """All that the driver has written. Raises: LauncherError."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        with httpx.Client(
-            base_url=address, headers=headers, timeout=60.0, transport=transport, trust_env=False
-        ) as http:
-            answer = http.get(f"/api/jobs/{submission}/logs").raise_for_status()
-            return str(answer.json()["logs"])
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise LauncherError(f"Ray at {address} gave no log of {submission}: {error or type(error).__name__}") from error

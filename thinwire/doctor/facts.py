@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import platform
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -18,11 +16,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from thinwire.contract.interfaces import interfaces as ipv4_addresses
 from thinwire.doctor.stores import unwritable
 
 PACKAGES = ("thinwire", "torch", "ray", "numpy")
 ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HTTP_PROXY", "http_proxy")
-_SIOCGIFADDR = 0x8915
 _NVIDIA_SMI_S = 20.0
 
 
@@ -154,11 +152,10 @@ def interfaces() -> tuple[Interface, ...]:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:
         return ()
-    six = _ipv6_addresses()
+    four, six = ipv4_addresses(), _ipv6_addresses()
     found = []
     for name in sorted(names):
         folder = f"/sys/class/net/{name}"
-        four = _ipv4_address(name)
         # Only where there is a card: a virtual interface tells a speed that means nothing.
         speed = _number(f"{folder}/speed") if os.path.exists(f"{folder}/device") else None
         flags = _text(f"{folder}/flags")
@@ -168,19 +165,10 @@ def interfaces() -> tuple[Interface, ...]:
                 up=flags is None or bool(int(flags, 16) & 1),
                 mtu=_number(f"{folder}/mtu"),
                 speed_mbit=speed if speed is not None and speed > 0 else None,
-                addresses=(*([four] if four else []), *six.get(name, [])),
+                addresses=(*([four[name]] if name in four else []), *six.get(name, [])),
             )
         )
     return tuple(found)
-
-
-def _ipv4_address(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # it has none
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:

@@ -18,4 +18,4 @@ def asked_by(spec: TrainSpec | ScriptSpec) -> tuple[Questions, Wishes]:
         folders=(store,) if store is not None and "://" not in store else (),
         stores=(store,) if store is not None and "://" in store else (),
     )
-    return questions, Wishes(workers=spec.workers.min, device=spec.workers.device)
+    return questions, Wishes(interface=spec.network.interface, workers=spec.workers.min, device=spec.workers.device)
