@@ -176,11 +176,11 @@ def _regroup(
         if group.rank in received:
             vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
         for vector in (*vectors.values(), *_tensors(parked)):
-            _give(group, vector, (source, *received))
+            give(group, vector, (source, *received))
         given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
         for buffer in filter(Tensor.numel, given):
             passed = buffer.detach().contiguous()  # a copy only where it was not
-            _give(group, passed.view(-1).view(torch.uint8), (source, *received))
+            give(group, passed.view(-1).view(torch.uint8), (source, *received))
             if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(passed)
     optimizer.connect(group, all_n[source].bucket_elements)
@@ -210,7 +210,7 @@ def _refuse_other_frozen(all_n: list[_Standing]) -> None:
             )
 
 
-def _give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
+def give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
     """x of the ranks on the path <- x of its first. Others may be given it too, where nothing else is quicker."""
     if isinstance(group, Relaying):
         group.relay_(x, path)

@@ -45,6 +45,18 @@ def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     assert "sent 0 bytes" in told.splitlines()[-1]
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.slow), ()])
+def test_a_loop_over_a_session_learns_and_goes_on_from_its_folder(launcher, tmp_path):
+    command = (sys.executable, *launcher, str(EXAMPLES / "nanogpt.py"), "--folder", str(tmp_path), "--steps", "60")
+    told = run(*command)
+    assert f"{2 if launcher else 1} workers" in told
+    assert float(re.search(r"validation loss (\d\.\d+)", told)[1]) < 3.6
+    assert run(*command).count("step 50") == 0  # it was at its end
+
+
 @pytest.mark.slow  # importing transformers takes long, and tests/integrations/test_transformers.py has done it
 @pytest.mark.parametrize("launcher", [("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), ()])
 def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):

@@ -55,6 +55,18 @@ class Training:
         """What steps train on."""
         return self.data.batches
 
+    @property
+    def registered(self) -> None:
+        """Nothing but model and optimizer is part of a recipe's state."""
+
+    def global_batch(self, step: int) -> int:
+        """Samples of a step, over all ranks."""
+        return self.spec.global_batch
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        return learning_rate(self.spec, step)
+
 
 def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | None = None) -> Training:
     """Build it. Collective: the optimizer compares layouts and sends rank 0's parameters to all.

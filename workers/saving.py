@@ -9,6 +9,8 @@ flat.parameters            P, the masters of low-precision parameters in it; the
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
 buffer.*                   whatever else the model's state_dict has: statistics, frozen parameters; rank 0's
 plain                      optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
+
+What a script has registered (session/registered.py) is in it too, rank 0's: buffer.registered.* and plain registered.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,6 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.workers.build import Training
 from thinwire.workers.checkpoints import (
     AttemptSuperseded,
     CheckpointId,
@@ -40,8 +41,12 @@ from thinwire.workers.checkpoints import (
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
 from thinwire.workers.replicas import refuse_differing
+from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
+
+if TYPE_CHECKING:
+    from thinwire.workers.course import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,10 @@ BROKEN_S = 5.0
 """How long a checkpoint is waited for of which a worker that was lost may owe a part."""
 LEAVE_S = 25.0
 """The same where the worker has been told to stop: notices of preemption give 30 s."""
+
+
+REGISTERED = "registered."
+"""Before the names of tensors of what a script has registered, among a checkpoint's buffers."""
 
 
 class Saving:
@@ -81,7 +90,7 @@ class Saving:
         if lost:
             self._writer.hurry(BROKEN_S)
 
-    def resume(self, training: Training, meter: Meter) -> int:
+    def resume(self, training: Trained, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
 
         What older generations have not saved yet, they save no more.
@@ -110,15 +119,13 @@ class Saving:
                     break
             before = which  # whoever goes on late may have removed it: there is a newer one then
         assert content is not None
-        state = restored(content)
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        meter.load(state["meter"])
+        restore(content, training)
+        meter.load(content.plain["meter"])  # type: ignore[arg-type]
         with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
             training.optimizer.agree_on_load()
         return which.step
 
-    def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
+    def save(self, training: Trained, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
 
         Where the one before is still being written it waits for that, and looks meanwhile.
@@ -129,7 +136,7 @@ class Saving:
             self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
             refuse_differing(training.optimizer, training.group, step)
-            content = collect(training.model, training.optimizer, meter)
+            content = collect(training.model, training.optimizer, meter, training.registered)
             group, which = training.group, CheckpointId(self._generation, step)
             mark = torch.zeros(1, dtype=torch.int64, device=training.device)
             if group.rank == 0:
@@ -193,7 +200,7 @@ class Saving:
         self.tell()
 
 
-def _all_have(mine: bool, training: Training) -> bool:
+def _all_have(mine: bool, training: Trained) -> bool:
     """Does every rank say so? Collective. Raises: PeerLost."""
     said = torch.full((1,), float(mine), device=training.device)
     training.group.mean_(said)
@@ -215,25 +222,61 @@ def floor_of(run_dir: Path, settings: Checkpoint) -> int:
     return store_of(run_dir, settings).newest_generation()
 
 
-def collect(model: nn.Module, optimizer: FlatOptimizer[Any], meter: Meter) -> Content:
+def collect(
+    model: nn.Module | None, optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered | None = None
+) -> Content:
     """The state of a job, to be saved before the next step: its tensors are the live ones. Collective.
 
-    The error memory is brought together as R, from which the run goes on. Raises: PeerLost; then nothing has changed.
+    The error memory is brought together as R, from which the run goes on. model: None where it is registered.
+    Raises: PeerLost; then nothing has changed. ValueError naming what was registered and no checkpoint can hold.
     """
+    plain_registered, tensors = ({}, {}) if registered is None else registered.collected()
     state = optimizer.state_dict()
     state.pop("master", None)  # is in P
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
     parameters = _places(model, optimizer)
     named = {name for row in parameters for name in row["names"]}
-    rest = {name: value for name, value in model.state_dict().items() if name not in named}
+    rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
     buffers = {name: value for name, value in rest.items() if isinstance(value, Tensor)}
     plain = {
         "optimizer": state,
         "parameters": parameters,
         "meter": meter.state(),
         "model": {name: value for name, value in rest.items() if name not in buffers},
+        **({} if registered is None else {"registered": plain_registered}),
     }
-    return Content({"parameters": optimizer.space.p_N, **flat}, buffers, plain)
+    named_tensors = {REGISTERED + name: tensor for name, tensor in tensors.items()}
+    return Content({"parameters": optimizer.space.p_N, **flat}, {**buffers, **named_tensors}, plain)
+
+
+def restore(content: Content, training: Trained) -> None:
+    """Load all of it but the meter. Raises: ValueError where it is of another model, optimizer or script."""
+    state, registered = restored(content), training.registered
+    if training.model is not None:
+        training.model.load_state_dict(state["model"])
+    else:
+        _set_parameters(content, training.optimizer)
+    training.optimizer.load_state_dict(state["optimizer"])
+    if registered is not None:
+        tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
+        registered.load(content.plain.get("registered", {}), tensors)
+
+
+@torch.no_grad()
+def _set_parameters(content: Content, optimizer: FlatOptimizer[Any]) -> None:
+    """The optimizer's parameters <- those of the checkpoint, in flat order. Raises: ValueError for other shapes."""
+    rows: Any = content.plain["parameters"]
+    theirs, mine = [row["shape"] for row in rows], [list(tensor.param.shape) for tensor in optimizer.space.tensors]
+    if theirs != mine:
+        number = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), len(theirs))
+        raise ValueError(
+            f"the checkpoint is of another model: it has {len(theirs)} parameters and this one {len(mine)}, and the "
+            f"first that differs is number {number}: {theirs[number : number + 1]} there, {mine[number : number + 1]} "
+            "here; go back to the model that was saved, or name another folder for a new run"
+        )
+    for row, tensor in zip(rows, optimizer.space.tensors, strict=True):
+        part_N = content.flat["parameters"][row["start"] : row["start"] + math.prod(row["shape"])]
+        tensor.param.copy_(part_N.view(row["shape"]))
 
 
 def restored(content: Content) -> dict[str, Any]:
@@ -257,10 +300,10 @@ def restored(content: Content) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 
 
-def _places(model: nn.Module, optimizer: FlatOptimizer[Any]) -> list[dict[str, Any]]:
+def _places(model: nn.Module | None, optimizer: FlatOptimizer[Any]) -> list[dict[str, Any]]:
     """Of each parameter of the optimizer, in flat order: what the model calls it, its dtype, shape and place in P."""
     names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in [] if model is None else model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return [
         {

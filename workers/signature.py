@@ -30,6 +30,9 @@ import thinwire
 from thinwire.contract.spec import TrainSpec
 
 if TYPE_CHECKING:
+    import torch
+
+    from thinwire.optim import FlatOptimizer
     from thinwire.workers.build import Training
 
 COMPUTES = ("comm", "contract", "optim", "workers")
@@ -48,14 +51,34 @@ DIGITS = 16
 def signature(training: Training) -> dict[str, str]:
     """Of what this worker has built. Local; the same on every worker of a run, whatever its rank and its machine."""
     return {
+        **_of_machine(training.device),
+        **spec_fields(training.spec),
+        "data": training.data.digest[:DIGITS],
+        "model": model_digest(training.model),
+    }
+
+
+def signature_of_script(
+    spec: TrainSpec | None, device: torch.device, optimizer: FlatOptimizer[Any], told: str
+) -> dict[str, str]:
+    """Of what a script has built on this worker. told: what it says of its data. Local."""
+    rows = [f"{tuple(tensor.param.shape)} {tensor.param.dtype}\n" for tensor in optimizer.space.tensors]
+    return {
+        **_of_machine(device),
+        **({} if spec is None else spec_fields(spec)),
+        "data": _shortened(told),
+        "optimizer": type(optimizer).__name__,
+        "model": f"{len(rows)} tensors #{_digest(''.join(rows).encode())}",
+    }
+
+
+def _of_machine(device: torch.device) -> dict[str, str]:
+    return {
         "thinwire": thinwire.__version__,
         "torch": version("torch"),
         "numba": version("numba"),
         "code": code_digest(Path(thinwire.__file__).parent),
-        "device": training.device.type,
-        **spec_fields(training.spec),
-        "data": training.data.digest[:DIGITS],
-        "model": model_digest(training.model),
+        "device": device.type,
     }
 
 

@@ -9,7 +9,7 @@ import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine import saving, shares
@@ -71,6 +71,10 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     server_replica: bool = False
     """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
     takes none of it away (comm.exchange.bucketed). The same on every rank."""
+
+    undone: Callable[[CommError], None] | None = None
+    """Who is told of a step that was undone for want of a peer or of a finite gradient, in place of raising it: step()
+    and zero_grad() then return, so that the rest of a loop's body runs, and whoever was told makes the step again."""
 
     buffers_kept_by: str | None = None
     """Who else gives all ranks rank 0's buffers, where model= was not given, so that the first step need not ask."""
@@ -292,9 +296,11 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         try:
             with self.calling(f"step() {self.num_steps + 1}"):
                 self._step_once()
-        except BaseException:
+        except BaseException as error:
             forget_scaler(self)
-            raise
+            if self.undone is None or not isinstance(error, PeerLost | NonFiniteInput):
+                raise
+            self.undone(error)
         return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -311,11 +317,13 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
         Raises: PeerLost.
         """
-        if self.overlap.exchange is not None:
-            with self.calling(f"zero_grad() after step {self.num_steps}"):
+        try:
+            with self.calling(f"zero_grad() after step {self.num_steps}") if self.overlap.exchange else nullcontext():
                 self.overlap.abandon()
-        else:
-            self.overlap.abandon()
+        except PeerLost as error:
+            if self.undone is None:
+                raise
+            self.undone(error)
         for param in self.others():
             param.grad = None
         if self.overlaps and set_to_none:

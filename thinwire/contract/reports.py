@@ -105,6 +105,9 @@ class Sample(_Report):
     world_size: int = Field(1, ge=1)
     time: float = Field(description="unix seconds")
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
+    reported: dict[str, float] | None = Field(
+        None, description="what a script has reported beside its loss, as means over ranks"
+    )
 
     @property
     def skipped_round(self) -> bool:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thinwire.comm.exchange.stepwise import gather_flags
+from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import Health, Sample
-from thinwire.workers.build import Training, learning_rate
 from thinwire.workers.data.batches import share
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
+
+if TYPE_CHECKING:
+    from thinwire.workers.course import Trained
 
 
 class NonFiniteLoss(Exception):
@@ -28,12 +34,17 @@ class NonFiniteLoss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank has of a step: its part of the loss on the device, its samples, and what it would report."""
+    """What this rank has of a step: its part of the loss on the device, its samples, and what it would report.
+
+    weight, numbers: what a script has reported of it, and how much this rank's is of the mean.
+    """
 
     loss: torch.Tensor
     samples: int
     world_size: int
     sample: Sample
+    weight: float
+    numbers: Mapping[str, torch.Tensor]
 
 
 class StepLog:
@@ -43,7 +54,7 @@ class StepLog:
     when its peers had, is reported all the same: rank 0 knows it, or says what there is to say.
     """
 
-    def __init__(self, training: Training, meter: Meter, reporter: Reporter, reported: int) -> None:
+    def __init__(self, training: Trained, meter: Meter, reporter: Reporter, reported: int) -> None:
         self.training = training
         self.reported = reported
         self._meter = meter
@@ -52,34 +63,46 @@ class StepLog:
         self._sent_bytes = meter.sent_bytes["optimizer"]
         self._num_windows = 0
 
-    def before_training(self, validation_loss: float) -> None:
+    def before_training(self, validation_loss: float | None) -> None:
         """Report the state at step 0."""
         phase = self.training.optimizer.phase.value
         size = self.training.group.size
         self._report([Sample(step=0, phase=phase, validation_loss=validation_loss, world_size=size, time=time.time())])
 
-    def record(self, step: int, phase: str, loss: torch.Tensor, seconds: float) -> None:
-        """Take a committed step. `loss`: this rank's part of the mean, left on the device."""
+    def record(
+        self,
+        step: int,
+        phase: str,
+        loss: torch.Tensor,
+        seconds: float,
+        *,
+        weight: float = 1.0,
+        numbers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Take a committed step. `loss`: this rank's part of the mean, left on the device.
+
+        numbers: what a script has reported, "loss" too where it has; then `loss` says nothing. weight: of them.
+        """
         training = self.training
-        spec, group = training.spec, training.group
+        group, batch = training.group, training.global_batch(step)
         sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
         self._sent_bytes += sent
-        mine = len(share(spec.global_batch, group.rank, group.size))
+        mine = len(share(batch, group.rank, group.size))
         self._num_windows += mine
         dense_bytes = report.ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
         sample = Sample(
             step=step,
             phase=phase,
-            lr=learning_rate(spec, step),
+            lr=training.lr(step),
             step_seconds=seconds,
-            samples_per_second=spec.global_batch / seconds,
+            samples_per_second=batch / seconds,
             payload_bytes=sent,
             payload_bytes_total=self._sent_bytes,
             compression_ratio=dense_bytes / sent if sent else None,
             world_size=group.size,
             time=time.time(),
         )
-        self._steps[step] = _Part(loss, mine, group.size, sample)
+        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {})
 
     def flush(self, step: int, validation_loss: float | None, health: Health | None) -> None:
         """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
@@ -90,12 +113,16 @@ class StepLog:
         if not numbers:
             return
         with self._meter.part("control"):
-            means = torch.stack([self._row(number) for number in numbers])
+            names = self._agreed_names() if self._is_script else None
+            means = torch.stack([self._row(number, names or []) for number in numbers])
             finite = torch.isfinite(means).all()
             self.training.group.mean_(means)
         samples = []
         for number, row in zip(numbers, means.tolist(), strict=True):
-            loss = _mean_loss(row, self.training.group.size, self.training.spec.global_batch)
+            if names is not None:
+                samples.append(self._sample(number).model_copy(update=_told(row, names)))
+                continue
+            loss = _mean_loss(row, self.training.group.size, self.training.global_batch(number))
             if loss is not None:
                 refuse_non_finite(f"training loss of step {number}", loss, self.training.group, finite)
             samples.append(self._sample(number).model_copy(update={"loss": loss}))
@@ -106,13 +133,35 @@ class StepLog:
         self._steps.clear()
         self._report(samples)
 
-    def _row(self, number: int) -> torch.Tensor:
-        """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part."""
-        part = self._steps.get(number)
+    @property
+    def _is_script(self) -> bool:
+        """Does a script say what is reported? Its ranks need not all say the same."""
+        return self.training.registered is not None
+
+    def _agreed_names(self) -> list[str]:
+        """What any rank has reported since the last time. Collective. Raises: PeerLost."""
+        mine = sorted({name for part in self._steps.values() for name in part.numbers})
+        told = gather_texts(self.training.group, json.dumps(mine).encode(), self.training.device)
+        return sorted({name for text in told for name in json.loads(text)})
+
+    def _row(self, number: int, names: list[str]) -> torch.Tensor:
+        """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.
+
+        Then of each name the weighed value and its weight.
+        """
+        part, device = self._steps.get(number), self.training.device
         if part is None:
-            return torch.zeros(4, dtype=torch.float64, device=self.training.device)
-        rest = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64, device=part.loss.device)
-        return torch.cat([part.loss.double().view(1), rest])
+            return torch.zeros(4 + 2 * len(names), dtype=torch.float64, device=device)
+        row = torch.zeros(4 + 2 * len(names), dtype=torch.float64)
+        row[1:4] = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64)
+        weights = [part.weight if name in part.numbers else 0.0 for name in names]
+        row[5::2] = torch.tensor(weights, dtype=torch.float64)
+        row = row.to(device)
+        row[0] = part.loss.double()
+        for index, name in enumerate(names):
+            if name in part.numbers:
+                row[4 + 2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
+        return row
 
     def _sample(self, number: int) -> Sample:
         part = self._steps.get(number)
@@ -120,11 +169,19 @@ class StepLog:
             return part.sample
         training = self.training
         phase = training.optimizer.plan(number).phase.value
-        lr, size = learning_rate(training.spec, number), training.group.size
+        lr, size = training.lr(number), training.group.size
         return Sample(step=number, phase=phase, lr=lr, world_size=size, time=time.time())
 
     def _report(self, samples: list[Sample]) -> None:
         self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
+
+
+def _told(row: list[float], names: list[str]) -> dict[str, Any]:
+    """What the samples of a script say, by its means over ranks: of those ranks that have said it."""
+    found = {
+        name: row[4 + 2 * index] / row[5 + 2 * index] for index, name in enumerate(names) if row[5 + 2 * index] > 0
+    }
+    return {"loss": found.pop("loss", None), "reported": {n: x for n, x in found.items() if math.isfinite(x)} or None}
 
 
 def refuse_non_finite(name: str, loss: float, group: Group, own_is_finite: torch.Tensor) -> None:

@@ -17,11 +17,13 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
+from thinwire.optim import FlatOptimizer
 from thinwire.workers.build import Training
 from thinwire.workers.data.batches import Batches
 from thinwire.workers.membership import Seat
@@ -58,9 +60,8 @@ class Trace:
         rows: list[JsonValue] = [_checksum(row) for row in inputs]
         self._tell(kind="fed", step=step, generation=self._generation, rank=self._rank, rows=rows)
 
-    def committed(self, step: int, training: Training) -> None:
+    def committed(self, step: int, optimizer: FlatOptimizer[Any]) -> None:
         """This worker has made this step."""
-        optimizer = training.optimizer
         digest = _checksum(optimizer.space.p_N) if optimizer.at_sync else None
         place: dict[str, JsonValue] = {"generation": self._generation, "rank": self._rank, "size": self._size}
         self._tell(kind="committed", step=step, digest=digest, **place)

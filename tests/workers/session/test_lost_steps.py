@@ -1,0 +1,117 @@
+"""A step that is lost is made again, and nothing that a script has registered knows of it."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.workers.loop.threads_job import Plan, retained
+from tests.workers.session.script_threads import ScriptThreads
+from thinwire.comm.groups.faults import Fault
+from thinwire.optim import Adam
+from thinwire.train import session
+
+STEPS, BATCH, SAMPLES, WIDTH = 40, 12, 44, 6
+
+
+class Exact(torch.nn.Module):
+    """Its gradient is the mean of the samples, whatever its values: of these samples exact for one to four workers."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        return (self.values * x).sum(dim=1).mean()
+
+
+class Average:
+    """Of the weights, as people write it: moved after the step, without autograd knowing."""
+
+    def __init__(self, model):
+        self.values = model.values.detach().clone()
+
+    def update(self, model):
+        self.values.data.mul_(0.9).add_(model.values.data, alpha=0.1)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values.copy_(state["values"])
+
+
+DATA = [
+    (i, torch.randint(-9, 9, (WIDTH,), generator=torch.Generator().manual_seed(i)) * 3.0**4 * 2**6)
+    for i in range(SAMPLES)
+]
+
+
+def script(job, worker):
+    with session() as run:
+        model = Exact()
+        torch.nn.init.normal_(model.values)  # another one on each rank
+        optimizer = job.optimizer(model.parameters(), run.group)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
+        average, counters, noise = Average(model), {"steps": 0, "by": {3: 0}}, torch.Generator().manual_seed(5)
+        run.register(model=model, optimizer=optimizer, scheduler=scheduler, ema=average, counters=counters, noise=noise)
+        for numbers, x in run.batches(DATA, global_batch=BATCH, steps=STEPS, seed=3, shuffle=True):
+            job.attempts.append((run.step_number + 1, run.group.generation, numbers.tolist()))
+            loss = model(x) + 0 * torch.randn((), generator=noise)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            average.update(model)
+            counters["steps"] += 1
+            counters["by"][3] += 2
+            run.report(loss=loss, drawn=float(counters["steps"]))
+    return {
+        "values": model.values.detach(),
+        "calls": model.calls,
+        "average": average.values,
+        "m": optimizer.state[model.values]["exp_avg"],
+        "rate": torch.tensor(scheduler.get_last_lr()[0]),
+        "counted": torch.tensor([counters["steps"], counters["by"][3]]),
+        "noise": noise.get_state(),
+    }
+
+
+def made(tmp_path, monkeypatch, name, size, plan, optimizer):
+    job = ScriptThreads(tmp_path / name, script, size, plan)
+    job.optimizer = optimizer
+    torch.manual_seed(0)
+    job.run(monkeypatch)
+    monkeypatch.undo()
+    return job
+
+
+def dense(params, group):
+    return Adam(params, lr=0.1, group=group)
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+def test_all_that_is_registered_ends_bit_equal_to_an_undisturbed_run(tmp_path, monkeypatch, seed):
+    faults = Plan()
+    draw = random.Random(seed)
+    for step in range(3, STEPS - 3, 6):
+        faults.kills[step] = draw.randrange(4), draw.choice([None, Fault((0,), "sum", draw.randrange(2))])
+        faults.joins[step + 3] = 1
+    alone = made(tmp_path, monkeypatch, "alone", 1, Plan(), dense)
+    disturbed = made(tmp_path, monkeypatch, "disturbed", 4, faults, dense)
+    assert len(disturbed.killed) >= 4
+    (expected,) = alone.ended.values()
+    for found in disturbed.ended.values():
+        assert_same(found, expected)
+    used = retained(disturbed)
+    assert used == retained(alone)
+    epochs = STEPS * BATCH // SAMPLES
+    assert Counter(number for counted in used.values() for number in counted.elements()).most_common()[-1][1] >= epochs

@@ -1,0 +1,365 @@
+"""What does this worker compute of each step? The shares of a dataset, for any number of workers that come and go.
+
+A step is so many samples, whoever computes them. Which they are depends on its number alone:
+
+    map-style   len() and [i]: the order of an epoch is drawn from (seed, epoch), as in data/batches.py. A worker reads
+                its own samples and no others, through a DataLoader.
+    iterable    the samples in the order in which they come. Every worker reads all of them and takes its own. Who comes
+                later reads from the beginning, or has the dataset's own state loaded, where it has a state_dict().
+
+Shares differ by at most one sample; where there are fewer samples than workers, some compute the same one. Each says by
+its weight how much of the step's mean loss it is: the mean of the weighed losses over the workers is the mean over
+the samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from thinwire.workers.data.batches import Order, generator, share
+
+logger = logging.getLogger(__name__)
+
+_OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "dataset", "generator")
+"""Arguments of a DataLoader that follow from the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One worker's part of a step. weight: of its mean loss; the mean over workers of weight * loss is the loss."""
+
+    step: int
+    batch: Any
+    weight: float
+
+
+class Feed(Protocol):
+    """The steps of one dataset. last: how many there are; None: it is not known yet, or there is no end."""
+
+    last: int | None
+
+    def shares(self, step: int, rank: int, size: int) -> Iterator[Share]:
+        """This worker's shares from `step` on, one step after another; asked anew whenever workers change."""
+
+    def samples(self, step: int) -> int:
+        """How many samples the step has, over all workers."""
+
+
+def feed_of(
+    dataset: Any,
+    global_batch: int,
+    *,
+    steps: int | None,
+    epochs: int | None,
+    shuffle: bool,
+    seed: int,
+    loader: Mapping[str, Any],
+) -> MapFeed | StreamFeed:
+    """Raises: TypeError, ValueError for what is none, or has no end where one is needed."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "run.batches() was given a DataLoader: give it the dataset itself, and what the loader was made with as "
+            "loader=dict(num_workers=..., collate_fn=...); it makes one for this worker's share"
+        )
+    own = sorted(set(_OWN) & set(loader))
+    if own:
+        raise ValueError(
+            f"run.batches(loader=...) has {', '.join(own)}: these follow from global_batch=, shuffle= and seed= of "
+            "run.batches(); leave them out"
+        )
+    if global_batch < 1 or (steps is not None and steps < 1) or (epochs is not None and epochs < 1):
+        raise ValueError(f"global_batch = {global_batch}, steps = {steps}, epochs = {epochs}: give numbers from 1")
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return MapFeed(dataset, global_batch, steps, epochs, shuffle, seed, loader)
+    if isinstance(dataset, Iterable):
+        if isinstance(dataset, Iterator):
+            raise TypeError(
+                f"run.batches() was given a {type(dataset).__name__}, which can be read only once: give it an object "
+                "whose __iter__ begins anew, for a worker that comes later reads from the beginning"
+            )
+        return StreamFeed(dataset, global_batch, steps, epochs, loader)
+    raise TypeError(
+        f"run.batches() was given a {type(dataset).__name__}: a dataset has len() and [i], or can be iterated over"
+    )
+
+
+def own_part(samples: int, rank: int, size: int) -> tuple[range, float]:
+    """The positions among the samples of a step that a rank computes, and the weight of their mean loss."""
+    if samples >= size:
+        positions = share(samples, rank, size)
+        return positions, len(positions) * size / samples
+    position = rank % samples  # computed by every rank that has this remainder
+    return range(position, position + 1), size / (samples * len(range(position, size, samples)))
+
+
+class MapFeed:
+    """Of a dataset with len() and [i]."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch: int,
+        steps: int | None,
+        epochs: int | None,
+        shuffle: bool,
+        seed: int,
+        loader: Mapping[str, Any],
+    ) -> None:
+        self._num_samples = len(dataset)
+        if not self._num_samples:
+            raise ValueError("run.batches() was given a dataset of no samples")
+        self._dataset, self._global_batch, self._loader = dataset, global_batch, dict(loader)
+        self._order = (Order if shuffle else InOrder)(self._num_samples, global_batch, seed)
+        self._end: int | None = None  # samples of the whole run
+        if epochs is not None or steps is None:
+            self._end = self._num_samples * (epochs or 1)
+        in_epochs = None if self._end is None else math.ceil(self._end / global_batch)
+        self.last: int | None = min(steps or in_epochs or 0, in_epochs or steps or 0)
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def told(self) -> str:
+        """In which workers must agree."""
+        return f"{type(self._dataset).__name__} of {self._num_samples} samples"
+
+    def samples(self, step: int) -> int:
+        """As Feed.samples."""
+        first = (step - 1) * self._global_batch
+        return self._global_batch if self._end is None else max(1, min(self._global_batch, self._end - first))
+
+    def shares(self, step: int, rank: int, size: int) -> Iterator[Share]:
+        """As Feed.shares."""
+        self._iterator = None  # ends the workers of the loader before
+        steps = range(step, (self.last or step) + 1)
+        mine = [own_part(self.samples(at), rank, size) for at in (steps[0], steps[-1])] if steps else []
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=_Positions(self, steps, rank, size),
+            generator=generator("loader", step),
+            **_apart(self._loader),
+        )
+        self._iterator = iter(loader)
+        for at, batch in zip(steps, self._iterator, strict=False):
+            weight = mine[at == steps[-1]][1]
+            yield Share(at, batch, weight)
+
+    def numbers(self, step: int, rank: int, size: int) -> list[int]:
+        """Which samples of the dataset a rank computes in a step."""
+        first = (step - 1) * self._global_batch
+        positions, _ = own_part(self.samples(step), rank, size)
+        found: list[int] = self._order.samples(range(first + positions.start, first + positions.stop)).tolist()
+        return found
+
+
+class InOrder(Order):
+    """As they stand, epoch after epoch."""
+
+    def _epoch(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.num_samples)
+
+
+class _Positions:
+    """The batch sampler of one worker's loader: made for some ranks, it is not asked after these have changed."""
+
+    def __init__(self, feed: MapFeed, steps: range, rank: int, size: int) -> None:
+        self._feed, self._steps, self._rank, self._size = feed, steps, rank, size
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self._feed.numbers(step, self._rank, self._size) for step in self._steps)
+
+
+_END = object()
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """All samples of one step, and what the dataset said of itself after them: its epoch and state."""
+
+    step: int
+    samples: list[Any]
+    after: tuple[int, Any] | None
+
+
+class StreamFeed:
+    """Of a dataset that can only be iterated over. last is known when its end has been read."""
+
+    def __init__(
+        self, dataset: Any, global_batch: int, steps: int | None, epochs: int | None, loader: Mapping[str, Any]
+    ) -> None:
+        if loader.get("num_workers", 0) > 1:
+            raise ValueError(
+                f"run.batches(loader=...) has num_workers = {loader['num_workers']}, and each process would read the "
+                "whole of an iterable dataset: at most 1, or make the dataset a map-style one"
+            )
+        self._dataset, self._global_batch, self._loader = dataset, global_batch, dict(loader)
+        self._has_state = hasattr(dataset, "state_dict") and not loader.get("num_workers", 0)
+        self._epochs = epochs or (1 if steps is None else None)
+        self.last = steps
+        self._collate: Callable[[list[Any]], Any] = self._loader.pop("collate_fn", None) or default_collate
+        self._source: Iterator[Any] = iter(())
+        self._epoch = 0
+        self._ahead: list[Any] = []
+        self._drawn: _Drawn | None = None
+        self._given: dict[str, Any] | None = None
+
+    @property
+    def told(self) -> str:
+        """In which workers must agree."""
+        return f"{type(self._dataset).__name__}, read from its beginning"
+
+    def samples(self, step: int) -> int:
+        """As Feed.samples; of a step that was not read here, all of a batch."""
+        drawn = self._drawn
+        return len(drawn.samples) if drawn is not None and drawn.step == step else self._global_batch
+
+    def shares(self, step: int, rank: int, size: int) -> Iterator[Share]:
+        """As Feed.shares."""
+        while self.last is None or step <= self.last:
+            drawn = self._draw(step)
+            if not drawn.samples:
+                return
+            positions, weight = own_part(len(drawn.samples), rank, size)
+            mine = [drawn.samples[i] for i in positions]
+            yield Share(step, self._collate(mine), weight)
+            step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """From where the step after the one that was drawn last is read: where the dataset can say it."""
+        drawn = self._drawn
+        if drawn is None or not self._has_state:
+            return {"step": 0, "state": None}
+        return {"step": drawn.step + 1, "state": drawn.after}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there when that step is asked for."""
+        self._given = state
+
+    def _draw(self, step: int) -> _Drawn:
+        drawn = self._drawn
+        if drawn is not None and drawn.step == step:
+            return drawn
+        if drawn is None or drawn.step != step - 1:
+            self._go_to(step)
+        samples: list[Any] = []
+        while len(samples) < self._global_batch and self._look_ahead():
+            samples.append(self._ahead.pop())
+        after = (self._epoch, copy.deepcopy(self._dataset.state_dict())) if self._has_state else None
+        if not self._look_ahead():
+            self.last = step if samples else step - 1
+        self._drawn = _Drawn(step, samples, after)
+        return self._drawn
+
+    def _go_to(self, step: int) -> None:
+        """Read from the first sample of a step on: by the dataset's own state, or by reading all before it."""
+        given, self._given = self._given, None
+        self._ahead = []
+        if given is not None and given["step"] == step and given["state"] is not None:
+            self._source = self._read(given["state"])
+            return
+        self._source, skipped, began = self._read(None), (step - 1) * self._global_batch, time.monotonic()
+        for _ in range(skipped):
+            if next(self._source, _END) is _END:
+                break
+        if skipped:
+            logger.warning(
+                "stream_replayed samples=%d seconds=%.1f reason=a worker that comes later reads all before step %d "
+                "again; a dataset with state_dict() and load_state_dict() need not",
+                skipped,
+                time.monotonic() - began,
+                step,
+            )
+
+    def _look_ahead(self) -> bool:
+        """Is there another sample?"""
+        if not self._ahead:
+            sample = next(self._source, _END)
+            if sample is _END:
+                return False
+            self._ahead.append(sample)
+        return True
+
+    def _read(self, given: tuple[int, Any] | None) -> Iterator[Any]:
+        """All samples from where the dataset said that it was, or from the first."""
+        self._epoch = 0
+        if given is not None:
+            self._epoch, state = given
+            self._dataset.load_state_dict(copy.deepcopy(state))
+        while self._epochs is None or self._epoch < self._epochs:
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(self._epoch)
+            is_empty = given is None
+            for sample in self._samples():
+                is_empty = False
+                yield sample
+            if is_empty:
+                raise ValueError(f"the dataset gave no sample in epoch {self._epoch}: its __iter__ must begin anew")
+            self._epoch, given = self._epoch + 1, None
+
+    def _samples(self) -> Iterator[Any]:
+        if not self._loader.get("num_workers", 0):
+            return iter(self._dataset)
+        loader = DataLoader(
+            self._dataset, batch_size=self._global_batch, collate_fn=_as_they_are, **_apart(self._loader)
+        )
+        return (sample for batch in loader for sample in batch)
+
+
+def _as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def _apart(loader: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loader whose processes hold none of this worker's connections."""
+    if not loader.get("num_workers", 0) or loader.get("multiprocessing_context") not in (None, "fork"):
+        return dict(loader)
+    return {**loader, "worker_init_fn": _Apart(loader.get("worker_init_fn"))}
+
+
+class _Apart:
+    """Called first in a process of a loader: lets go of the connections that it has inherited by fork.
+
+    The end of a worker's connection tells the others of its death at once. A process that outlives it, and holds the
+    same connection, would hide it from them.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        let_go_of_connections()
+        if self._then is not None:
+            self._then(worker)
+
+
+def let_go_of_connections() -> None:
+    """Point every inherited internet socket of this process at nothing. Only in a process that was just forked."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_internet(number):
+                os.dup2(nothing, number)  # and not close(): its number must not be given to something else
+        except OSError:
+            continue  # the descriptor of the listing itself
+    os.close(nothing)
+
+
+def _is_internet(number: int) -> bool:
+    import socket
+
+    with socket.socket(fileno=os.dup(number)) as found:
+        return found.family in (socket.AF_INET, socket.AF_INET6)

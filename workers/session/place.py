@@ -1,0 +1,77 @@
+"""Where does a script run? Under python, under torchrun, or in a job, whose worker says so before the script begins."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm import SoloGroup, TorchGroup
+from thinwire.comm.protocol import Group
+from thinwire.contract.spec import Checkpoint
+from thinwire.workers.course import Run
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.session import Place, ScriptError, Session
+from thinwire.workers.telemetry.reporter import Silent
+
+_place: ContextVar[Place | None] = ContextVar("place of a script", default=None)
+_last: ContextVar[list[Session] | None] = ContextVar("sessions of a script", default=None)
+
+
+@contextmanager
+def placed(place: Place) -> Iterator[list[Session]]:
+    """Inside, a session of this thread is of this place. Gives the sessions that were begun."""
+    begun: list[Session] = []
+    tokens = _place.set(place), _last.set(begun)
+    try:
+        yield begun
+    finally:
+        _place.reset(tokens[0])
+        _last.reset(tokens[1])
+
+
+def begin(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Session:
+    """A session where this script runs. In a job its file says what is kept and where.
+
+    Raises: ScriptError for a second session in a job; RuntimeError where torch.distributed cannot be initialised.
+    """
+    place, begun = _place.get(), _last.get()
+    if place is not None and begun is not None:
+        if begun:
+            raise ScriptError("session() for a second time in a job: a script trains one run")
+        begun.append(Session(place))
+        return begun[0]
+    return Session(_outside_of_a_job(folder, save_every, keep))
+
+
+def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Place:
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    made = False
+    if launched and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        made = True
+    group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+    checkpoint = None if folder is None else Checkpoint(every_steps=save_every, keep=keep)
+    directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
+    if folder is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    return Place(
+        ranks=FixedRanks(group),
+        device=device,
+        run=Run(directory, created_at=time.time()),
+        reporter=Silent(),
+        checkpoint=checkpoint,
+        group=group,
+        close=dist.destroy_process_group if made else lambda: None,
+    )

@@ -1,0 +1,247 @@
+"""What a script's loop changes besides the model's parameters: taken back with a lost step, given to newcomers, saved.
+
+Anything with a state_dict() may be registered. A step that was lost is made again, so whatever moved in it has to be as
+it was before. To copy all of it at each step would double the cost of an average of the weights. So:
+
+    numbers, texts, lists      copied when the batch is given out
+    tensors that move between the batch and optimizer.step(), as the statistics of a batch norm do    copied then too
+    all other tensors          copied at the moment of the loss, inside of step(): what follows it in the loop's body
+                               has not moved them yet
+
+Which tensors move before the step is seen in the first step, of which all are copied and compared, and from then on by
+their version counters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.groups.texts import gather_texts
+from thinwire.comm.protocol import Group
+from thinwire.optim import FlatOptimizer
+from thinwire.optim.regroup import give
+from thinwire.workers.checkpoints.manifest import from_json, to_json
+
+logger = logging.getLogger(__name__)
+
+State = tuple[Any, dict[str, Tensor]]
+"""Plain values by name, and the tensors that were taken out of them, by their place."""
+
+_TENSOR, _ARRAY = "thinwire.tensor", "thinwire.array"
+"""Keys of what stands in a structure where a tensor or an array of numpy was taken out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """How the state of one object is read and written. volatile: a step that is lost takes it back."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    volatile: bool = True
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A tensor as it was when the batch was given out. copied: its values then; None: not copied so far."""
+
+    live: Tensor
+    version: int
+    copied: Tensor | None
+
+    @property
+    def has_moved(self) -> bool:
+        return self.live._version != self.version
+
+
+class Registered:
+    """All that one script has registered, by name, beside its optimizer."""
+
+    def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
+        self._optimizer = optimizer
+        self._objects: dict[str, _Object] = {}
+        self._moves: set[str] = set()
+        self._has_learned = False
+        self._plain: dict[str, Any] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._hypers: list[dict[str, Any]] = []
+
+    @property
+    def names(self) -> list[str]:
+        """In order of registration."""
+        return list(self._objects)
+
+    def add(self, name: str, value: Any, *, volatile: bool = True) -> None:
+        """Raises: TypeError where nothing can be read from it or written to it."""
+        read, write = _access(name, value, self._optimizer)
+        self._objects[name] = _Object(read, write, volatile)
+        self._has_learned = False
+
+    def refuse_unwritable(self) -> None:
+        """Raises: ValueError naming the object and the place of what no checkpoint and no message can hold."""
+        plain, _ = self.collected()
+        for name, value in plain.items():
+            to_json(value, f"run.register({name}=...): its state")
+
+    def collected(self) -> State:
+        """The state of all: plain values by name, and the live tensors that were taken out of them."""
+        tensors: dict[str, Tensor] = {}
+        return {name: _take_apart(one.read(), name, tensors) for name, one in self._objects.items()}, tensors
+
+    def load(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Write what collected() or give() gave. Raises: ValueError where it was registered by another script."""
+        if set(plain) != set(self._objects):
+            raise ValueError(
+                f"what is to be loaded has {sorted(plain)} registered, and this script {sorted(self._objects)}: "
+                "register the same objects under the same names, or begin a new run in another folder"
+            )
+        for name, one in self._objects.items():
+            one.write(_put_together(plain[name], tensors))
+
+    def give(self, group: Group, path: tuple[int, ...], device: torch.device) -> State | None:
+        """What the first rank of the path has, for load() on the others of it; None on all other ranks.
+
+        Collective, and nothing is changed. Raises: PeerLost.
+        """
+        source = path[0]
+        plain, tensors = self.collected() if group.rank == source else ({}, {})
+        rows = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()]
+        told = json.dumps([to_json(plain), rows]).encode() if group.rank == source else b""
+        plain, rows = json.loads(gather_texts(group, told, device)[source])
+        given: dict[str, Tensor] = {}
+        for name, dtype, shape in rows:
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            passed = tensors[name].to(device).contiguous() if group.rank == source else empty
+            if passed.numel():
+                give(group, passed.reshape(-1).view(torch.uint8), path)
+            given[name] = passed
+        return (from_json(plain), given) if group.rank in path[1:] else None
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """A batch is given out: what follows may have to be taken back."""
+        tensors: dict[str, Tensor] = {}
+        volatile = {name: one for name, one in self._objects.items() if one.volatile}
+        self._plain = {name: _take_apart(one.read(), name, tensors) for name, one in volatile.items()}
+        copies = self._moves if self._has_learned else tensors.keys()
+        self._kept = {name: _Kept(x, x._version, x.clone() if name in copies else None) for name, x in tensors.items()}
+        groups = self._optimizer.param_groups
+        self._hypers = [{key: copy.deepcopy(value) for key, value in g.items() if key != "params"} for g in groups]
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """optimizer.step() begins: see what has moved since the batch was given out."""
+        for name, kept in self._kept.items():
+            by_value = not self._has_learned and kept.copied is not None and not torch.equal(kept.live, kept.copied)
+            if kept.has_moved or by_value:
+                self._moves.add(name)
+        self._has_learned = True
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """The step was lost: copy what is still as it was, before the rest of the loop's body moves it."""
+        for name, kept in self._kept.items():
+            if kept.copied is None:
+                if kept.has_moved:
+                    logger.warning(
+                        "not_taken_back name=%s reason=it moved before optimizer.step() for the first time, in a step "
+                        "that was lost: it keeps what that step did to it, and is copied from now on",
+                        name,
+                    )
+                kept.copied = kept.live.clone()
+
+    def put_back(self) -> None:
+        """All is as when the batch was given out, hyperparameters of the optimizer too."""
+        self.keep()
+        copies = {name: kept.copied for name, kept in self._kept.items() if kept.copied is not None}
+        for name, plain in self._plain.items():
+            self._objects[name].write(_put_together(plain, copies))
+        for group, hyper in zip(self._optimizer.param_groups, self._hypers, strict=False):
+            for key in set(group) - set(hyper) - {"params"}:
+                del group[key]
+            group.update(hyper)
+        self._kept, self._plain = {}, {}
+
+
+def _access(name: str, value: Any, optimizer: FlatOptimizer[Any]) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How to read and to write it."""
+    if isinstance(value, nn.Module):
+        return lambda: _module_state(value, optimizer), lambda state: _load_module(name, value, state, optimizer)
+    if isinstance(value, dict):
+        return lambda: value, lambda state: _refill(value, state)
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return value.state_dict, value.load_state_dict
+    if isinstance(value, random.Random) or value is random:
+        return value.getstate, value.setstate
+    if hasattr(value, "bit_generator"):  # numpy.random.Generator
+        return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
+    if hasattr(value, "get_state") and hasattr(value, "set_state"):  # torch.Generator, numpy.random.RandomState
+        return value.get_state, lambda state: value.set_state(state.cpu() if isinstance(state, Tensor) else state)
+    raise TypeError(
+        f"run.register({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict(); give it both, "
+        "or register a dict, a module or a random number generator"
+    )
+
+
+def _refill(mapping: dict[Any, Any], state: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(state)
+
+
+def _module_state(module: nn.Module, optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """All of its state_dict but what the optimizer steps."""
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) not in stepped}
+
+
+@torch.no_grad()
+def _load_module(name: str, module: nn.Module, state: dict[str, Any], optimizer: FlatOptimizer[Any]) -> None:
+    mine = _module_state(module, optimizer)
+    if mine.keys() != state.keys():
+        raise ValueError(
+            f"the module registered as {name!r} has {sorted(mine.keys() - state.keys())}, which what is loaded lacks, "
+            f"and lacks {sorted(state.keys() - mine.keys())}: make the same module"
+        )
+    module.load_state_dict(state, strict=False)
+
+
+def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """A copy of a structure whose tensors are put into `tensors` instead, by their place."""
+    while where in tensors:  # of keys 1 and "1"
+        where += "'"
+    if isinstance(value, Tensor):
+        tensors[where] = value.detach()
+        return {_TENSOR: where}
+    if type(value).__module__ == "numpy":
+        if getattr(value, "shape", ()) == ():
+            return value.item()
+        tensors[where] = torch.from_numpy(value.copy())
+        return {_ARRAY: where}
+    if isinstance(value, dict):
+        return {key: _take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_take_apart(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The structure again, with these tensors. Shares memory with them."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        if value.keys() == {_ARRAY}:
+            return tensors[value[_ARRAY]].cpu().numpy()
+        return {key: _put_together(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_put_together(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

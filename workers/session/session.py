@@ -1,0 +1,563 @@
+"""The object that a script trains with: thinwire.train.session gives it, docs/your-script.md tells of it.
+
+`batches` is the course of workers/course.py turned inside out: the loop's body is a step of it. A step that is lost in
+the body's optimizer.step() is undone there; step() returns, the body ends, all that was registered is taken back, and
+the same step is given out again, cut for the ranks that there are then.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from thinwire.comm import CommError, PeerLost
+from thinwire.comm.protocol import Group
+from thinwire.contract.spec import Checkpoint, TrainSpec
+from thinwire.contract.summary import Summary
+from thinwire.optim import FlatOptimizer
+from thinwire.optim.kernels.compiled import compile_all
+from thinwire.optim.regroup import regroup
+from thinwire.workers.build import kept_bucket
+from thinwire.workers.course import Course, Joined, OfRanks, Progress, Run, gather_progress, redone_steps
+from thinwire.workers.membership import MembershipError
+from thinwire.workers.ranks import Ranks, RunEnded
+from thinwire.workers.replicas import ranks_that_differ
+from thinwire.workers.saving import LEAVE_S
+from thinwire.workers.session.feed import MapFeed, Share, StreamFeed, feed_of
+from thinwire.workers.session.registered import Registered, State
+from thinwire.workers.signature import signature_of_script
+from thinwire.workers.telemetry.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+STEPLESS = 20
+"""Batches in a row without optimizer.step() until the log says so."""
+
+
+class ScriptError(RuntimeError):
+    """A script does what cannot be trained with. The message says what, and what to write."""
+
+
+class Left(BaseException):
+    """This worker has no more part in the run: not an error, and nothing that a script should catch.
+
+    reason: the exception that says why.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a script runs: under python, torchrun or in a job. spec: of the job; None where there is none."""
+
+    ranks: Ranks
+    device: torch.device
+    run: Run
+    reporter: Reporter
+    checkpoint: Checkpoint | None
+    group: Group
+    spec: TrainSpec | None = None
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a script trains with, over one group: a workers.course.Trained."""
+
+    group: Group
+    device: torch.device
+    optimizer: FlatOptimizer[Any]
+    registered: Registered
+    feed: MapFeed | StreamFeed
+    rates: dict[int, float]
+    model: None = None
+
+    def global_batch(self, step: int) -> int:
+        """Samples of a step, over all ranks."""
+        return self.feed.samples(step)
+
+    def lr(self, step: int) -> float:
+        """The rate with which the step was made, or the one of now."""
+        return self.rates.get(step, float(self.optimizer.param_groups[0]["lr"]))
+
+
+class Session:
+    """One run of one script, on one rank."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._given: dict[str, Any] = {}
+        self._optimizer: FlatOptimizer[Any] | None = None
+        self._registered: Registered | None = None
+        self._course: ScriptCourse | None = None
+        self._evaluation: tuple[int, Callable[[], float]] | None = None
+        self.summary: Summary | None = None
+        self.has_finished = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        course, self._evaluation = self._course, None
+        try:
+            if course is not None and not self.has_finished:
+                self._end(course, error)
+        finally:
+            if self._optimizer is not None:
+                self._optimizer.undone = None
+            self._place.close()
+        if isinstance(error, MembershipError | RunEnded):
+            raise Left(error) from None
+
+    @property
+    def group(self) -> Group:
+        """The ranks of now: what optimizers are made over. Other ones after a change of workers."""
+        return self._place.group if self._course is None or self._course.is_new else self._course.training.group
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the group of now."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are now."""
+        return self.group.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._place.device
+
+    @property
+    def step_number(self) -> int:
+        """Steps that count so far; in the loop's body, without the one that is being made."""
+        return 0 if self._course is None else self._course.step
+
+    def register(self, **objects: Any) -> None:
+        """Name what the loop changes: models, the optimizer, schedulers, averages, counters, generators.
+
+        They are taken back with a step that is lost, given to workers that come later, and in every checkpoint. They
+        are the run's, the same on every rank: at the start those of rank 0.
+        Raises: TypeError for what has no state; ValueError for a second optimizer or a name that is taken.
+        """
+        if self._course is not None:
+            raise ScriptError(f"run.register({', '.join(objects)}) comes too late: call it before run.batches()")
+        for name, value in objects.items():
+            if name in self._given:
+                raise ValueError(
+                    f"run.register({name}=...): that name is taken by a {type(self._given[name]).__name__}"
+                )
+            if isinstance(value, FlatOptimizer):
+                if self._optimizer is not None:
+                    raise ValueError(
+                        f"run.register({name}=...): a second optimizer, {type(value).__name__}: a step of the run is a "
+                        "step of one optimizer; give it the parameters of both, as two groups"
+                    )
+                self._optimizer = value
+            elif isinstance(value, Optimizer):
+                raise TypeError(
+                    f"run.register({name}=...): a {type(value).__name__} sends no gradient to the other workers: use "
+                    "one of thinwire.optim, such as Adam(params, lr=...) or OneBitAdam(params, lr=...)"
+                )
+            self._given[name] = value
+
+    def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
+        """Call it on every rank after each so many steps, before the first and after the last.
+
+        What the ranks return is averaged and reported as the validation loss. A peer that is lost in it is not the
+        script's affair: it is called again. Raises: ValueError for less than one step.
+        """
+        if steps < 1:
+            raise ValueError(f"run.evaluate_every({steps}, ...): give a number of steps from 1")
+        self._evaluation = steps, evaluate
+        if self._course is not None:
+            self._course.evaluate_every, self._course.evaluate = steps, evaluate
+
+    def save(self) -> None:
+        """Write a checkpoint after this step, on whichever ranks call it; on all, or on none.
+
+        Raises: ScriptError where there is nowhere to save to.
+        """
+        if self._place.checkpoint is None:
+            raise ScriptError("run.save(): there is no folder to save to: say session(folder=...)")
+        self._running("save").ask_to_save()
+
+    def report(self, **numbers: float | Tensor) -> None:
+        """Of this step: numbers, or tensors of one element, of this rank's share. Told as means over the samples.
+
+        `loss` is the training loss. Costs no synchronisation. Raises: TypeError for what is no number.
+        """
+        found = {}
+        for name, value in numbers.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                found[name] = value.detach().reshape(())
+            elif isinstance(value, int | float):
+                found[name] = torch.tensor(float(value), dtype=torch.float64)
+            else:
+                what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(f"run.report({name}=...): got {what}; give a number or a tensor of one element")
+        self._running("report").numbers.update(found)
+
+    def step(self, loss: Tensor) -> None:
+        """Backward, the optimizer's step, gradients to zero, and the loss reported. loss: the mean over the batch."""
+        optimizer = self._running("step").training.optimizer
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        self.report(loss=loss)
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        loader: Mapping[str, Any] | None = None,
+    ) -> Iterator[Any]:
+        """This rank's share of the step that is next, again and again, until all steps are made.
+
+        global_batch: samples of a step over all ranks. steps: how many are made; epochs: how often the dataset is gone
+        through, once where neither is given. In a job its file may say global_batch, steps and seed instead.
+        loader: arguments of torch's DataLoader, such as num_workers and collate_fn.
+        Raises: ScriptError, TypeError, ValueError for what cannot be trained with; where other ranks are lost and this
+        one cannot go on without them: PeerLost; NonFiniteInput.
+        """
+        if self._course is not None:
+            raise ScriptError("run.batches() for a second time: a run is one loop; make one dataset of both")
+        optimizer = self._its_optimizer()
+        spec = self._place.spec
+        of_job = (None, None, None) if spec is None else (spec.global_batch, spec.steps, spec.seed)
+        chosen = [
+            mine if mine is not None else theirs
+            for mine, theirs in zip((global_batch, steps, seed), of_job, strict=True)
+        ]
+        batch, last, drawn = chosen
+        if batch is None:
+            raise ValueError("run.batches(global_batch=...) is missing: how many samples has a step, over all workers?")
+        feed = feed_of(dataset, batch, steps=last, epochs=epochs, shuffle=shuffle, seed=drawn or 0, loader=loader or {})
+        self._registered = registered = Registered(optimizer)
+        self._add_all(registered, optimizer, feed)
+        self._course = course = ScriptCourse(self._place, optimizer, registered, feed)
+        if self._evaluation is not None:
+            course.evaluate_every, course.evaluate = self._evaluation
+        return self._loop(course)
+
+    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: MapFeed | StreamFeed) -> None:
+        for name, value in self._given.items():
+            if value is not optimizer:
+                registered.add(name, value)
+        model = optimizer.model
+        if model is not None and not any(value is model for value in self._given.values()):
+            registered.add("model of the optimizer", model)
+        if isinstance(feed, StreamFeed):
+            registered.add("place in the dataset", feed, volatile=False)
+        registered.refuse_unwritable()
+
+    def _loop(self, course: ScriptCourse) -> Iterator[Any]:
+        while True:
+            try:
+                try:
+                    yield from course.batches()
+                except OfRanks as error:
+                    raise course.blaming(error) from error
+                self.summary = course.finish()
+                course.ended(None)
+                self.has_finished = True
+                return
+            except PeerLost as error:
+                if not self._place.ranks.elastic:
+                    raise
+                logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
+            # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+
+    def _end(self, course: ScriptCourse, error: BaseException | None) -> None:
+        """The loop was left before its end."""
+        if error is not None:
+            course.close(course.failed(error))
+            return
+        logger.warning("loop_left step=%d of=%s", course.step, course.last)
+        try:
+            self.summary = course.leave_early()
+        finally:
+            course.close(LEAVE_S)
+        course.ended(None)
+
+    def _running(self, call: str) -> ScriptCourse:
+        if self._course is None:
+            raise ScriptError(f"run.{call}() outside of the loop over run.batches()")
+        return self._course
+
+    def _its_optimizer(self) -> FlatOptimizer[Any]:
+        if self._optimizer is not None:
+            return self._optimizer
+        there = sorted({type(one).__name__ for one in gc.get_objects() if isinstance(one, Optimizer)})
+        raise ScriptError(
+            "no optimizer is registered, so that a worker that comes later could not be given its state: call "
+            f"run.register(optimizer=...) before run.batches(). There is {', '.join(there) or 'none'} in this process"
+        )
+
+
+class ScriptCourse(Course[Script]):
+    """Of a script: whoever draws from batches() computes the step before drawing again."""
+
+    def __init__(
+        self, place: Place, optimizer: FlatOptimizer[Any], registered: Registered, feed: MapFeed | StreamFeed
+    ) -> None:
+        super().__init__(place.run, place.ranks, place.device, place.reporter, place.checkpoint)
+        self._place, self._feed = place, feed
+        self.last, self.evaluate_every = feed.last, 0
+        self.evaluate: Callable[[], float] | None = None
+        self._script = Script(place.group, place.device, optimizer, registered, feed, {})
+        self._shares: Iterator[Share] = iter(())
+        self._undone: CommError | None = None
+        self._open: _Body | None = None
+        self._stepless = 0
+        self.numbers: dict[str, Tensor] = {}
+        optimizer.undone = self._note_undone
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    @property
+    def is_new(self) -> bool:
+        """Has it not joined anybody so far?"""
+        return self._training is None
+
+    def ask_to_save(self) -> None:
+        """A checkpoint after this step."""
+        self._save_due = True
+
+    def batches(self) -> Iterator[Any]:
+        """Join the others, and give out the batch of each step. Raises: as join() and steps(); PeerLost of the body."""
+        self.join()
+        for step in self.steps():
+            share = next(self._shares, None)
+            self.last = self._feed.last
+            if share is None:
+                continue
+            assert share.step == step, f"the share of step {share.step} for step {step}"
+            with (
+                self._meter.part("forward_backward", bytes_on="optimizer"),
+                _Body(self._script.optimizer, share) as body,
+            ):
+                self._open_body(body)
+                yield share.batch
+            self._close_body(body)
+
+    def leave_early(self) -> Summary | None:
+        """The body has left the loop, after the step that it has made, as on all ranks. Collective."""
+        if self._open is not None and self._undone is None and self._script.optimizer.num_steps > self._open.num_steps:
+            self._close_body(self._open)
+        self.last = self.step
+        if self.attended == self.step and self.step:
+            self.attended -= 1
+        try:
+            for _ in self.steps():
+                break
+            return self.finish()
+        except PeerLost as error:  # which has left as well
+            logger.warning("peer_lost step=%d reason=%r", self.step, str(error))
+            return None
+
+    def _open_body(self, body: _Body) -> None:
+        self.numbers = {}
+        self._script.registered.remember()
+        self._open = body
+
+    def _close_body(self, body: _Body) -> None:
+        self._open = None
+        script, optimizer = self._script, self._script.optimizer
+        if body.strangers:
+            raise ScriptError(
+                f"{', '.join(sorted(body.strangers))} made a step and is not registered: a worker that comes later "
+                "could not be given its state; there is one optimizer a run: register that, with all parameters"
+            )
+        if self._undone is not None:
+            error, self._undone = self._undone, None
+            script.registered.put_back()
+            raise error
+        left_out = optimizer.num_steps == body.num_steps
+        self._note_stepless(body)
+        script.rates[self.step + 1] = body.lr
+        self.made(
+            body.phase,
+            torch.zeros((), device=script.device),
+            time.perf_counter() - body.began,
+            left_out=left_out,
+            weight=body.share.weight,
+            numbers=self.numbers,
+        )
+        for old in [step for step in script.rates if step <= self.log.reported]:
+            del script.rates[old]
+
+    def _note_stepless(self, body: _Body) -> None:
+        self._stepless = 0 if body.has_stepped else self._stepless + 1
+        if self._stepless == STEPLESS:
+            logger.warning(
+                "no_step batches=%d reason=the loop's body has not called optimizer.step(): nothing is learned. To "
+                "accumulate gradients make global_batch larger, and cut the batch inside of the body",
+                STEPLESS,
+            )
+
+    def _before_step(self) -> None:
+        """The optimizer's step begins, in a body."""
+        body = self._open
+        if body is None:
+            return
+        if body.has_stepped:
+            raise ScriptError(
+                f"optimizer.step() for a second time with one batch, at step {self.step + 1}: a step of the run is one "
+                "step of the optimizer; call it once for each batch of run.batches()"
+            )
+        body.has_stepped = True
+        body.lr = float(self._script.optimizer.param_groups[0]["lr"])
+        self._script.registered.before_step()
+
+    def _note_undone(self, error: CommError) -> None:
+        """A step of this optimizer was undone: the body goes on, and the step is made again."""
+        if self._open is None:
+            raise error
+        if self._undone is None:
+            self._undone = error.with_traceback(None)
+            self._script.registered.keep()
+
+    def _build_alone(self) -> Script:
+        spec = self._place.spec
+        optimizer = self._script.optimizer
+        if spec is not None:
+            optimizer.server_replica = spec.workers.shadow
+        compile_all(optimizer.space.p_N.dtype)  # before the others wait for it
+        return self._script
+
+    def _build_over(self, group: Group) -> Script:
+        optimizer = self._script.optimizer
+        if optimizer.group.size != group.size:
+            raise ScriptError(
+                f"the {type(optimizer).__name__} was made for {optimizer.group.size} ranks, and there are "
+                f"{group.size}: make it inside of `with session() as run:`, with group=run.group"
+            )
+        self._refuse_other_data(group)
+        given = self._given_by(group, 0, list(range(group.size)))
+        if given is not None:
+            self._script.registered.load(*given)
+        return self._script
+
+    def _regroup(self, group: Group, progress: Progress | None) -> Joined[Script]:
+        all_n = gather_progress(group, progress, self._device)
+        known = [one for one in all_n if one is not None]
+        self._refuse_other_data(group)
+        optimizer = self._script.optimizer
+        bucket = None
+        if not known:
+            bucket = kept_bucket(self._run.directory, group, optimizer.space.layout.num_live, self._device)
+        steps = [-1 if one is None else one.step for one in all_n]
+        source = steps.index(max(steps)) if known else 0
+        given = self._given_by(
+            group, source, [rank for rank, step in enumerate(steps) if step != max(steps) or not known]
+        )
+        change = regroup(optimizer, group, has_state=progress is not None, bucket_elements=bucket, buffers=())
+        if given is not None:  # not before: whoever has only half of a step would not know which half
+            self._script.registered.load(*given)
+        now = Progress.common(known, change.step)
+        return Joined(self._over(group), change, now, redone_steps(known, now))
+
+    def _given_by(self, group: Group, source: int, ranks: list[int]) -> State | None:
+        """What the source has registered, where this rank is one that is given it. Collective. Raises: PeerLost."""
+        others = [rank for rank in ranks if rank != source]
+        if not others:
+            return None
+        with self._script.optimizer.calling("registered objects"):
+            return self._script.registered.give(group, (source, *others), self._device)
+
+    def _over(self, group: Group) -> Script:
+        self._script = replace(self._script, group=group)
+        return self._script
+
+    def _refuse_other_data(self, group: Group) -> None:
+        strangers = ranks_that_differ(group, hashlib.sha256(self._told.encode()).digest(), self._device)
+        if strangers:
+            raise ScriptError(
+                f"rank {', '.join(map(str, strangers))} has another dataset than rank 0, or has registered other "
+                f"objects; here, rank {group.rank}: {self._told}. Give all nodes the same files"
+            )
+
+    @property
+    def _told(self) -> str:
+        """In which all workers must agree."""
+        return f"{self._feed.told}; registered: {', '.join(self._script.registered.names)}"
+
+    def _signature_of(self, training: Script) -> dict[str, str]:
+        return signature_of_script(self._place.spec, training.device, training.optimizer, self._told)
+
+    def _begins(self) -> None:
+        close = getattr(self._shares, "close", None)
+        if close is not None:
+            close()  # and with it the loader's processes, which are for other shares
+        group = self.training.group
+        self._shares = self._feed.shares(self.step + 1, group.rank, group.size)
+
+    def _evaluate(self) -> float | None:
+        if self.evaluate is None:
+            return None
+        with self._meter.part("evaluation"):
+            found = torch.full((1,), float(self.evaluate()), dtype=torch.float64, device=self._device)
+            self.training.group.mean_(found)
+            return float(found)
+
+    def _summary(self, replicas_equal: bool) -> Summary | None:
+        return super()._summary(replicas_equal) if self._place.spec is not None else None
+
+
+class _Body:
+    """The body of a script's loop, while it runs: what is to be seen of it."""
+
+    def __init__(self, optimizer: FlatOptimizer[Any], share: Share) -> None:
+        self.share = share
+        self.num_steps, self.phase = optimizer.num_steps, optimizer.phase.value
+        self.lr = float(optimizer.param_groups[0]["lr"])
+        self.has_stepped = False
+        self.strangers: set[str] = set()
+        self.began = time.perf_counter()
+        self._optimizer, self._thread = optimizer, threading.get_ident()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [register_optimizer_step_post_hook(self._note_step)]
+        weight = self.share.weight
+        if weight != 1.0:
+            for group in self._optimizer.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad:
+                        self._handles.append(param.register_hook(lambda grad: grad * weight))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Look no more. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer is not self._optimizer and threading.get_ident() == self._thread:
+            self.strangers.add(type(optimizer).__name__)
