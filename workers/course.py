@@ -319,7 +319,7 @@ class Course(ABC, Generic[T]):
         self.ended(error)
         if not self._ranks.elastic:
             return BROKEN_S if isinstance(error, PeerLost) else LEAVE_S
-        if not isinstance(error, Exception) or isinstance(error, MembershipError | RunEnded):
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, MembershipError | RunEnded):
             return LEAVE_S
         self._ranks.fail(f"{type(error).__name__}: {error}")  # before it waits for its checkpoint: the others go on
         return BROKEN_S

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.comm import PeerLost, SoloGroup
+from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
@@ -21,10 +21,12 @@ from thinwire.workers import course
 from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
 from thinwire.workers.course import Joined, OfRanks, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.ranks import Ranks
+from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.saving import LEAVE_S
 from thinwire.workers.signature import signature
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.step_log import NonFiniteLoss
 from thinwire.workers.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class Course(course.Course[Training]):
         try:
             self.join()
             self.run()
-        except OfRanks as error:
+        except (NonFiniteInput, NonFiniteLoss, ReplicasDiffer) as error:
             raise self.blaming(error) from error
 
     def run(self) -> None:

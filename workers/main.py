@@ -23,7 +23,7 @@ from typing import Any
 
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import TrainSpec, Workers
+from thinwire.contract.spec import JobSpec, Workers, read_spec
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.nodes import interface_variables, refuse_misfits
 from thinwire.workers.run_place import Place, RemotePlace, place_of
@@ -86,7 +86,7 @@ def _run(place: Place, job: dict[str, Any] | Exception, attempt: int, name: str 
     try:
         if isinstance(job, Exception):
             raise job
-        spec = TrainSpec.model_validate(job["spec"])
+        spec = read_spec(job["spec"])
         fit(spec, name or job["job_id"], place, attempt)
     except Exception as error:
         logger.exception("job_failed")
@@ -103,7 +103,7 @@ def _run(place: Place, job: dict[str, Any] | Exception, attempt: int, name: str 
     return 0
 
 
-def fit(spec: TrainSpec, name: str, place: Place, attempt: int) -> None:
+def fit(spec: JobSpec, name: str, place: Place, attempt: int) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
     name: of the job in Ray. Raises: what Ray Train raises once spec.workers.max_restarts is used up.

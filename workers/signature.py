@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import thinwire
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import JobSpec
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def signature(training: Training) -> dict[str, str]:
 
 
 def signature_of_script(
-    spec: TrainSpec | None, device: torch.device, optimizer: FlatOptimizer[Any], told: str
+    spec: JobSpec | None, device: torch.device, optimizer: FlatOptimizer[Any], told: str
 ) -> dict[str, str]:
     """Of what a script has built on this worker. told: what it says of its data. Local."""
     rows = [f"{tuple(tensor.param.shape)} {tensor.param.dtype}\n" for tensor in optimizer.space.tensors]
@@ -82,7 +82,7 @@ def _of_machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def spec_fields(spec: TrainSpec) -> dict[str, str]:
+def spec_fields(spec: JobSpec) -> dict[str, str]:
     """What the job file says, as spec.optimizer.lr: "0.001"."""
     told = spec.model_dump(mode="json", exclude=MAY_DIFFER)
     return {name: _shortened(json.dumps(value)) for name, value in _leaves("spec", told)}

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.nodes import own_address, use_interface_of
 from thinwire.workers.run_place import Place, RemotePlace, place_of
@@ -67,6 +67,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     from thinwire.workers.loop import Run, train
     from thinwire.workers.membership import MembershipError
     from thinwire.workers.ranks import RunEnded
+    from thinwire.workers.session.script import failure_of_script, run_script
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
 
@@ -79,7 +80,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
         return None
     place.begin()
     job = json.loads(folder.job.read_text())
-    spec = TrainSpec.model_validate(job["spec"])
+    spec = read_spec(job["spec"])
     run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"], adopted_by=adopted_by)
     address = own_address(spec.network.interface)
     use_interface_of(address)
@@ -90,7 +91,10 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:
-        summary = train(spec, run, ranks, device, reporter)
+        if isinstance(spec, ScriptSpec):
+            summary = run_script(spec, run, ranks, device, reporter)
+        else:
+            summary = train(spec, run, ranks, device, reporter)
         if summary is not None:
             report.write_report(run_dir, summary)
         reporter.close(summary=summary)
@@ -107,7 +111,10 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
         return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # whoever is rank 0 next is told too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
-        failure = failure_of(error, ranks.step)
+        if isinstance(spec, ScriptSpec):
+            failure = failure_of_script(error, spec.recipe, ranks.step)
+        else:
+            failure = failure_of(error, ranks.step)
         if ranks.elastic:  # which has told the others
             reporter.close(timeout_s=2.0)
             return _failed(failure, ranks, error)
@@ -118,7 +125,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
 
 
 def _ranks(
-    config: dict[str, Any], spec: TrainSpec, address: str, device: torch.device, place: Place
+    config: dict[str, Any], spec: JobSpec, address: str, device: torch.device, place: Place
 ) -> tuple[Ranks, int]:
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,23 +22,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from thinwire.comm import CommError, PeerLost
+from thinwire.comm import CommError, NonFiniteInput, PeerLost
 from thinwire.comm.protocol import Group
-from thinwire.contract.spec import Checkpoint, TrainSpec
+from thinwire.contract.spec import Checkpoint, ScriptSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import regroup
 from thinwire.workers.build import kept_bucket
-from thinwire.workers.course import Course, Joined, OfRanks, Progress, Run, gather_progress, redone_steps
+from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
-from thinwire.workers.replicas import ranks_that_differ
+from thinwire.workers.replicas import ReplicasDiffer, ranks_that_differ
 from thinwire.workers.saving import LEAVE_S
 from thinwire.workers.session.feed import MapFeed, Share, StreamFeed, feed_of
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Place:
     reporter: Reporter
     checkpoint: Checkpoint | None
     group: Group
-    spec: TrainSpec | None = None
+    spec: ScriptSpec | None = None
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -106,7 +108,7 @@ class Session:
         self._course: ScriptCourse | None = None
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
-        self.has_finished = False
+        self.has_finished = self.told = False
 
     def __enter__(self) -> Self:
         return self
@@ -144,6 +146,17 @@ class Session:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._place.device
+
+    @property
+    def has_begun(self) -> bool:
+        """Was a batch ever drawn?"""
+        return self._course is not None and not self._course.is_new
+
+    @property
+    def progress(self) -> str:
+        """How far it has come, in words."""
+        last = None if self._course is None else self._course.last
+        return f"after step {self.step_number} of {'an unknown number' if last is None else last}"
 
     @property
     def step_number(self) -> int:
@@ -278,7 +291,7 @@ class Session:
             try:
                 try:
                     yield from course.batches()
-                except OfRanks as error:
+                except (NonFiniteInput, NonFiniteLoss, ReplicasDiffer) as error:
                     raise course.blaming(error) from error
                 self.summary = course.finish()
                 course.ended(None)
@@ -293,6 +306,7 @@ class Session:
     def _end(self, course: ScriptCourse, error: BaseException | None) -> None:
         """The loop was left before its end."""
         if error is not None:
+            self.told = True
             course.close(course.failed(error))
             return
         logger.warning("loop_left step=%d of=%s", course.step, course.last)
@@ -301,10 +315,12 @@ class Session:
         finally:
             course.close(LEAVE_S)
         course.ended(None)
+        self.has_finished = True
 
     def _running(self, call: str) -> ScriptCourse:
         if self._course is None:
             raise ScriptError(f"run.{call}() outside of the loop over run.batches()")
+        self._course.refuse_fork(call)
         return self._course
 
     def _its_optimizer(self) -> FlatOptimizer[Any]:
@@ -331,7 +347,7 @@ class ScriptCourse(Course[Script]):
         self._shares: Iterator[Share] = iter(())
         self._undone: CommError | None = None
         self._open: _Body | None = None
-        self._stepless = 0
+        self._stepless, self._pid = 0, os.getpid()
         self.numbers: dict[str, Tensor] = {}
         optimizer.undone = self._note_undone
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -340,6 +356,14 @@ class ScriptCourse(Course[Script]):
     def is_new(self) -> bool:
         """Has it not joined anybody so far?"""
         return self._training is None
+
+    def refuse_fork(self, call: str) -> None:
+        """Raises: ScriptError in a process that the script has forked."""
+        if os.getpid() != self._pid:
+            raise ScriptError(
+                f"run.{call} in process {os.getpid()}, which process {self._pid} has forked: only the process that "
+                "began the loop is a worker; end a forked one with os._exit()"
+            )
 
     def ask_to_save(self) -> None:
         """A checkpoint after this step."""
@@ -383,6 +407,7 @@ class ScriptCourse(Course[Script]):
         self._open = body
 
     def _close_body(self, body: _Body) -> None:
+        self.refuse_fork("batches()")
         self._open = None
         script, optimizer = self._script, self._script.optimizer
         if body.strangers:
@@ -420,6 +445,7 @@ class ScriptCourse(Course[Script]):
     def _before_step(self) -> None:
         """The optimizer's step begins, in a body."""
         body = self._open
+        self.refuse_fork("batches()")
         if body is None:
             return
         if body.has_stepped:

@@ -20,13 +20,15 @@ from pathlib import Path
 from tests.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import ScriptSpec, read_spec
 from thinwire.workers.forming import reach
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer
 from thinwire.workers.membership.commit_lease import LEASE_S
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["thinwire.workers.loop", "thinwire.workers.ranks", "tests.workers.small_job"])
+FORKSERVER.set_forkserver_preload(
+    ["thinwire.workers.loop", "thinwire.workers.ranks", "thinwire.workers.session.script", "tests.workers.small_job"]
+)
 SECRET = "sixteen-characters-or-more"
 
 
@@ -119,6 +121,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.membership.commit_lease import CommitLease
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.saving import floor_of
+    from thinwire.workers.session.script import run_script
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
@@ -174,7 +177,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     heed_sigterm(30.0, lambda: True)
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
-    floor = partial(floor_of, run_dir, TrainSpec.model_validate(spec).checkpoint)
+    floor = partial(floor_of, run_dir, read_spec(spec).checkpoint)
     ranks = ElasticRanks(
         member,
         door,
@@ -191,9 +194,9 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
-        summary = loop.train(
-            TrainSpec.model_validate(spec), loop.Run(run_dir, time.time()), ranks, torch.device("cpu"), reporter
-        )
+        given = read_spec(spec)
+        begin = run_script if isinstance(given, ScriptSpec) else loop.train
+        summary = begin(given, loop.Run(run_dir, time.time()), ranks, torch.device("cpu"), reporter)
         reporter._tell(kind="ended", step=-1)
         if summary is not None:
             write_report(run_dir, summary)

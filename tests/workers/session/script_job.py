@@ -1,0 +1,23 @@
+"""A job of a script, whose workers are real processes under a membership server of the test."""
+
+from pathlib import Path
+
+import torch
+
+from tests.workers.loop.elastic_job import ElasticJob
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class ScriptJob(ElasticJob):
+    """As ElasticJob, with `entry` of SCRIPTS; its first argument is the job's folder."""
+
+    def __init__(self, run_dir, limits, entry, *args, steps, folder=SCRIPTS, **spec):
+        super().__init__(run_dir, limits, steps=steps)
+        recipe = {"name": "script", "entry": entry, "working_dir": str(folder), "args": [str(run_dir), *map(str, args)]}
+        workers = {"min": limits.min, "max": 7}
+        self.spec = {"recipe": recipe, "workers": workers, "checkpoint": {"every_steps": 10}, **spec}
+
+    def finals(self):
+        """What each process has saved at its end, by the script."""
+        return [torch.load(file, weights_only=False) for file in sorted(self.run_dir.glob("final-*"))]

@@ -1,0 +1,56 @@
+"""A script in a job, its workers killed and replaced: nothing of it can be seen in what it ends with."""
+
+import json
+
+import pytest
+import torch
+
+from tests.workers.session.script_job import ScriptJob
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.membership import Limits
+from thinwire.workers.telemetry import history
+
+STEPS = 16
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def undisturbed(folder, loaders):
+    with ScriptJob(folder, Limits(1, 1), "exact.py", STEPS, loaders, steps=STEPS) as job:
+        job.start(0)
+        job.wait()
+        (state,) = job.finals()
+        return state
+
+
+@pytest.mark.parametrize("loaders", [1])
+def test_a_script_whose_worker_is_killed_ends_bit_equal_to_one_that_was_not_disturbed(tmp_path, loaders):
+    expected = undisturbed(tmp_path / "alone", loaders)
+    with ScriptJob(tmp_path / "job", Limits(1, 2), "exact.py", STEPS, loaders, steps=STEPS) as job:
+        job.allow(5)
+        job.start(0, 1)
+        job.until(lambda: job.server.snapshot().last_step == 5)
+        job.kill(1)
+        job.allow(10)
+        job.until(lambda: job.server.snapshot().last_step == 10)
+        job.start(1)
+        job.until(lambda: job.joined(1) == 2)
+        job.allow(STEPS)
+        job.wait()
+        assert job.regroups() == [1, 2]
+        finals = job.finals()
+        assert len(finals) == 2
+        assert all(same(state, expected) for state in finals)
+        samples = history.read(RunFolder(job.run_dir).history)
+        assert [sample.step for sample in samples] == list(range(STEPS + 1))
+        assert [sample.reported["steps"] for sample in samples[1:]] == list(range(1, STEPS + 1))
+        assert all(sample.loss is not None for sample in samples[1:])
+        assert json.loads((job.run_dir / "summary.json").read_text())["steps"] == STEPS
