@@ -323,10 +323,15 @@ def _as_they_are(samples: list[Any]) -> list[Any]:
 
 
 def _apart(loader: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a loader whose processes hold none of this worker's connections."""
-    if not loader.get("num_workers", 0) or loader.get("multiprocessing_context") not in (None, "fork"):
+    """The arguments of a loader whose processes hold none of this worker's connections.
+
+    They are forked where nothing else is said: started anew they would run a script again that has no
+    `if __name__ == "__main__"`.
+    """
+    how = loader.get("multiprocessing_context") or "fork"
+    if not loader.get("num_workers", 0) or how != "fork":
         return dict(loader)
-    return {**loader, "worker_init_fn": _Apart(loader.get("worker_init_fn"))}
+    return {**loader, "multiprocessing_context": how, "worker_init_fn": _Apart(loader.get("worker_init_fn"))}
 
 
 class _Apart:
