@@ -1,0 +1,187 @@
+"""The session of one process: what it resumes, what it reports, and how it says that a script is wrong."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from thinwire.comm import run_threads
+from thinwire.optim import Adam, OneBitAdam
+from thinwire.train import Recipe, session, train
+from thinwire.workers.course import Run
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.place import placed
+from thinwire.workers.session.session import Place, ScriptError
+from thinwire.workers.telemetry.reporter import Silent
+
+DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]
+
+
+def net():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
+def trained(folder, stop=None, steps=24, save_at=()):
+    """Losses by step, and the state at the end. stop: where the script raises."""
+    losses = {}
+    with session(folder, save_every=7) as run:
+        model = net()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=6, group=run.group)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        counted = {"steps": 0, "noise": torch.zeros(3)}
+        run.register(model=model, optimizer=optimizer, scheduler=scheduler, counted=counted)
+        for x, y in run.batches(DATA, global_batch=6, steps=steps):
+            if run.step_number == stop:
+                raise RuntimeError("stopped here")
+            loss = (model(x) - y).square().mean()
+            run.step(loss)
+            scheduler.step()
+            counted["steps"] += 1
+            counted["noise"] += 0.5
+            losses[run.step_number + 1] = loss.item()
+            if run.step_number + 1 in save_at:
+                run.save()
+    return losses, [*model.state_dict().values(), counted["noise"], torch.tensor(scheduler.get_last_lr())], counted
+
+
+@pytest.mark.parametrize(("stop", "save_at", "resumed"), [(17, (), 14), (17, (16,), 16)])
+def test_a_run_that_is_started_again_goes_on_at_the_next_sample_with_all_that_was_registered(
+    tmp_path, stop, save_at, resumed
+):
+    losses, state, counted = trained(None)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        trained(tmp_path, stop, save_at=save_at)
+    again, state_again, counted_again = trained(tmp_path)
+    assert again == {step: loss for step, loss in losses.items() if step > resumed}
+    assert all(map(torch.equal, state, state_again))
+    assert counted_again["steps"] == counted["steps"] == 24
+
+
+def test_another_script_does_not_go_on_from_a_checkpoint(tmp_path):
+    trained(tmp_path, steps=8)
+    with session(tmp_path) as run:
+        model = net()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=6, group=run.group)
+        run.register(model=model, optimizer=optimizer)
+        batches = run.batches(DATA, global_batch=6, steps=8)
+        with pytest.raises(ValueError, match="register the same objects"):
+            next(batches)
+
+
+def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too():
+    """Shares of three and two samples: the gradient is that of the mean over five."""
+    samples = [torch.tensor([float(2**i)]) for i in range(5)]
+
+    def work(group):
+        reporter = Silent()
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(".", 0.0), reporter, None, group)
+        with placed(place), session() as run:
+            model = torch.nn.Linear(1, 1, bias=False)
+            optimizer = Adam(model.parameters(), lr=0.0, group=run.group)
+            run.register(model=model, optimizer=optimizer)
+            run.evaluate_every(2, lambda: float(run.rank))
+            gradients = []
+            for x in run.batches(samples, global_batch=5, steps=4, shuffle=False):
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+                gradients.append(model.weight.grad.item())
+                run.report(loss=x.mean(), **({"of_one": 3} if run.rank == 0 else {}))
+        return gradients, reporter.samples
+
+    for gradients, told in run_threads(2, work):
+        assert gradients == pytest.approx([31 / 5] * 4)
+        assert [sample.loss for sample in told[1:]] == pytest.approx([31 / 5] * 4)
+        assert [sample.reported for sample in told[1:]] == [{"of_one": 3.0}] * 4
+        assert [sample.validation_loss for sample in told] == [0.5, None, 0.5, None, 0.5]
+
+
+class Line(Recipe):
+    global_batch, steps = 4, 5
+
+    def model(self):
+        return torch.nn.Linear(4, 1)
+
+    def dataset(self):
+        return DATA
+
+    def loss(self, model, batch):
+        x, y = batch
+        return (model(x) - y).square().mean()
+
+
+def test_a_recipe_is_a_model_a_dataset_and_a_loss():
+    assert isinstance(train(Line()), torch.nn.Linear)
+
+
+def test_a_loop_may_be_left_and_its_last_step_is_saved(tmp_path):
+    with session(tmp_path, save_every=100) as run:
+        model = net()
+        optimizer = Adam(model.parameters(), group=run.group)
+        run.register(model=model, optimizer=optimizer)
+        for x, y in run.batches(DATA, global_batch=6, steps=50):
+            run.step((model(x) - y).square().mean())
+            if run.step_number + 1 == 4:
+                break
+    with session(tmp_path) as run:
+        model = net()
+        optimizer = Adam(model.parameters(), group=run.group)
+        run.register(model=model, optimizer=optimizer)
+        next(run.batches(DATA, global_batch=6, steps=50))
+        assert run.step_number == 4
+
+
+def wrong(what):
+    with session() as run:
+        model = net()
+        optimizer = Adam(model.parameters(), group=run.group)
+        if what == "unregistered":
+            run.register(model=model)
+        elif what == "of torch":
+            run.register(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        elif what == "stateless":
+            run.register(optimizer=optimizer, thing=object())
+        elif what == "unwritable":
+            run.register(optimizer=optimizer, thing={"seen": {1, 2}})
+        elif what == "two":
+            run.register(optimizer=optimizer, other=Adam(net().parameters(), group=run.group))
+        else:
+            run.register(optimizer=optimizer, model=model)
+        other = torch.optim.SGD(net().parameters(), lr=0.1)
+        for x, y in run.batches(DATA, global_batch=6, steps=3):
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            if what == "twice":
+                optimizer.step()
+            if what == "a stranger":
+                other.step()
+            if what == "no number":
+                run.report(loss=torch.zeros(2))
+        if what == "again":
+            run.batches(DATA, global_batch=6)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("unregistered", r"no optimizer is registered.*There is .*Adam"),
+        ("of torch", r"optimizer=...\): a SGD sends no gradient"),
+        ("stateless", r"thing=...\): a object has no state_dict"),
+        ("unwritable", r"thing=...\): its state\['seen'\] is set"),
+        ("two", r"other=...\): a second optimizer, Adam"),
+        ("twice", "for a second time with one batch, at step 1"),
+        ("a stranger", "SGD made a step and is not registered"),
+        ("no number", "a tensor of 2 elements"),
+        ("again", "for a second time"),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_said_with_what_to_write(what, told):
+    with pytest.raises((ScriptError, TypeError, ValueError), match=told):
+        wrong(what)
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, thinwire.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
