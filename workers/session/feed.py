@@ -207,6 +207,7 @@ class StreamFeed:
             )
         self._dataset, self._global_batch, self._loader = dataset, global_batch, dict(loader)
         self._has_state = hasattr(dataset, "state_dict") and not loader.get("num_workers", 0)
+        self._first = copy.deepcopy(dataset.state_dict()) if self._has_state else None
         self._epochs = epochs or (1 if steps is None else None)
         self.last = steps
         self._collate: Callable[[list[Any]], Any] = self._loader.pop("collate_fn", None) or default_collate
@@ -294,9 +295,8 @@ class StreamFeed:
 
     def _read(self, given: tuple[int, Any] | None) -> Iterator[Any]:
         """All samples from where the dataset said that it was, or from the first."""
-        self._epoch = 0
-        if given is not None:
-            self._epoch, state = given
+        self._epoch, state = (0, self._first) if given is None else given
+        if self._has_state:
             self._dataset.load_state_dict(copy.deepcopy(state))
         while self._epochs is None or self._epoch < self._epochs:
             if hasattr(self._dataset, "set_epoch"):
