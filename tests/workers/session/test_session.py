@@ -70,13 +70,13 @@ def test_another_script_does_not_go_on_from_a_checkpoint(tmp_path):
             next(batches)
 
 
-def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too():
+def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_path):
     """Shares of three and two samples: the gradient is that of the mean over five."""
     samples = [torch.tensor([float(2**i)]) for i in range(5)]
 
     def work(group):
         reporter = Silent()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(".", 0.0), reporter, None, group)
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(1, 1, bias=False)
             optimizer = Adam(model.parameters(), lr=0.0, group=run.group)
