@@ -110,6 +110,7 @@ class Progress:
     """What a worker has done: the last step committed, reported, attended to. due: an evaluation waits.
 
     left_out: how many of the steps the optimizer has not counted, such as those of a gradient that was not finite.
+    last: the last step of the run, where it is known by now.
     """
 
     step: int
@@ -117,6 +118,7 @@ class Progress:
     attended: int
     due: bool
     left_out: int = 0
+    last: int | None = None
 
     @classmethod
     def common(cls, known: list[Progress], step: int) -> Self:
@@ -128,6 +130,7 @@ class Progress:
             min((one.attended for one in known), default=0),
             any(one.due for one in known),
             left_out,
+            max((one.last for one in known if one.last is not None), default=None),
         )
 
 
@@ -351,7 +354,7 @@ class Course(ABC, Generic[T]):
         return self._signature
 
     def _progress(self) -> Progress:
-        return Progress(self.step, self.log.reported, self.attended, self._due, self.left_out)
+        return Progress(self.step, self.log.reported, self.attended, self._due, self.left_out, self.last)
 
     def _watched(self, trace: Trace) -> T:
         """What trains, and what it is fed is written into the trace. A script's data is not."""
@@ -410,6 +413,8 @@ class Course(ABC, Generic[T]):
         self._log.training, self._log.reported = training, now.reported
         self._reporter.went_back(now.reported)
         self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
+        if now.last is not None:  # of data whose end a newcomer has not read
+            self.last = now.last
         if self.step == self.last:  # the last checkpoint may lack the part of whoever was lost
             self.attended = min(self.attended, self.step - 1)
         seconds = time.perf_counter() - began

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire.comm import CommError, NonFiniteInput, PeerLost
+from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint, ScriptSpec
 from thinwire.contract.summary import Summary
@@ -491,8 +492,8 @@ class ScriptCourse(Course[Script]):
         known = [one for one in all_n if one is not None]
         self._refuse_other_data(group)
         optimizer = self._script.optimizer
-        bucket = None
-        if not known:
+        bucket = None if self._place.spec is None else self._place.spec.bucket_elements
+        if not known and bucket is None:
             bucket = kept_bucket(self._run.directory, group, optimizer.space.layout.num_live, self._device)
         steps = [-1 if one is None else one.step for one in all_n]
         source = steps.index(max(steps)) if known else 0
@@ -510,7 +511,7 @@ class ScriptCourse(Course[Script]):
         others = [rank for rank in ranks if rank != source]
         if not others:
             return None
-        with self._script.optimizer.calling("registered objects"):
+        with calls_of(group).within("the registered objects of a script"):
             return self._script.registered.give(group, (source, *others), self._device)
 
     def _over(self, group: Group) -> Script:
