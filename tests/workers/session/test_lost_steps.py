@@ -53,7 +53,8 @@ DATA = [
 def script(job, worker):
     with session() as run:
         model = Exact()
-        torch.nn.init.normal_(model.values)  # another one on each rank
+        own = torch.Generator().manual_seed(worker.identity.slot)  # another one on each rank
+        torch.nn.init.normal_(model.values, generator=own)
         optimizer = job.optimizer(model.parameters(), run.group)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
         average, counters, noise = Average(model), {"steps": 0, "by": {3: 0}}, torch.Generator().manual_seed(5)
@@ -83,7 +84,6 @@ def script(job, worker):
 def made(tmp_path, monkeypatch, name, size, plan, optimizer):
     job = ScriptThreads(tmp_path / name, script, size, plan)
     job.optimizer = optimizer
-    torch.manual_seed(0)
     job.run(monkeypatch)
     monkeypatch.undo()
     return job
