@@ -7,13 +7,13 @@ about tensors that join: whether they can, and what brings them to the phase tha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import Refused
+from thinwire.comm.errors import CommError, Refused
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
@@ -37,6 +37,9 @@ class ChangingOptimizer(torch.optim.Optimizer):
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
     """What torch.optim calls the vectors that `state` shows, by field."""
+
+    undone: Callable[[CommError], None] | None = None
+    """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (optim.engine.undone)."""
 
     fresh: ClassVar[Mapping[str, float]] = {}
     """What a tensor that was never trained begins with, by field, where that is not 0."""

@@ -9,7 +9,7 @@ import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim.engine import saving, shares
@@ -40,6 +40,7 @@ from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas, settings
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.engine.undone import heeded
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     server_replica: bool = False
     """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
     takes none of it away (comm.exchange.bucketed). The same on every rank."""
-
-    undone: Callable[[CommError], None] | None = None
-    """Who is told of a step that was undone for want of a peer or of a finite gradient, in place of raising it: step()
-    and zero_grad() then return, so that the rest of a loop's body runs, and whoever was told makes the step again."""
 
     buffers_kept_by: str | None = None
     """Who else gives all ranks rank 0's buffers, where model= was not given, so that the first step need not ask."""
@@ -293,14 +290,13 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            with self.calling(f"step() {self.num_steps + 1}"):
-                self._step_once()
-        except BaseException as error:
-            forget_scaler(self)
-            if self.undone is None or not isinstance(error, PeerLost | NonFiniteInput):
+        with heeded(self):
+            try:
+                with self.calling(f"step() {self.num_steps + 1}"):
+                    self._step_once()
+            except BaseException:
+                forget_scaler(self)
                 raise
-            self.undone(error)
         return loss
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -317,13 +313,11 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
         Raises: PeerLost.
         """
-        try:
-            with self.calling(f"zero_grad() after step {self.num_steps}") if self.overlap.exchange else nullcontext():
+        if self.overlap.exchange is not None:
+            with heeded(self), self.calling(f"zero_grad() after step {self.num_steps}"):
                 self.overlap.abandon()
-        except PeerLost as error:
-            if self.undone is None:
-                raise
-            self.undone(error)
+        else:
+            self.overlap.abandon()
         for param in self.others():
             param.grad = None
         if self.overlaps and set_to_none:
