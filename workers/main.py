@@ -128,7 +128,7 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int) -> None:
     _refuse_too_many(workers, resources.get("CPU", 0))
     fit_how = _fit_in_place if workers.elastic == "in_place" else _fit_with_restarts
     fit_how(
-        workers,
+        spec.model_copy(update={"workers": workers}),
         name,
         place,
         use_gpu,
@@ -182,7 +182,7 @@ class WantedFollower:
 
 
 def _fit_in_place(
-    workers: Workers,
+    spec: TrainSpec,
     job: str,
     place: Place,
     use_gpu: bool,
@@ -197,7 +197,9 @@ def _fit_in_place(
     from thinwire.workers.elastic.membership_actor import ensure_membership
     from thinwire.workers.elastic.trainer import ElasticTrainer
     from thinwire.workers.membership import Limits
+    from thinwire.workers.signature import known_before
 
+    workers = spec.workers
     attempt: int = how["train_loop_config"]["attempt"]
     trainer = ElasticTrainer(
         train_function,
@@ -210,6 +212,7 @@ def _fit_in_place(
         grace_s=workers.grace_s,
         attempt=attempt,
         interface=interface,
+        known=known_before(spec),
         **how,
     )
 
@@ -231,7 +234,7 @@ def _fit_in_place(
 
 
 def _fit_with_restarts(
-    workers: Workers,
+    spec: TrainSpec,
     job: str,
     place: Place,
     use_gpu: bool,
@@ -243,6 +246,7 @@ def _fit_with_restarts(
     from ray.train import ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    workers = spec.workers
     TorchTrainer(
         train_function,
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=120),

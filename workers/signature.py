@@ -24,13 +24,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 import thinwire
 from thinwire.contract.spec import JobSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from thinwire.optim import FlatOptimizer
     from thinwire.workers.build import Training
@@ -51,8 +50,8 @@ DIGITS = 16
 def signature(training: Training) -> dict[str, str]:
     """Of what this worker has built. Local; the same on every worker of a run, whatever its rank and its machine."""
     return {
+        **known_before(training.spec),
         **_of_machine(training.device),
-        **spec_fields(training.spec),
         "data": training.data.digest[:DIGITS],
         "model": model_digest(training.model),
     }
@@ -64,8 +63,8 @@ def signature_of_script(
     """Of what a script has built on this worker. told: what it says of its data. Local."""
     rows = [f"{tuple(tensor.param.shape)} {tensor.param.dtype}\n" for tensor in optimizer.space.tensors]
     return {
+        **(_of_code() if spec is None else known_before(spec)),
         **_of_machine(device),
-        **({} if spec is None else spec_fields(spec)),
         "data": _shortened(told),
         "optimizer": type(optimizer).__name__,
         "model": f"{len(rows)} tensors #{_digest(''.join(rows).encode())}",
@@ -73,13 +72,16 @@ def signature_of_script(
 
 
 def _of_machine(device: torch.device) -> dict[str, str]:
-    return {
-        "thinwire": thinwire.__version__,
-        "torch": version("torch"),
-        "numba": version("numba"),
-        "code": code_digest(Path(thinwire.__file__).parent),
-        "device": device.type,
-    }
+    return {"torch": version("torch"), "numba": version("numba"), "device": device.type}
+
+
+def known_before(spec: JobSpec) -> dict[str, str]:
+    """What a driver knows of it before there is any worker: needs no torch. Raises: OSError."""
+    return {**_of_code(), **spec_fields(spec)}
+
+
+def _of_code() -> dict[str, str]:
+    return {"thinwire": thinwire.__version__, "code": code_digest(Path(thinwire.__file__).parent)}
 
 
 def spec_fields(spec: JobSpec) -> dict[str, str]:

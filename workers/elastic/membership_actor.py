@@ -76,6 +76,7 @@ class MembershipActor:
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
         self._generation, self._vacant = int(saved.get("generation", 0)), bool(saved.get("vacant", True))
         self._port = int(saved.get("port", 0))
+        self._known: dict[str, str] = saved.get("known", plan.known)
         # A driver's workers, and the members of a server before this one: who may still commit is waited for.
         self._server = self._open_server(0.0 if self._vacant else LEASE_END_S)
         self._save()
@@ -103,6 +104,7 @@ class MembershipActor:
                 logger.info("old_port_taken port=%d reason=%s", port, error)
             else:
                 self._port = server.address[1]
+                server.know(self._known)
                 return server
         raise AssertionError("a free port is always tried")
 
@@ -119,6 +121,7 @@ class MembershipActor:
                 "port": self._port,
                 "generation": self._generation,
                 "vacant": self._vacant,
+                "known": self._known,
             }
             _internal_kv_put(self._key, json.dumps(state).encode(), overwrite=True, namespace=_KV)
 
@@ -163,6 +166,12 @@ class MembershipActor:
         """This run of a driver owns the job from now on: only it may `retire` it."""
         self._renew()
         self._owner = owner
+
+    def know(self, known: dict[str, str]) -> None:
+        """What the driver of this attempt knows of the signature of its workers: the job file may be another one."""
+        self._known = known
+        self._server.know(known)
+        self._save()
 
     def begin(self) -> None:
         """Ray knows of no worker: a job that had finished begins again.

@@ -18,9 +18,10 @@ class Plan:
     """An elastic job.
 
     limits: at its start; the membership actor holds the present ones. attempt: which submission of the job; workers of
-    an earlier one that are adopted belong to it from then on. lease_s: a worker that nobody has asked for so
-    long ends, after grace_s in which its train function may save. leave_s: how long the process of a worker may go on
-    that is no member any more. A slot that dies more than max_early_deaths times in a row within early_s of its start
+    an earlier one that are adopted belong to it from then on. known: of the signature of its workers, before there are
+    any (workers/signature.py). lease_s: a worker that nobody has asked for so long ends, after grace_s in which its
+    train function may save. leave_s: how long the process of a worker may go on that is no member any more. A slot that
+    dies more than max_early_deaths times in a row within early_s of its start
     ends the job.
     Of errors of train functions (failures.py): a slot is filled again max_slot_failures times within failures_s. Three
     times is no accident, and each costs the others a regroup. All slots together: max_job_failures times, for a fault
@@ -44,6 +45,7 @@ class Plan:
     tries_of_step: int = 3
     interface: str | None = None
     namespace: str = NAMESPACE
+    known: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.job):

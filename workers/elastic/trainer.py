@@ -154,6 +154,7 @@ class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
             try:
                 membership = ensure_membership(self.plan)
                 ray.get(membership.claim.remote(owner))
+                membership.know.remote(self.plan.known)  # one that an earlier version started does not understand it
                 return super().fit()
             finally:
                 self._retire(owner)

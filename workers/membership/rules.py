@@ -54,6 +54,7 @@ class Rules:
         self._ticked_at = now
         self._highest = self._after = after  # the first: that anybody has told of
         self._signature: dict[str, str] | None = None  # of the job, while it has members
+        self._known: dict[str, str] = {}  # of the job's signature, by the driver
         self._attendance = Attendance(timing)
         self._silence = Silence(self._attendance, now)
         self._stuck = Stuck(self._attendance)
@@ -81,9 +82,13 @@ class Rules:
             if refusal := self._adopt(identity, told, now):
                 return refusal
             known = attendance.workers.get(identity.id)
-        worker = known or Worker(identity, now)
+        worker = known or Worker(identity, now, here_since=now)
+        if (
+            now - worker.heard_at > self._timing.return_s
+        ):  # else it was not away: a connection that ends again and again
+            worker.here_since = now
         attendance.workers[identity.id] = worker
-        worker.connected, worker.awaited, worker.reset, worker.here_since = True, False, None, now
+        worker.connected, worker.awaited, worker.reset = True, False, None
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
         self._hear(identity.id, None, 0.0, now)
@@ -113,7 +118,11 @@ class Rules:
             attendance.send(id, present.seating(worker.rank))
             return
         worker.signature = signature
-        if attendance.members() and (why := signatures.difference(signature, self._signature)):
+        if attendance.members():
+            why = signatures.difference(signature, self._signature)
+        else:
+            why = signatures.against(signature, self._known)
+        if why:
             attendance.refuse(worker, why, now)
             self._settle(now)
             return
@@ -227,7 +236,9 @@ class Rules:
     def reset(self, id: str, why: str, now: float) -> None:
         """The connection of a worker was reset: its process has ended, or its system had given the connection up.
 
-        One that lives comes back; at once, if it was heard of just now, and so can reach this server. Else it is gone.
+        One that lives comes back; at once, if it was heard of just now, and so can reach this server. Else the others
+        go on without it; but nobody begins in its place before its lease has ended, for a device in between may have
+        reset the connection, and the network be cut since.
         """
         self.cut(id, why, now)
         if worker := self._attendance.workers.get(id):
@@ -249,7 +260,7 @@ class Rules:
             self._forgive(paused_s)
         for worker in attendance.members():
             if worker.reset is not None and now >= worker.reset[0]:
-                self._lose(worker, worker.reset[1], now)
+                self._lose(worker, worker.reset[1], now, commits_until=attendance.lease_end(worker))
         for worker in self._silence.note(now):
             self._refuse_doubles(worker, now)
         self._silence.judge(self.limits.min, now)
@@ -268,6 +279,14 @@ class Rules:
             self.limits = limits
             self._attendance.say("limits", min=limits.min, max=limits.max)
             self._settle(now)
+
+    def know(self, known: dict[str, str], now: float) -> None:
+        """What is known of the job's signature. It says who may begin; members go on with what they have begun."""
+        self._known, attendance = known, self._attendance
+        for worker in [] if attendance.members() else list(attendance.workers.values()):
+            if why := signatures.against(worker.signature, known):
+                attendance.refuse(worker, why, now)
+        self._settle(now)
 
     def dismiss(self, slot: int, reason: str, now: float) -> None:
         """Let who fills this slot leave; nothing if nobody does."""
@@ -288,13 +307,14 @@ class Rules:
         """The highest generation that anybody has told of."""
         return max(self._highest, self._attendance.present.generation)
 
-    def _lose(self, worker: Worker, why: str, now: float) -> None:
-        """Its process is taken to be dead; it may come back within return_s."""
+    def _lose(self, worker: Worker, why: str, now: float, *, commits_until: float | None = None) -> None:
+        """Its process is taken to be dead; it may come back, and commit till then: within return_s, or until that."""
         if worker.rank is None:
             self._attendance.forget(worker, why)
         else:
             worker.connected, worker.reset = False, None
-            self._attendance.lose(worker, why, "lost", now, commits_until=now + self._timing.return_s)
+            until = now + self._timing.return_s if commits_until is None else commits_until
+            self._attendance.lose(worker, why, "lost", now, commits_until=until)
             self._attendance.present.returning[worker.identity.id] = worker
         self._settle(now)
 

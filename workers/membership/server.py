@@ -102,6 +102,12 @@ class MembershipServer:
             self._rules.set_limits(limits, time.monotonic())
             self._do()
 
+    def know(self, known: dict[str, str]) -> None:
+        """What is known of the job's signature: a worker that says otherwise is refused while there are no members."""
+        with self._lock:
+            self._rules.know(known, time.monotonic())
+            self._do()
+
     def dismiss(self, slot: int, reason: str) -> None:
         """Let the worker of this slot leave at the next boundary; at once if it only waits. Nothing if nobody does."""
         with self._lock:

@@ -1,7 +1,7 @@
 """What is the job, and does a worker train the same? A signature says in words what a worker was started to train.
 
-The job's is that of most workers of a first generation, later that of its members. A worker without one is never
-refused.
+The job's is that of its members. Where there are none it is that of most workers that come, of those that do not differ
+from what the driver knows of it: the job file, for one. A worker without a signature is never refused.
 """
 
 from __future__ import annotations
@@ -27,3 +27,8 @@ def difference(own: dict[str, str] | None, jobs: dict[str, str] | None) -> str |
     fields = sorted(name for name in own.keys() | jobs.keys() if own.get(name) != jobs.get(name))
     said = [f"{name} is {own.get(name, 'missing')}, the job's is {jobs.get(name, 'missing')}" for name in fields]
     return f"this worker trains something else: {'; '.join(said)}"[:LONGEST_REASON]
+
+
+def against(own: dict[str, str] | None, known: dict[str, str]) -> str | None:
+    """In words, how a worker's differs from what is known of the job's; None where it does not."""
+    return None if own is None else difference({name: own[name] for name in known if name in own}, known)

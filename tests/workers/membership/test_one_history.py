@@ -204,6 +204,59 @@ def test_a_member_whose_connection_was_ended_and_that_lives_is_taken_back():
     assert {(node.generation, node.state.seat.size, node.state.seat.lost) for node in (a, b)} == {(2, 2, ())}
 
 
+def reset(net, node):
+    """A device in between ends its connection at the server's side."""
+    node.connected = False
+    net.open.discard(node.id)
+    net.rules.reset(node.id, "its connection broke: Connection reset by peer", net.now)
+    net.deliver()
+
+
+def test_a_lone_worker_whose_connection_was_reset_and_that_is_cut_off_then_keeps_what_its_lease_gives():
+    net = Net(1, 1)
+    (a,) = net.formed(1)
+    net.add(4)
+    net.run(1.0)
+    reset(net, a)
+    net.cut(a)
+    at = net.now
+    net.run(LEASE_S - 3.0)
+    assert net.committed(at) == {(1, (0,))}
+    net.cut(a, side=0)
+    net.run(5.0)
+    assert a.state.ended is None
+
+
+def test_others_go_on_at_once_without_one_whose_connection_was_reset_and_that_does_not_come_back():
+    net = Net(1, 2)
+    a, b = net.formed(2)
+    reset(net, b)
+    net.cut(b)
+    net.run(2.5)
+    assert (a.generation, a.state.seat.size) == (2, 1)
+
+
+@pytest.mark.parametrize("forming", [True, False])
+def test_one_whose_connection_ends_again_and_again_and_that_does_not_come_is_left_out(forming):
+    """As where only small packets come through, so that it never reads its seat, or of the end of the generation."""
+    net = Net(1, 2)
+    a, b = net.add(0, 1) if forming else net.formed(2)
+    b.forms, b.hangs = not forming, not forming
+    net.run(3.0)
+    if not forming:
+        a.state.over = "for the test"
+    at = net.now
+    while b.state.ended is None and net.now - at < 90.0:
+        net.run(8.0)
+        b.connected = False
+        net.open.discard(b.id)
+        net.rules.cut(b.id, "its connection broke: timed out", net.now)
+        net.deliver()
+        net.run(1.0)
+    assert "it hangs" in why(b)
+    assert net.now - at <= (75.0 if forming else 30.0)
+
+
 def test_nor_does_it_need_others_who_wait():
     net = Net(1, 1)
     (a,) = net.formed(1)
@@ -403,6 +456,27 @@ def test_one_whose_signature_differs_is_refused_alone_and_told_the_field():
     (late,) = net.add(2, signature={"spec": "2b", "data": "x"})
     net.run(1.0)
     assert why(late) == "this worker trains something else: spec is 2b, the job's is 1a"
+
+
+def test_of_one_right_and_one_wrong_worker_the_one_is_refused_that_the_driver_knows_to_be_wrong():
+    net = Net(1, 2)
+    net.rules.know({"spec": "1a"}, net.now)
+    (wrong,) = net.add(0, signature={"spec": "2b", "data": "x"})
+    (right,) = net.add(1, signature={"spec": "1a", "data": "x"})
+    net.run(4.0)
+    assert isinstance(wrong.state.ended, Refused)
+    assert why(wrong) == "this worker trains something else: spec is 2b, the job's is 1a"
+    assert (right.generation, right.state.seat.size) == (1, 1)
+    net.rules.know({"spec": "3c"}, net.now)  # another driver: members go on with what they have begun
+    (like_members,) = net.add(0, signature={"spec": "1a", "data": "x"})
+    net.run(4.0)
+    assert like_members.state.ended is None
+    net.kill(right, like_members)
+    (waiting,) = net.add(2, signature={"spec": "3c", "data": "x"})
+    net.run(0.5)
+    net.rules.know({"spec": "4d"}, net.now)
+    net.run(1.0)
+    assert isinstance(waiting.state.ended, Refused)
 
 
 def test_of_two_that_differ_from_the_first_the_lowest_slot_is_right_and_members_keep_it_over_a_restart():
