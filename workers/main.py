@@ -182,7 +182,7 @@ class WantedFollower:
 
 
 def _fit_in_place(
-    spec: TrainSpec,
+    spec: JobSpec,
     job: str,
     place: Place,
     use_gpu: bool,
@@ -234,7 +234,7 @@ def _fit_in_place(
 
 
 def _fit_with_restarts(
-    spec: TrainSpec,
+    spec: JobSpec,
     job: str,
     place: Place,
     use_gpu: bool,
