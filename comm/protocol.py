@@ -26,6 +26,7 @@ Call = tuple[str, int, int]
 class Stats:
     """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind.
 
+    waited_s: seconds in which the step had nothing left to do but to wait for its exchange.
     calls: how often each collective of each size; from them comm/wire/ledger.py works out who sent what to whom.
     """
 
@@ -33,6 +34,7 @@ class Stats:
     collectives: int = 0
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
     calls: Counter[Call] = field(default_factory=Counter)
+    waited_s: float = 0.0
 
     def count(self, kind: str, num_bytes: int, src: int = -1, src_bytes: int = 0) -> None:
         """Add one collective that made this rank send `num_bytes` to its peers.

@@ -43,6 +43,7 @@ from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.trace import Trace
@@ -395,6 +396,7 @@ class Course(ABC, Generic[T]):
         if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
         self._log = StepLog(training, meter, self._reporter, self.step)
+        self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._begins()
         if self.step == 0:
             meter.seconds["startup"] = time.time() - self._run.created_at
@@ -411,6 +413,7 @@ class Course(ABC, Generic[T]):
             self._log = StepLog(training, self._meter, self._reporter, 0)
         now = told.progress
         self._log.training, self._log.reported = training, now.reported
+        self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._reporter.went_back(now.reported)
         self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
         if now.last is not None:  # of data whose end a newcomer has not read

@@ -18,6 +18,7 @@ are written, as one out of memory may, they are torn: that is said by whoever wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,7 +166,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 "every bucket, then finish() once"
             )
         with whole_or_left(self._group, self._break_off):
+            began = time.perf_counter()
             self._settle()
+            self.stats.waited_s += time.perf_counter() - began
             if self._error is not None:
                 error = self._error
                 if isinstance(error, CommError):

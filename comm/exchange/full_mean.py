@@ -8,6 +8,7 @@ In place and uncompressed: after a failure x is undefined, and there is nothing 
 from __future__ import annotations
 
 import math
+import time
 from contextlib import suppress
 
 import torch
@@ -23,7 +24,7 @@ class FullMean:
     """Means of vectors of one layout, one at a time. Every rank calls alike."""
 
     def __init__(self, group: Group, buckets: Buckets, like: Tensor) -> None:
-        self._group = group
+        self._group, self._stats = group, group.stats
         self._spans = buckets.spans
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._peaks = list(self._peak_K.unbind())
@@ -84,10 +85,12 @@ class FullMean:
         launched, complete = self._launched, self.is_open and len(self._launched) == len(self._spans)
         torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
         for k, one in enumerate(self._pending):
+            began = time.perf_counter()
             try:
                 one.wait()
             except CommError as lost:
                 self._error = self._error or lost
+            self._stats.waited_s += time.perf_counter() - began
             if self._error is None and complete:  # while the next ones are on the wire
                 launched[k].div_(self._size)
                 torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])

@@ -56,6 +56,12 @@ METRICS: dict[str, Metric] = {
         Metric("thinwire_samples_per_second", MetricKind.GAUGE, "samples/s", "Global training throughput, all workers"),
         Metric("thinwire_step_seconds", MetricKind.GAUGE, "seconds", "Wall time of the last step"),
         Metric(
+            "thinwire_predicted_step_seconds",
+            MetricKind.GAUGE,
+            "seconds",
+            "What the last step should have taken on the network as measured when the run began; of rank 0 alone",
+        ),
+        Metric(
             "thinwire_wire_bytes_total",
             MetricKind.COUNTER,
             "bytes",

@@ -96,6 +96,9 @@ class Sample(_Report):
     validation_loss: float | None = None
     lr: float = 0.0
     step_seconds: float = 0.0
+    predicted_step_seconds: float | None = Field(
+        None, description="by the network as it was measured when the run began; None: not predicted"
+    )
     samples_per_second: float = 0.0
     payload_bytes: int = Field(0, ge=0, description="sent in this step")
     payload_bytes_total: int = Field(0, ge=0, description="sent in all training steps so far")

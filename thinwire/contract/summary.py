@@ -93,6 +93,11 @@ class Summary(_Part):
     """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
     compression_ratio: CompressionRatios
     seconds: Seconds
+    predicted_step_seconds: float | None = Field(
+        None, description="mean over the steps of the last phase that were predicted; None where none was"
+    )
+    measured_step_seconds: float | None = Field(None, description="mean over the same steps")
+    prediction_error: float | None = Field(None, description="predicted over measured, less 1")
     health: dict[str, Told] = Field(default_factory=dict, description="by the names of reports.Health")
     attempts: int = 1
 

@@ -43,6 +43,7 @@ class WorkerMetrics:
         world_size: int,
         loss: float | None,
         step_seconds: float,
+        predicted_step_seconds: float | None = None,
         samples_per_second: float,
         compression_ratio: float | None,
         samples_total: int,
@@ -69,6 +70,8 @@ class WorkerMetrics:
             self._set("thinwire_step", step)
             if compression_ratio is not None:
                 self._set("thinwire_compression_ratio", compression_ratio)
+            if predicted_step_seconds is not None:
+                self._set("thinwire_predicted_step_seconds", predicted_step_seconds)
             if loss is not None:
                 self._set("thinwire_loss", loss)
             if validation_loss is not None:

@@ -17,6 +17,7 @@ from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told
 from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.prediction import held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,9 +93,22 @@ def summarise(
             compressed_phase=_ratio(compressed_fp32, sent_compressed), overall=_ratio(fp32, sent)
         ),
         seconds=Seconds.model_validate({"total": round(seconds["total"], 3), **parts, "other": other}),
+        **_prediction(samples),
         health=_health(samples),
         attempts=attempts,
     )
+
+
+def _prediction(samples: Sequence[Sample]) -> dict[str, float]:
+    """What steps should have taken beside what they took, where that was predicted."""
+    found = held(samples)
+    if found is None:
+        return {}
+    return {
+        "predicted_step_seconds": round(found.predicted_s, 6),
+        "measured_step_seconds": round(found.measured_s, 6),
+        "prediction_error": round(found.error, 4),
+    }
 
 
 def _health(samples: Sequence[Sample]) -> dict[str, Told]:

@@ -43,7 +43,12 @@ class RunSuperseded(Exception):
 
 
 class Reporter(Protocol):
-    """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run."""
+    """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run.
+
+    ranks_here: ranks that share this worker's box, itself included, as far as is known.
+    """
+
+    ranks_here: int
 
     def seated(self, group: Group, device: torch.device) -> None:
         """This worker trains with these ranks from here on. Collective. Raises: PeerLost."""
@@ -86,6 +91,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
+        self.ranks_here = 1
 
     def seated(self, group: Group, device: torch.device) -> None:
         """Nothing."""
@@ -158,6 +164,7 @@ class ServiceReporter:
         `remote`: where the run folder is this process's own. Whoever is rank 0 then fetches what others have told, and
         tells again what this process still knows; what the next one needs is left with the service.
         """
+        self.ranks_here = 1
         self._wire: WireMeter | None = None
         self._last_step: int | None = None
         self._metrics = WorkerMetrics(job_id, rank)
@@ -178,7 +185,9 @@ class ServiceReporter:
 
         Collective, whoever is asked: which nodes measure is each node's own affair. Raises: PeerLost.
         """
-        self._wire = wire_meter(group.stats, exchange_boxes(group, device=device), group.rank)
+        boxes = exchange_boxes(group, device=device)
+        self.ranks_here = len(boxes.ranks_in(boxes.of_rank[group.rank].id))
+        self._wire = wire_meter(group.stats, boxes, group.rank)
         if group.rank == 0 and self._history is None:
             self._begin_to_tell()
 
@@ -246,6 +255,7 @@ class ServiceReporter:
             world_size=last.world_size,
             loss=last.loss,
             step_seconds=last.step_seconds,
+            predicted_step_seconds=last.predicted_step_seconds,
             samples_per_second=last.samples_per_second,
             compression_ratio=self._compression_ratio,
             samples_total=num_samples,

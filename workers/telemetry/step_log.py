@@ -18,6 +18,7 @@ from thinwire.contract.reports import Health, Sample
 from thinwire.workers.data.batches import share
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class StepLog:
         self._steps: dict[int, _Part] = {}
         self._sent_bytes = meter.sent_bytes["optimizer"]
         self._num_windows = 0
+        self.prediction: Prediction | None = None
 
     def before_training(self, validation_loss: float | None) -> None:
         """Report the state at step 0."""
@@ -102,6 +104,9 @@ class StepLog:
             world_size=group.size,
             time=time.time(),
         )
+        if self.prediction is not None:
+            predicted_s = self.prediction.of_step(sample, training.optimizer)
+            sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
         self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {})
 
     def flush(self, step: int, validation_loss: float | None, health: Health | None) -> None:
