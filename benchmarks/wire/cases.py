@@ -32,11 +32,13 @@ class Load:
 
 GPT_10M = GptRecipe(layers=6, width=384, heads=6, context=16)
 GPT_25M = GptRecipe(layers=8, width=512, heads=8, context=16)
+GPT_3M = GptRecipe(layers=4, width=256, heads=4, context=64)
 LOADS = {
     load.name: load
     for load in (
         Load("gpt-10m", "GPT, 10.9 M parameters", GPT_10M, sequences=2, computes=True),
         Load("gpt-25m", "GPT, 25.5 M parameters", GPT_25M, sequences=2, computes=True),
+        Load("gpt-3m", "GPT, 3.3 M parameters, longer windows", GPT_3M, sequences=4, computes=True),
         Load("exchange-25m", "exchange only, 25.5 M parameters", GPT_25M, sequences=0, computes=False),
         Load("tiny", "GPT, too small to time", GptRecipe(layers=1, width=16, heads=2, context=8), 2, computes=True),
         Load(

@@ -38,6 +38,9 @@ def run(capsys, *arguments):
         (["--rate", "1gbit", "--workers", "3", "--per-machine", "2"], "3 workers do not fill machines of 2"),
         (["--rate", "1gbit", "--workers", "8"], "8 for global_batch = 7: each needs a sample"),
         (["--workers", "0"], "--workers"),
+        (["--doctor", "/no/such", "--rate", "1gbit"], "give one of both"),
+        (["--doctor", "/no/such"], "No such file"),
+        (["--doctor", "/dev/null"], "is not what `thinwire doctor --json` prints"),
     ],
 )
 def test_what_cannot_be_is_told_and_nothing_is_started(job, capsys, monkeypatch, arguments, words):
@@ -97,6 +100,31 @@ def test_the_table_the_assumptions_and_the_verdict_are_printed(job, capsys, monk
     for title in ("dense fp32", "dense bf16", "1-bit Adam", "1-bit LAMB", "0/1 Adam"):
         assert any(line.startswith(title) for line in lines)
     assert any("may last to step 250" in line for line in lines)
+
+
+def examined(path, **visit):
+    """What the doctor prints of three boxes, of which one link is slower than the others."""
+    calls = [{"source": 0, "target": 1, "visit": {"connect": "ok", "there_mbit": 900.0, "round_trip_ms": 0.2}},
+             {"source": 0, "target": 2, "visit": {"connect": "ok", **visit}}]  # fmt: skip
+    path.write_text(json.dumps({"exit_code": 0, "findings": [], "boxes": [], "calls": calls}))
+    return path
+
+
+def test_the_slowest_link_that_the_doctor_found_is_taken(job, capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(plan_cli, "work", lambda name: lambda request, say: asked.append(request))
+    told = examined(tmp_path / "doctor.json", both_back_mbit=80.0, back_mbit=95.0, round_trip_ms=3.0)
+    assert run(capsys, job, "--doctor", told)[0] == 0
+    assert asked[0].link.bytes_per_s == 10e6
+    assert asked[0].link.latency_s == pytest.approx(1.5e-3)
+
+
+def test_an_examination_without_speeds_is_refused(job, capsys, tmp_path):
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({"boxes": []}))
+    code, _, told = run(capsys, job, "--doctor", path)
+    assert code == 2
+    assert "has no link that was measured" in told
 
 
 def test_ranks_that_have_nothing_to_say_print_nothing(job, capsys, monkeypatch):

@@ -16,10 +16,6 @@ from thinwire.cli.quantities import bytes_text
 from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest
 from thinwire.contract.spec import MOST_WORKERS, TrainSpec
 
-GOODPUT = 0.957
-"""The most payload that frames of 1500 bytes leave of a link's rate."""
-DEFAULT_LATENCY = "0.1ms"
-
 
 def plan(
     file: Annotated[Path, typer.Argument(help="A job file, as for `thinwire submit`.", show_default=False)],
@@ -29,7 +25,11 @@ def plan(
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(help=f"From machine to machine, one way, with --rate: 0.1ms, 50us. [default: {DEFAULT_LATENCY}]"),
+        typer.Option(help="From machine to machine, one way, with --rate: 0.1ms, 50us. [default: 0.1ms]"),
+    ] = None,
+    doctor: Annotated[
+        Path | None,
+        typer.Option(help="What `thinwire doctor --peers ... --json` has printed: the slowest link in it."),
     ] = None,
     workers: Annotated[
         int | None,
@@ -49,8 +49,9 @@ def plan(
     From that, the link and the job file follow the seconds and bytes of the run, with its warm-up, by dense training in
     fp32 and in bf16 and by 1-bit Adam, 1-bit LAMB and 0/1 Adam. The last line says what to do, and why.
 
-    **The link.** Give it with `--rate` and `--latency`; then one machine is enough. Or start the command on all
-    machines as torchrun starts a script, and it is measured between them, in about a second.
+    **The link.** Give it with `--rate` and `--latency`, or by what `thinwire doctor` has measured (`--doctor`); then
+    one machine is enough. Or start the command on all machines as torchrun starts a script, and it is measured between
+    them, in about a second.
 
     **What to look at.** "step" is a step after the warm-up, "warm-up" one in it, which sends the gradient in full. A
     gain of 1.8 says that the run takes 1/1.8 of the time of dense training. Below 1.05 the advice is not to compress.
@@ -60,8 +61,9 @@ def plan(
     Examples: `thinwire plan job.yaml --rate 1gbit --workers 4`,
     `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire plan job.yaml` on each of two machines
     """
-    given = _link(rate, latency)
-    request = PlanRequest(_job(file), given, workers, per_machine, steps)
+    from thinwire.cli.plan_link import link_of
+
+    request = PlanRequest(_job(file), link_of(rate, latency, doctor), workers, per_machine, steps)
     _refuse_what_cannot_be(request)
     planning: Planning = work("plan")
     try:
@@ -135,22 +137,6 @@ def _job(file: Path) -> TrainSpec:
             "gpt, bert and resnet. A running job of any kind tells its own prediction: thinwire_predicted_step_seconds"
         )
     return spec
-
-
-def _link(rate: str | None, latency: str | None) -> Link | None:
-    from thinwire.lab.cli import rate_mbit, time_ms
-
-    if rate is None:
-        if latency is not None:
-            raise typer.BadParameter("is of a link that is given: it needs --rate", param_hint="--latency")
-        return None
-    try:
-        megabits, milliseconds = rate_mbit(rate), time_ms(latency or DEFAULT_LATENCY)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--rate, --latency") from error
-    if megabits <= 0:
-        raise typer.BadParameter(f"{rate}: must be more than 0", param_hint="--rate")
-    return Link(1e-3 * milliseconds, GOODPUT * megabits * 1e6 / 8, f"given: {rate}, {latency or DEFAULT_LATENCY}")
 
 
 def _refuse_what_cannot_be(request: PlanRequest) -> None:

@@ -38,9 +38,9 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
     link = HERE if workers == 1 else request.link
     if link is None:
         raise PlanFailed(
-            "there is no link to measure from this machine alone: give --rate (and --latency), or start the command on "
-            "each machine as torchrun starts a script: torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python "
-            "thinwire plan FILE"
+            "there is no link to measure from this machine alone: give --rate (and --latency) or --doctor, or start "
+            "the command on each machine as torchrun starts a script: torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 "
+            "--no-python thinwire plan FILE"
         )
     orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
     found = spawn(orders, say)
