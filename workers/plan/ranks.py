@@ -29,7 +29,7 @@ from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import transport
 from thinwire.workers.plan.forecast import Busy, Rehearsed
-from thinwire.workers.plan.rehearsal import RecipeModel, Setting, rehearse
+from thinwire.workers.plan.rehearsal import RecipeModel, Setting, Tell, rehearse
 
 MARK = "@plan "
 PARTS = 5
@@ -72,6 +72,7 @@ def spawn(orders: Orders, say: Say) -> Rehearsed:
                 child = subprocess.Popen(
                     argv,
                     env={**environment, "RANK": str(rank)},
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE if rank == 0 else errors[rank],
                     stderr=errors[rank],
                     text=True,
@@ -143,18 +144,20 @@ def slowest(all_n: Sequence[Rehearsed]) -> Rehearsed:
     return replace(first, busy=busy, **times)
 
 
-def run_rank(orders: Orders, group: TorchGroup, rehearsing: int, sharing: int) -> Rehearsed | None:
+def run_rank(orders: Orders, group: TorchGroup, rehearsing: int, sharing: int, tell: Tell) -> Rehearsed | None:
     """This rank's part: the first `rehearsing` ranks rehearse. sharing: workers that share the cores of this machine.
 
+    tell: called on rank 0 with what is timed now.
     Collective. Returns what all have found on rank 0, None on the others. Raises: PlanFailed.
     """
     fellows = dist.new_group(list(range(rehearsing)))  # who only times the transport is in no barrier
     told: list[Rehearsed | None] = [None] * group.size
-    dist.all_gather_object(told, _own(orders, group.rank, sharing, fellows) if group.rank < rehearsing else None)
+    own = _own(orders, group.rank, sharing, fellows, tell) if group.rank < rehearsing else None
+    dist.all_gather_object(told, own)
     return slowest([one for one in told if one is not None]) if group.rank == 0 else None
 
 
-def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup) -> Rehearsed:
+def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, tell: Tell) -> Rehearsed:
     device, cores = orders.device, len(os.sched_getaffinity(0)) / sharing
     if device.type == "cuda":
         if torch.cuda.device_count() < orders.per_machine:
@@ -169,11 +172,11 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup) ->
     def together() -> None:
         dist.barrier(group=fellows)
 
-    def tell(doing: str) -> None:
-        if rank == 0:
-            say_line(doing=doing)
+    return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell if rank == 0 else _quiet)
 
-    return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
+
+def _quiet(doing: str) -> None:
+    """Rank 0 tells for all."""
 
 
 def say_line(**message: Any) -> None:
@@ -182,6 +185,7 @@ def say_line(**message: Any) -> None:
 
 
 def _main(folder: str, told: str) -> None:
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)  # as a worker on a CPU: Ray gives it one
     orders = Orders(**json.loads(told))
     dist.init_process_group(
@@ -197,10 +201,17 @@ def _main(folder: str, told: str) -> None:
     all_n: list[Transport] = [own] * group.size
     dist.all_gather_object(all_n, own)
     dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
-    found = run_rank(orders, group, rehearsing=orders.per_machine, sharing=orders.per_machine)
+    found = run_rank(orders, group, orders.per_machine, orders.per_machine, lambda doing: say_line(doing=doing))
     if found is not None:
         say_line(found=asdict(replace(found, transport=dearest)))
     dist.destroy_process_group()
+
+
+def _end_with_the_parent() -> None:
+    """Its end of the pipe closes with it, however it ends."""
+    while os.read(0, 1):  # not sys.stdin: a thread that waits there holds a lock that the interpreter's end needs
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

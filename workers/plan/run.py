@@ -15,7 +15,7 @@ from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import chosen_bucket, forecast, network_of
-from thinwire.workers.plan.ranks import Orders, run_rank, spawn
+from thinwire.workers.plan.ranks import PARTS, Orders, run_rank, spawn
 from thinwire.workers.recipes import REGISTRY as RECIPES
 
 HERE = Link(0.0, float("inf"), "one worker: no link")
@@ -78,7 +78,9 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
         orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
         here = sum(machine == _machine() for machine in _machines(group))
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
-        found = run_rank(orders, group, rehearsing=group.size, sharing=max(here, request.per_machine))
+        told = iter(range(1, PARTS))
+        sharing = max(here, request.per_machine)
+        found = run_rank(orders, group, group.size, sharing, lambda doing: say(doing, next(told) / PARTS))
         if found is None:
             return None
         say("done", 1.0)

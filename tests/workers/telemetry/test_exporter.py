@@ -41,6 +41,7 @@ def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **c
         "world_size": 4,
         "loss": 2.5,
         "step_seconds": 0.25,
+        "predicted_step_seconds": 0.24,
         "samples_per_second": 128.0,
         "compression_ratio": 31.7,
         "samples_total": 8 * step,

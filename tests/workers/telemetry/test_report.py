@@ -75,6 +75,7 @@ def test_summary_has_the_promised_fields_and_no_other() -> None:
     assert set(summary) == {
         *("state", "steps", "frozen_at", "world_size", "parameters", "replicas_bit_equal", "loss"),
         *("payload_bytes", "rounds", "compression_ratio", "seconds", "health", "attempts"),
+        *("predicted_step_seconds", "measured_step_seconds", "prediction_error"),
     }
     assert set(summary["loss"]) == {"train_first", "train_last", "validation_first", "validation_last"}
     assert set(summary["payload_bytes"]) == {
@@ -253,6 +254,9 @@ TEXT = """{
     "checkpoint": 0.0,
     "other": 15.0
   },
+  "predicted_step_seconds": null,
+  "measured_step_seconds": null,
+  "prediction_error": null,
   "health": {
     "error_to_momentum": {
       "first": 1.5,
