@@ -134,7 +134,7 @@ def _job(file: Path) -> TrainSpec:
     if not isinstance(spec, TrainSpec):
         raise JobFileError(
             f"{file} is a job of a script, whose model only the script can make; `thinwire plan` rehearses the recipes "
-            "gpt, bert and resnet. A running job of any kind tells its own prediction: thinwire_predicted_step_seconds"
+            "gpt, bert and resnet. A running job tells its own prediction: thinwire_predicted_step_seconds"
         )
     return spec
 
