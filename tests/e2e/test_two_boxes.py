@@ -123,7 +123,7 @@ def service(lab: Lab, store: Path, boxes: tuple[Host, Host]) -> Host:
         "THINWIRE_SHARED_FOLDERS": json.dumps([str(store)]),
     }
     env = " ".join(shlex.quote(f"{name}={value}") for name, value in settings.items())
-    host.run(f"env {env} {THINWIRE} serve --host {host.address} --port 8400 > /tmp/serve.log 2>&1 &")
+    host.run(f"setsid env {env} {THINWIRE} serve --host {host.address} --port 8400 > /tmp/serve.log 2>&1 & sleep 1")
     ready = f"{sys.executable} -c \"import httpx; httpx.get('http://{host.address}:8400/readyz').raise_for_status()\""
     host.until(lambda: "Error" not in host.run(ready, check=False), "the service is ready", 120.0)
     return host
