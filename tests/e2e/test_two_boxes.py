@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
-import sys
+import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import missing
+from tests.e2e.lab_boxes import BOX, THINWIRE, Host, asked, begin, end, join, serve
 from thinwire.lab import Lab, LabError, LabSpec
 from thinwire.lab.network import INTERFACE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-THINWIRE = str(Path(sys.executable).parent / "thinwire")
 JOB = {
     "name": "both",
     "steps": 40,
@@ -35,41 +33,29 @@ JOB = {
     "workers": {"min": 2, "max": 2, "device": "cpu"},
     "evaluation": {"every_steps": 20, "windows": 8},
 }
+OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
+SCRIPT = """
+import sys, time
+import torch
+from model import model
+from thinwire.optim import OneBitAdam
+from thinwire.train import session
 
+steps = int(sys.argv[1])
+with session() as run:
+    net = model()
+    optimizer = OneBitAdam(net.parameters(), lr=1e-2, warmup=10, total_steps=steps, group=run.group)
+    run.register(model=net, optimizer=optimizer)
+    for x in run.batches(torch.randn(64, 4), global_batch=4, steps=steps):
+        time.sleep(0.1)
+        run.step((net(x) ** 2).mean())
+"""
+MODEL = """
+import torch
 
-class Host:
-    """One machine of the lab, with /tmp and a home of its own."""
-
-    def __init__(self, lab: Lab, number: int) -> None:
-        self.lab, self.number, self.address = lab, number, lab.addresses[number]
-        self.env = {
-            "PATH": os.environ["PATH"],
-            "HOME": "/tmp/home",
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-            "LANG": "C.UTF-8",
-        }
-        self.run("mount -t tmpfs tmpfs /tmp && mkdir -m 700 /tmp/home")
-
-    def run(self, command: str, given: str = "", within_s: float = 300.0, check: bool = True) -> str:
-        """What a shell command writes to both its outputs."""
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
-            source.write(given.encode())
-            source.seek(0)
-            argv = ["sh", "-c", command]
-            started = self.lab.start(self.number, argv, self.env, source.fileno(), output.fileno(), output.fileno())
-            status = started.wait(within_s)
-            output.seek(0)
-            said = output.read().decode(errors="replace")
-        assert status == 0 or not check, f"{command}: {said}"
-        return said
-
-    def until(self, claim: Callable[[], Any], what: str, within_s: float) -> Any:
-        """The first truth of `claim`."""
-        deadline = time.monotonic() + within_s
-        while not (found := claim()):
-            assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-            time.sleep(1.0)
-        return found
+def model():
+    return torch.nn.Linear(4, 2)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -96,36 +82,17 @@ def store() -> Iterator[Path]:
 def boxes(lab: Lab) -> Iterator[tuple[Host, Host]]:
     """A head, and a box that has joined it. Each has room for one worker."""
     head, other = Host(lab, 0), Host(lab, 1)
-    said = head.run(f"{THINWIRE} up --head --interface {INTERFACE} --num-cpus 1", within_s=400.0)
-    assert f"thinwire up --join {head.address}:6379" in said
-    token = head.run("cat /tmp/home/.local/share/thinwire/box/auth_token")
-    other.run("umask 077; cat > /tmp/token", token)
-    join = f"{THINWIRE} up --join {head.address}:6379 --token-file /tmp/token --num-cpus 1"
-    # Ray ends itself at its start on a machine that is too busy; on the head it is then started again by itself.
-    other.until(lambda: "has joined" in other.run(join, within_s=400.0, check=False), "the other box joins", 800.0)
+    join(other, head, begin(head))
     yield head, other
     for box in (other, head):
-        assert "nothing of Ray is left" in box.run(f"{THINWIRE} down", within_s=200.0)
-        assert "raylet" not in box.run("cat /proc/[0-9]*/comm", check=False)
+        end(box)
 
 
 @pytest.fixture(scope="module")
 def service(lab: Lab, store: Path, boxes: tuple[Host, Host]) -> Host:
     """A third machine, which runs no Ray."""
     host = Host(lab, 2)
-    head = boxes[0]
-    host.run("umask 077; cat > /tmp/token", head.run("cat /tmp/home/.local/share/thinwire/box/auth_token"))
-    settings = {
-        "THINWIRE_LAUNCHER": "ray",
-        "THINWIRE_RAY_ADDRESS": f"http://{head.address}:8265",
-        "THINWIRE_RAY_TOKEN_FILE": "/tmp/token",
-        "THINWIRE_PUBLIC_URL": f"http://{host.address}:8400",
-        "THINWIRE_SHARED_FOLDERS": json.dumps([str(store)]),
-    }
-    env = " ".join(shlex.quote(f"{name}={value}") for name, value in settings.items())
-    host.run(f"setsid env {env} {THINWIRE} serve --host {host.address} --port 8400 > /tmp/serve.log 2>&1 & sleep 1")
-    ready = f"{sys.executable} -c \"import httpx; httpx.get('http://{host.address}:8400/readyz').raise_for_status()\""
-    host.until(lambda: "Error" not in host.run(ready, check=False), "the service is ready", 120.0)
+    serve(host, boxes[0], boxes[0].run(f"cat {BOX}/auth_token"), store)
     return host
 
 
@@ -133,12 +100,22 @@ def submitted(service: Host, store: Path, **changes: Any) -> dict[str, Any]:
     """A job at its end."""
     job = {**JOB, "checkpoint": {"every_steps": 20, "store": str(store)}, **changes}
     job_id = service.run(f"cat > /tmp/job.json; {THINWIRE} submit /tmp/job.json", json.dumps(job)).split()[0]
+    return until(service, job_id, lambda job: job["state"] in OVER, "is over")
 
-    def over() -> dict[str, Any] | None:
-        shown = json.loads(service.run(f"{THINWIRE} show {job_id} --json"))
-        return shown if shown["state"] in ("SUCCEEDED", "FAILED") else None
 
-    found: dict[str, Any] = service.until(over, f"{job_id} is over", 900.0)
+def until(service: Host, job_id: str, true: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
+    """The job when something is true of it; fails where it ends before."""
+
+    def now() -> dict[str, Any] | None:
+        job: dict[str, Any] = asked(service, f"jobs/{job_id}")
+        if true(job):
+            return job
+        assert job["state"] not in OVER, (
+            f"{job['state']}: {job['reason']}\n{service.run(f'{THINWIRE} logs {job_id}')[-3000:]}"
+        )
+        return None
+
+    found: dict[str, Any] = service.until(now, f"{job_id} {what}", 900.0)
     return found
 
 
@@ -190,3 +167,48 @@ def test_boxes_of_different_versions_are_named_before_a_job_starts(
     assert job["state"] == "FAILED"
     assert "NodesDiffer" in job["reason"]
     assert f"9.9.9 on {box.run('hostname').strip()} ({box.address})" in job["reason"]
+
+
+def script(service: Host, store: Path, steps: int) -> str:
+    """A script of two files, submitted as a package for one or two workers. The job's ID."""
+    service.write("/tmp/mine/train.py", SCRIPT)
+    service.write("/tmp/mine/model.py", MODEL)
+    options = f"--min 1 --max 2 --checkpoint-store {store}"
+    said = service.run(f"{THINWIRE} submit /tmp/mine/train.py {options} -- {steps}")
+    return next(word for word in said.split() if word.startswith("train-"))
+
+
+def test_a_script_outlives_its_worker_and_follows_a_resize(
+    service: Host, boxes: tuple[Host, Host], store: Path
+) -> None:
+    job_id = script(service, store, 900)
+
+    def train(workers: int, from_step: int) -> int:
+        job = until(
+            service,
+            job_id,
+            lambda job: (job["world_size"], (job["progress"] or {"step": 0})["step"] > from_step) == (workers, True),
+            f"trains with {workers} after step {from_step}",
+        )
+        return int(job["progress"]["step"])
+
+    step = train(2, 10)
+    assert boxes[1].processes("ray::ElasticWorker", signal.SIGKILL)
+    until(service, job_id, lambda job: job["world_size"] == 1, "goes on without the killed one")
+    step = train(2, step)
+    service.run(f"{THINWIRE} resize {job_id} --max 1 --wait", within_s=200.0)
+    step = train(1, step)
+    service.run(f"{THINWIRE} resize {job_id} --max 2 --wait", within_s=200.0)
+    train(2, step)
+    job = until(service, job_id, lambda job: job["state"] in OVER, "is over")
+    assert (job["state"], job["attempt"]) == ("SUCCEEDED", 1), job["reason"]
+    assert job["summary"]["replicas_bit_equal"]
+
+
+def test_a_cancelled_job_leaves_no_worker_on_any_box(service: Host, boxes: tuple[Host, Host], store: Path) -> None:
+    job_id = script(service, store, 100_000)
+    until(service, job_id, lambda job: job["world_size"] == 2 and job["progress"], "trains")
+    service.run(f"{THINWIRE} cancel {job_id}")
+    until(service, job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
+    for box in boxes:
+        box.until(lambda box=box: not box.processes("ray::ElasticWorker"), "no worker is left", 120.0)
