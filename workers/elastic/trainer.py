@@ -101,6 +101,8 @@ TAKE_OVER_S = 30.0
 """A dead driver's controller frees its name within this."""
 RETIRE_S = 60.0
 ABORT_S = 10.0
+RENEW_S = 2.0
+"""Between two words of a driver whose controller starts."""
 
 
 class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
@@ -181,8 +183,16 @@ class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
             namespace=self.plan.namespace,
         )(ElasticController)
         controller = self._take_over(lambda: factory.remote(**controller_init_kwargs))
+        self._see_started(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
+
+    def _see_started(self, controller: Any) -> None:
+        """Want the job until its controller can say so: on a busy machine an actor's start may outlast the lease."""
+        started = controller.__ray_ready__.remote()
+        while not ray.wait([started], timeout=RENEW_S)[0]:
+            if (membership := leftovers.actor(self.plan, self.plan.membership)) is not None:
+                membership.renew_lease.remote()
 
     def _take_over(self, create: Callable[[], Any]) -> Any:
         until = time.monotonic() + TAKE_OVER_S
