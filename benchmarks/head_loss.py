@@ -156,6 +156,7 @@ class Cluster:
         since = time.time()
 
         def both() -> bool:
+            self.job()
             of_both = [[one.step for one in self.begun(host, since)] for host in (self.head, self.other)]
             return min(map(len, of_both)) >= TRAIN_FIRST
 

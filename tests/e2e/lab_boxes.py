@@ -21,7 +21,7 @@ from thinwire.lab.network import INTERFACE
 
 THINWIRE = str(Path(sys.executable).parent / "thinwire")
 BOX = "/tmp/home/.local/share/thinwire/box"
-STRIKE = """
+STRIKE = r"""
 import os, signal, sys
 from pathlib import Path
 
@@ -29,14 +29,14 @@ here, name, killed = os.readlink("/proc/self/ns/net"), sys.argv[1].encode(), []
 for entry in Path("/proc").iterdir():
     try:
         if entry.name.isdigit() and os.readlink(entry / "ns/net") == here:
-            if (entry / "cmdline").read_bytes().startswith(name):
+            if (entry / "cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2].startswith(name):
                 os.kill(int(entry.name), int(sys.argv[2]))
                 killed.append(entry.name)
     except OSError:
         continue
 print(" ".join(killed))
 """
-"""The processes of a host whose command begins so, and a signal for each; 0 finds them."""
+"""The processes of a host whose program is called so, or begins so, and a signal for each; 0 finds them."""
 
 
 class Host:
@@ -74,7 +74,7 @@ class Host:
         return found
 
     def processes(self, name: str, signal: int = 0) -> list[int]:
-        """The PIDs of this host whose command begins with `name`, each after a signal."""
+        """The PIDs of this host whose program's name begins with `name`, each after a signal."""
         said = self.run(f"{sys.executable} -c {shlex.quote(STRIKE)} {shlex.quote(name)} {signal}")
         return [int(pid) for pid in said.split()]
 
@@ -100,7 +100,7 @@ def join(box: Host, head: Host, token: str) -> None:
 def end(box: Host) -> None:
     """`thinwire down`, which leaves nothing."""
     assert "nothing of Ray is left" in box.run(f"{THINWIRE} down", within_s=200.0)
-    assert box.processes("ray::") == []
+    assert [pid for name in ("ray::", "raylet", "gcs_server") for pid in box.processes(name)] == []
 
 
 def serve(host: Host, head: Host, token: str, store: Path) -> None:
