@@ -21,7 +21,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, ServiceError
 from thinwire.workers.telemetry.exporter import WorkerMetrics
-from thinwire.workers.telemetry.history import History, keep_event
+from thinwire.workers.telemetry.history import History, keep_event, read
 from thinwire.workers.telemetry.remote import RemoteRun
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 
@@ -163,6 +163,8 @@ class ServiceReporter:
         `adopt_s`: how long a later attempt may take to adopt this worker.
         `remote`: where the run folder is this process's own. Whoever is rank 0 then fetches what others have told, and
         tells again what this process still knows; what the next one needs is left with the service.
+
+        Where the folder is shared, whoever becomes rank 0 tells what the one before had not told when it was lost.
         """
         self.ranks_here = 1
         self._wire: WireMeter | None = None
@@ -192,9 +194,13 @@ class ServiceReporter:
             self._begin_to_tell()
 
     def _begin_to_tell(self) -> None:
-        self._history = History(RunFolder(self._run_dir).history)
+        path = RunFolder(self._run_dir).history
+        self._history = History(path)
         self._poster = Poster(self._client, leave=None if self._remote is None else self._leave_files)
+        told = {sample.step for sample in read(path)} if self._remote is None else set()
         for sample in self._recent:  # the rank 0 before may not have told it any more
+            if sample.step in told:
+                continue
             self._history.append(sample)
             self._poster.add_sample(sample)
 
@@ -243,8 +249,7 @@ class ServiceReporter:
                 self._history.append(sample)
             if self._poster is not None:
                 self._poster.add_sample(sample)
-            if self._remote is not None:
-                self._recent.append(sample)
+            self._recent.append(sample)
             self._rounds_skipped += sample.skipped_round
             self._compression_ratio = sample.compression_ratio or self._compression_ratio
         last = samples[-1]

@@ -16,12 +16,14 @@ from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.comm.groups.threads import ThreadGroup
 from thinwire.contract.run_folder import RunFolder
+from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers import loop
 from thinwire.workers.membership import Dismissed, Fenced, Identity
 from thinwire.workers.ranks import Stop
 from thinwire.workers.telemetry import history
 
-WAIT_S = 60.0
+WAIT_S = 200.0
+"""For whoever does not come; long, for on a busy machine all these threads take turns."""
 
 
 @dataclass
@@ -71,6 +73,7 @@ class ThreadsJob:
 
     def run(self, monkeypatch, tolerate=()):
         """tolerate: errors that workers may end with while the others go on."""
+        compile_all(torch.float32)  # by all threads at once it would take long, and some would wait for the others
         plain = loop.train_step
 
         def recorded(training, step, meter):
@@ -86,7 +89,7 @@ class ThreadsJob:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5 * WAIT_S)
+            thread.join(WAIT_S)
         assert all(isinstance(error, tolerate) for error in self.errors), self.errors
         assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
         return self
@@ -219,7 +222,12 @@ class Telling(Recording):
     def seated(self, group, device):
         self._rank = group.rank
         if group.rank == 0 and self._history is None:
-            self._history = history.History(RunFolder(self._run_dir).history)
+            path = RunFolder(self._run_dir).history
+            self._history = history.History(path)
+            told = {sample.step for sample in history.read(path)}
+            for sample in self.samples:  # as ServiceReporter: the rank 0 before may have been lost before it told them
+                if sample.step not in told:
+                    self._history.append(sample)
 
     def went_back(self, step):
         super().went_back(step)

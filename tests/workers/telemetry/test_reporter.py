@@ -5,7 +5,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.telemetry.stub_service import Service
-from thinwire.comm import SoloGroup
+from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import history
@@ -49,3 +49,20 @@ def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
     reporter.steps([sample(step, 0, world_size=1) for step in range(3)], 8, {"optimizer": 0})
     assert exported(reporter)["thinwire_rounds_skipped_total"] == 0
     reporter.close()
+
+
+def test_whoever_becomes_rank_0_tells_what_the_one_before_was_lost_with(service: Service) -> None:
+    """Losses are averaged on all ranks at once, and then the first of them tells: it may be lost in between."""
+    reporters = [ServiceReporter(service.run_dir, "j-1", rank, attempt=2, address="127.0.0.1") for rank in range(2)]
+    run_threads(2, lambda group: reporters[group.rank].seated(group, torch.device("cpu")))
+    samples = [sample(step, 500) for step in range(9)]
+    for reporter in reporters:
+        reporter.steps(samples[:5], 0, {"optimizer": 0})
+    reporters[1].steps(samples[5:8], 0, {"optimizer": 0})
+    reporters[0].close()
+    reporters[1].seated(SoloGroup(), torch.device("cpu"))
+    reporters[1].went_back(7)
+    reporters[1].steps(samples[8:], 0, {"optimizer": 0})
+    reporters[1].close()
+    assert history.read(RunFolder(service.run_dir).history) == samples
+    assert [one for batch in service.accepted() for one in batch.samples] == samples
