@@ -89,7 +89,7 @@ class ThreadsJob:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_S)
+            thread.join(1.4 * WAIT_S)
         assert all(isinstance(error, tolerate) for error in self.errors), self.errors
         assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
         return self
