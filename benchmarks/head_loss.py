@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
-from tests.e2e.lab_boxes import BOX, THINWIRE, Host, asked, begin, end, join, serve
+from tests.e2e.lab_boxes import THINWIRE, Host, asked, begin, end, join, serve
 from thinwire.lab import Lab, LabSpec
 
 RESULTS = ROOT / "benchmarks" / "results" / "head-loss"
@@ -209,7 +209,7 @@ class Cluster:
         }
 
     def _state(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.head.run(f"cat {BOX}/state.json"))
+        found: dict[str, Any] = json.loads(self.head.run(f"cat {self.head.box}/state.json"))
         return found
 
 

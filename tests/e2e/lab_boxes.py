@@ -20,7 +20,6 @@ from thinwire.lab import Lab
 from thinwire.lab.network import INTERFACE
 
 THINWIRE = str(Path(sys.executable).parent / "thinwire")
-BOX = "/tmp/home/.local/share/thinwire/box"
 STRIKE = r"""
 import os, signal, sys
 from pathlib import Path
@@ -44,13 +43,16 @@ class Host:
 
     def __init__(self, lab: Lab, number: int) -> None:
         self.lab, self.number, self.address = lab, number, lab.addresses[number]
+        # A lab's hosts share the process numbers, and a box knows its own processes by the path of its folder.
+        self.home = f"/tmp/home-{number}"
+        self.box = f"{self.home}/.local/share/thinwire/box"
         self.env = {
             "PATH": os.environ["PATH"],
-            "HOME": "/tmp/home",
+            "HOME": self.home,
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "LANG": "C.UTF-8",
         }
-        self.run("mount -t tmpfs tmpfs /tmp && mkdir -m 700 /tmp/home")
+        self.run(f"mount -t tmpfs tmpfs /tmp && mkdir -m 700 {self.home}")
 
     def run(self, command: str, given: str = "", within_s: float = 300.0, check: bool = True) -> str:
         """What a shell command writes to both its outputs."""
@@ -87,7 +89,7 @@ def begin(head: Host) -> str:
     """Make a host the head of a cluster, with room for one worker. The cluster's token."""
     said = head.run(f"{THINWIRE} up --head --interface {INTERFACE} --num-cpus 1", within_s=400.0)
     assert f"thinwire up --join {head.address}:6379" in said
-    return head.run(f"cat {BOX}/auth_token")
+    return head.run(f"cat {head.box}/auth_token")
 
 
 def join(box: Host, head: Host, token: str) -> None:
@@ -121,5 +123,5 @@ def serve(host: Host, head: Host, token: str, store: Path) -> None:
 
 def asked(host: Host, path: str) -> Any:
     """What the service on a host answers its operator."""
-    token = "$(cat /tmp/home/.local/share/thinwire/token)"
+    token = f"$(cat {host.home}/.local/share/thinwire/token)"
     return json.loads(host.run(f'curl -sf -H "Authorization: Bearer {token}" http://{host.address}:8400/v1/{path}'))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import missing
-from tests.e2e.lab_boxes import BOX, THINWIRE, Host, asked, begin, end, join, serve
+from tests.e2e.lab_boxes import THINWIRE, Host, asked, begin, end, join, serve
 from thinwire.lab import Lab, LabError, LabSpec
 from thinwire.lab.network import INTERFACE
 
@@ -92,7 +92,7 @@ def boxes(lab: Lab) -> Iterator[tuple[Host, Host]]:
 def service(lab: Lab, store: Path, boxes: tuple[Host, Host]) -> Host:
     """A third machine, which runs no Ray."""
     host = Host(lab, 2)
-    serve(host, boxes[0], boxes[0].run(f"cat {BOX}/auth_token"), store)
+    serve(host, boxes[0], boxes[0].run(f"cat {boxes[0].box}/auth_token"), store)
     return host
 
 
