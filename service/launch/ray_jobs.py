@@ -2,13 +2,16 @@
 
 Facts of Ray 2.60 that shape this file: a submission id that is taken is refused with 500 and a traceback, an unknown
 one is 404, stopping what has ended is 200 with {"stopped": false}. A log comes as one whole text, so it is read from
-where it was written instead, and asked for once at most, at the end. Whoever has the token sees
-entrypoint, metadata and runtime_env of every job, so no secret may be in them.
+where it was written instead, and asked for once at most, at the end. A job whose node is lost with its head is RUNNING
+for ever: whoever watches jobs there begins with the next submission. So dead nodes are asked for, too. Whoever has the
+token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +35,10 @@ MESSAGE_CHARS: Final = 2000
 MOST_LOG_BYTES: Final = 64 << 20
 """Of an answer that holds a log."""
 
+DEAD_NODES_S: Final = 5.0
+"""So long the dead nodes of one answer are those of now."""
+
+_DEAD_NODES: Final = "/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=DEAD&limit=10000"
 _NO_AGENT: Final = "No available agent to submit job"
 
 _STATES: Final = {
@@ -46,6 +53,23 @@ _STATES: Final = {
 class _Job(BaseModel):
     status: str
     message: str | None = None
+    driver_node_id: str | None = None
+
+
+class _Node(BaseModel):
+    node_id: str
+
+
+class _Nodes(BaseModel):
+    result: list[_Node]
+
+
+class _NodesFound(BaseModel):
+    result: _Nodes
+
+
+class _NodesAnswer(BaseModel):
+    data: _NodesFound
 
 
 class _Log(BaseModel):
@@ -61,6 +85,8 @@ class RayJobs:
         `transport` is for tests.
         """
         self.url = url
+        self._dead: frozenset[str] = frozenset()
+        self._dead_asked = -math.inf
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -115,7 +141,8 @@ class RayJobs:
             raise LauncherError(f"Ray at {self.url} did not take job {submission_id} ({refusal}); try again")
 
     def status(self, submission_id: str) -> LaunchStatus:
-        """What Ray says of it: ABSENT for 404, UNKNOWN where Ray does not answer properly. Never raises."""
+        """What Ray says of it: ABSENT for 404 and where its driver's node is dead, UNKNOWN where Ray does not answer
+        properly. Never raises."""
         try:
             answer = self._send("GET", f"/api/jobs/{submission_id}")
         except httpx.HTTPError as error:
@@ -132,7 +159,26 @@ class RayJobs:
         state = _STATES.get(job.status)
         if state is None:
             return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} told the unknown job status {job.status!r}")
+        if state is LaunchState.RUNNING and job.driver_node_id is not None and job.driver_node_id in self._dead_nodes():
+            return LaunchStatus(LaunchState.ABSENT, f"the node {job.driver_node_id} of its driver is dead")
         return LaunchStatus(state, _shortened(job.message or ""))
+
+    def _dead_nodes(self) -> frozenset[str]:
+        """As Ray has lately said; the last answer, where it says nothing now. A dead node stays dead."""
+        if time.monotonic() < self._dead_asked + DEAD_NODES_S:
+            return self._dead
+        self._dead_asked = time.monotonic()
+        try:
+            answer = self._send("GET", _DEAD_NODES)
+            answer.raise_for_status()
+            self._dead = frozenset(
+                node.node_id for node in _NodesAnswer.model_validate_json(answer.content).data.result.result
+            )
+        except (httpx.HTTPError, ValidationError) as error:
+            _log.warning(
+                "dead_nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
+            )
+        return self._dead
 
     def stop(self, submission_id: str) -> None:
         """Ask for its end; over or absent is a success. Raises LauncherError."""

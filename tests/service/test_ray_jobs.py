@@ -37,6 +37,28 @@ def test_each_status_of_ray_has_its_state(status):
     assert (found.state, found.message) == (LaunchState(status), "its words")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "state"),
+    [
+        (httpx.Response(200, json={"data": {"result": {"result": [{"node_id": "n1", "state": "DEAD"}]}}}), "ABSENT"),
+        (httpx.Response(200, json={"data": {"result": {"result": [{"node_id": "n2", "state": "DEAD"}]}}}), "RUNNING"),
+        (httpx.Response(500, text="GCS is away"), "RUNNING"),
+        (httpx.Response(200, text="<html>"), "RUNNING"),
+    ],
+)
+def test_a_run_is_lost_whose_node_is_dead_whatever_its_job_is_said_to_be(nodes, state):
+    asked = []
+
+    def ray(request):
+        asked.append(request.url.path)
+        found = {"status": "RUNNING", "message": None, "driver_node_id": "n1"}
+        return nodes if request.url.path == "/api/v0/nodes" else httpx.Response(200, json=found)
+
+    jobs = client(ray)
+    assert [jobs.status("sub-1").state for _ in range(2)] == [LaunchState(state)] * 2
+    assert asked == ["/api/jobs/sub-1", "/api/v0/nodes", "/api/jobs/sub-1"]
+
+
 def test_an_unknown_submission_is_absent():
     assert client(lambda _: httpx.Response(404, text="no")).status("sub-1").state is LaunchState.ABSENT
 
