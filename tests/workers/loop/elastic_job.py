@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.lab.inside import enter, inside
+from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, read_spec
@@ -139,6 +140,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     plain = loop.train_step
 
     def slow(training, step, meter):
+        if death is not None:
+            death.end()
         time.sleep(pause_s)
         while step > int((run_dir / "allowed").read_text() or 0):
             time.sleep(0.005)
@@ -161,6 +164,9 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     CheckpointStore.deliver = held
     if (run_dir / f"die-{slot}").exists():
         die_while_forming((run_dir / f"die-{slot}").read_text())
+    death = None
+    if (run_dir / f"line-{slot}").exists():
+        death = DiesAtLine(int((run_dir / f"line-{slot}").read_text()), run_dir / f"died-{slot}")
     attend = loop.Course._attend
 
     def told(course):
@@ -206,6 +212,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         traceback.print_exc()
         reporter._tell(kind="failed", step=-1, error=f"{type(error).__name__}: {error}")
         status = 1
+    if death is not None:
+        death.end()
     log.flush()
     os._exit(status)
 
@@ -303,6 +311,14 @@ class ElasticJob:
     def die_while_forming(self, slot, point):
         """Let the next worker of this slot die between its seat and its process group."""
         (self.run_dir / f"die-{slot}").write_text(point)
+
+    def die_at_line(self, slot, number):
+        """Let the next worker of this slot die at that line of the first planned change that it comes to; see lines."""
+        (self.run_dir / f"line-{slot}").write_text(str(number))
+
+    def lines(self, slot):
+        """Where it has died, or how many lines there were."""
+        return (self.run_dir / f"died-{slot}").read_text()
 
     def deafen(self, slot):
         """Let this worker hear nothing of the membership, and commit all the same, as one may for an instant."""

@@ -1,0 +1,47 @@
+"""A worker dies in the middle of a planned change, at whatever line it is: the others go on, and none goes back."""
+
+import pytest
+
+from tests.workers.loop.elastic_job import ElasticJob
+from tests.workers.loop.test_elastic_loop import ADAM
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.membership import Limits
+from thinwire.workers.telemetry import history
+
+STEPS, BEFORE = 12, 5
+EVERY_LINES = 60
+"""Of about 650 of whoever leaves: its report, R handed over, the vote whether all leave, goodbye, its checkpoint."""
+WHO = [(1, 1), (0, 0), (0, 1)]
+"""Who dies, and who leaves."""
+CASES = [(1, 1, 300), *((*who, at) for who in WHO for at in range(20, 640, EVERY_LINES))]
+
+
+@pytest.mark.parametrize(
+    ("victim", "leaver", "line"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if number else []) for number, case in enumerate(CASES)],
+)
+def test_whoever_dies_in_a_planned_change_holds_up_nobody(tmp_path, victim, leaver, line):
+    with ElasticJob(
+        tmp_path,
+        Limits(1, 3),
+        steps=STEPS,
+        optimizer={**ADAM, "warmup": 2},
+        checkpoint={"every_steps": 5},
+        server={"start_wait_s": 300.0},
+    ) as job:
+        job.allow(BEFORE)
+        job.die_at_line(victim, line)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == BEFORE, limit_s=200.0)
+        job.server.dismiss(leaver, "as planned")
+        job.until(lambda: any(one.kind == "proposed" for one in job.said))
+        job.allow(STEPS)
+        job.wait(limit_s=200.0)
+        assert ":" in job.lines(victim), "it did not come to that line"
+        assert job.regroups()[-1] == 3 - len({victim, leaver})
+        for slot in range(3):
+            steps = [step for _, of, _, step in job.commits() if of == slot]
+            assert steps == sorted(steps)
+        assert (tmp_path / "summary.json").exists()
+        samples = history.read(RunFolder(tmp_path).history)
+        assert [sample.step for sample in samples] == list(range(STEPS + 1))
