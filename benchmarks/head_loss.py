@@ -254,14 +254,18 @@ def table(found: list[Loss]) -> list[str]:
         "next attempt submitted, s": [one.attempt_s for one in found],
         "both train again, s": [one.training_s for one in found],
         "... after the head's return, s": [one.after_return_s for one in found],
-        "steps lost": [one.step_at_loss - one.resumed_at for one in found],
+        "steps lost": [max(one.step_at_loss - one.resumed_at, 0) for one in found],
         "steps begun without the head": [one.begun_alone for one in found],
     }
     lines = [f"{'seconds from the SIGKILL':34} {'median':>8} {'worst':>8}   of {len(found)} losses"]
     lines += [f"{name:34} {median(values):8.1f} {max(values):8.1f}" for name, values in figures.items()]
-    newest = sum(one.resumed_at == one.newest_checkpoint for one in found)
-    lines.append(f"resumed from the newest checkpoint: {newest} of {len(found)}")
-    lines.append(f"two workers of one box at once: {sum(one.two_at_once for one in found)} of {len(found)}")
+    counts = {
+        "the other box's worker went on": [one.adopted for one in found],
+        "went on without losing a step": [one.resumed_at >= one.step_at_loss for one in found],
+        "went on before the newest checkpoint": [one.resumed_at < one.newest_checkpoint for one in found],
+        "two workers of one box at once": [one.two_at_once for one in found],
+    }
+    lines += [f"{name}: {sum(values)} of {len(found)}" for name, values in counts.items()]
     return lines
 
 
