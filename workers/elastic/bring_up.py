@@ -133,7 +133,7 @@ class BringUp:
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Give the slot up; what was made for it is removed by its thread."""
+        """Give the slot up; what was made for it is removed by its thread, unless it has begun to train."""
         self._cancelled.set()
 
     def join(self, timeout_s: float) -> None:
@@ -143,7 +143,6 @@ class BringUp:
     def _run(self) -> None:
         try:
             unit = self._adopt() if self.adopts else self._new()
-            self._check()
             self._arrivals.put(Arrival(self.slot, unit, "", self._started))
         except Cancelled:
             self._remove()
@@ -191,7 +190,12 @@ class BringUp:
         )
         worker = Worker(self._actor, metadata, self._starter.resources(), seat, placement_group_bundle_index=0)
         self._starter.initialise(worker)
-        self._get(self._actor.run_train_fn.remote(self._starter.train_function()))
+        self._check()
+        running = self._actor.run_train_fn.remote(self._starter.train_function())
+        with suppress(
+            Cancelled
+        ):  # it may be seated by now, and hold what nobody else does: it is dismissed like others
+            self._get(running)
         return Unit(slot, self.unit_name, self._group, worker, time.monotonic(), self.adopts)
 
     def _place(self) -> None:

@@ -1,0 +1,56 @@
+"""A slot that is filled and given up meanwhile: before its worker trains it is removed, and not after."""
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+
+from thinwire.workers.elastic import bring_up
+from thinwire.workers.elastic.bring_up import BringUp
+
+
+class Filling(BringUp):
+    """Of a slot whose place and process are there at once."""
+
+    def _place(self):
+        self.placed = True
+
+    def _create(self):
+        def call(name):
+            return SimpleNamespace(remote=lambda *_: name)
+
+        return SimpleNamespace(get_metadata=call("metadata"), run_train_fn=call("training"))
+
+
+class Ray:
+    """Answers all but one call, which is not answered before the slot is given up."""
+
+    def __init__(self, late):
+        self.late, self.filling = late, None
+
+    def wait(self, refs, timeout):
+        if refs[0] != self.late:
+            return refs, []
+        self.filling.cancel()
+        return [], refs
+
+    def get(self, ref):
+        return SimpleNamespace(pid=7, node_ip="10.0.0.1", node_id="n")
+
+
+@pytest.mark.parametrize(("late", "kept"), [("metadata", False), ("training", True)])
+def test_who_may_train_already_is_not_killed(monkeypatch, late, kept):
+    """A worker whose answer is late after a cut was killed as not wanted any more, with the error memory it held."""
+    killed, arrivals, ray = [], queue.SimpleQueue(), Ray(late)
+    monkeypatch.setattr(bring_up, "ray", ray)
+    monkeypatch.setattr(bring_up.leftovers, "kill", killed.append)
+    starter = SimpleNamespace(
+        plan=SimpleNamespace(new_unit=lambda slot: f"w{slot}-1", limits=SimpleNamespace(max=4)),
+        resources=lambda: {"CPU": 1.0},
+        initialise=lambda worker: None,
+        train_function=lambda: None,
+    )
+    ray.filling = filling = Filling(starter, 3, arrivals, pause_s=0.2)
+    filling.join(30.0)
+    arrival = arrivals.get(timeout=30.0)
+    assert (arrival.unit is not None, arrival.cancelled, len(killed)) == (kept, not kept, 0 if kept else 1)
