@@ -20,11 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from pydantic import JsonValue
-from torch import nn
 
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.groups.texts import gather_texts
@@ -33,20 +32,19 @@ from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.contract.summary import Summary
-from thinwire.optim import FlatOptimizer
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import Regrouped, hand_over
 from thinwire.workers.membership import Dismissed, MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
-from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.trace import Trace
+from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
 OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
@@ -71,36 +69,6 @@ class Run:
     def attempt_now(self) -> int:
         """The submission that this worker belongs to."""
         return max(self.attempt, self.adopted_by())
-
-
-class Trained(Protocol):
-    """What a course trains with, over one group. Another group is another one."""
-
-    @property
-    def group(self) -> Group:
-        """With whom."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """What a checkpoint calls the parameters by; None where `registered` has the model."""
-
-    @property
-    def optimizer(self) -> FlatOptimizer[Any]:
-        """Holds parameters and state."""
-
-    @property
-    def registered(self) -> Registered | None:
-        """What else belongs to the state of a step."""
-
-    def global_batch(self, step: int) -> int:
-        """Samples of a step, over all ranks."""
-
-    def lr(self, step: int) -> float:
-        """The learning rate of a step."""
 
 
 T = TypeVar("T", bound=Trained)

@@ -10,7 +10,8 @@ flat.vectors.*             the optimizer's m, v and so on          flat.residual
 buffer.*                   whatever else the model's state_dict has: statistics, frozen parameters; rank 0's
 plain                      optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
 
-What a script has registered (session/registered.py) is in it too, rank 0's: buffer.registered.* and plain registered.
+What a script has registered (session/registered.py) is in it too, rank 0's: buffer.registered.* and plain registered;
+plain modules says which of it are modules: they give the parameters their names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +42,10 @@ from thinwire.workers.checkpoints import (
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
 from thinwire.workers.replicas import refuse_differing
-from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.registered import Registered, weight_name
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
-
-if TYPE_CHECKING:
-    from thinwire.workers.course import Trained
+from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +233,7 @@ def collect(
     state = optimizer.state_dict()
     state.pop("master", None)  # is in P
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
-    parameters = _places(model, optimizer)
+    parameters = _places(optimizer, _names(model) if registered is None else registered.parameter_names())
     named = {name for row in parameters for name in row["names"]}
     rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
     buffers = {name: value for name, value in rest.items() if isinstance(value, Tensor)}
@@ -243,7 +242,7 @@ def collect(
         "parameters": parameters,
         "meter": meter.state(),
         "model": {name: value for name, value in rest.items() if name not in buffers},
-        **({} if registered is None else {"registered": plain_registered}),
+        **({} if registered is None else {"registered": plain_registered, "modules": registered.modules}),
     }
     named_tensors = {REGISTERED + name: tensor for name, tensor in tensors.items()}
     return Content({"parameters": optimizer.space.p_N, **flat}, {**buffers, **named_tensors}, plain)
@@ -282,7 +281,7 @@ def _set_parameters(content: Content, optimizer: FlatOptimizer[Any]) -> None:
 def restored(content: Content) -> dict[str, Any]:
     """What `model`, `optimizer` and `meter` load, under these keys. Shares memory with `content`."""
     plain: dict[str, Any] = dict(content.plain)
-    model: dict[str, Any] = {**plain["model"], **content.buffers}
+    model: dict[str, Any] = {**plain["model"], **_buffers(content)}
     masters = []
     for row in plain["parameters"]:
         p_N, shape, dtype = content.flat["parameters"], row["shape"], getattr(torch, row["dtype"])
@@ -300,11 +299,29 @@ def restored(content: Content) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 
 
-def _places(model: nn.Module | None, optimizer: FlatOptimizer[Any]) -> list[dict[str, Any]]:
-    """Of each parameter of the optimizer, in flat order: what the model calls it, its dtype, shape and place in P."""
+def _buffers(content: Content) -> dict[str, Tensor]:
+    """Of the model; of a script what its modules have beside what the optimizer steps, named as its parameters."""
+    modules: Any = content.plain.get("modules")
+    if modules is None:
+        return dict(content.buffers)
+    found = {}
+    for place, value in content.buffers.items():
+        module, _, name = place.removeprefix(REGISTERED).partition(".")
+        if module in modules:
+            found[weight_name(modules, module, name)] = value
+    return found
+
+
+def _names(model: nn.Module | None) -> dict[int, list[str]]:
+    """What a model calls each of its parameters, by its id."""
     names: dict[int, list[str]] = {}
     for name, param in [] if model is None else model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
+    return names
+
+
+def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[dict[str, Any]]:
+    """Of each parameter of the optimizer, in flat order: its names, its dtype, shape and place in P."""
     return [
         {
             "names": names.get(id(tensor.param), []),

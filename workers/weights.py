@@ -22,7 +22,10 @@ from thinwire.workers.saving import restored
 
 
 def weights_of(content: Content) -> dict[str, Tensor]:
-    """The tensors of the model's state_dict, by name; tied ones under each of their names, contiguous, not shared."""
+    """The tensors of the model's state_dict, by name; tied ones under each of their names, contiguous, not shared.
+
+    Of a script those of the module that it has registered; of several, each with the module's name before it.
+    """
     state = restored(content)["model"]
     return {name: x.clone().contiguous() for name, x in state.items() if isinstance(x, Tensor)}
 
@@ -46,7 +49,10 @@ def fetch(where: str, target: Path) -> Fetched:
         raise FetchFailed(f"the checkpoints of the job cannot be read: {error}") from error
     tensors = weights_of(content)
     if not tensors:
-        raise FetchFailed(f"{store.address(which)} has no weights by name")
+        raise FetchFailed(
+            f"{store.address(which)} has no weights by name: its script has registered no module; say "
+            "run.register(model=model), and the next checkpoint has them"
+        )
     path, partial = target / MODEL, target / f".{MODEL}.{secrets.token_hex(4)}"
     try:
         target.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from tests.workers.test_saving import AT, make, saving_run
 from thinwire.comm import SoloGroup
 from thinwire.contract.weights import FetchFailed
+from thinwire.optim import Adam
+from thinwire.train import session
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.weights import fetch
 
@@ -37,3 +39,54 @@ def test_what_cannot_be_fetched_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FetchFailed, match="cannot be written"):
         fetch(str(tmp_path / "c"), tmp_path / "file" / "out")
+
+
+class Tied(torch.nn.Module):
+    """Two names for one parameter, and statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 3, bias=False)
+        self.head.weight = self.body.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def scripts_run(folder, **more):
+    """Train in a loop of a script; the model."""
+    with session(folder) as run:
+        model = Tied()
+        optimizer = Adam(model.parameters(), lr=0.1, group=run.group)
+        run.register(model=model, optimizer=optimizer, counts={"of": torch.ones(2)}, **more)
+        for x in run.batches(torch.randn(8, 3), global_batch=4, steps=2):
+            run.step(model(x).square().mean())
+    return model
+
+
+def test_the_weights_of_a_script_are_those_of_the_module_that_it_has_registered(tmp_path):
+    state = scripts_run(tmp_path).state_dict()
+    found = fetch(str(tmp_path / "checkpoints"), tmp_path / "out")
+    weights = load_file(found.path)
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+
+
+def test_of_several_modules_each_weight_is_called_by_its_module_first(tmp_path):
+    average = Tied()
+    state = scripts_run(tmp_path, average=average).state_dict()
+    weights = load_file(fetch(str(tmp_path / "checkpoints"), tmp_path / "out").path)
+    expected = {"model": state, "average": average.state_dict()}
+    assert weights.keys() == {f"{module}.{name}" for module, of in expected.items() for name in of}
+    assert all(torch.equal(weights[f"{module}.{name}"], of[name]) for module, of in expected.items() for name in of)
+
+
+def test_a_script_without_a_module_is_told_to_register_it(tmp_path):
+    with session(tmp_path) as run:
+        param = torch.nn.Parameter(torch.ones(2))
+        run.register(optimizer=Adam([param], lr=0.1, group=run.group))
+        for x in run.batches(torch.ones(4, 2), global_batch=4, steps=1):
+            run.step((param * x).sum())
+    with pytest.raises(FetchFailed, match="registered no module"):
+        fetch(str(tmp_path / "checkpoints"), tmp_path / "out")

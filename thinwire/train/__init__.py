@@ -13,24 +13,7 @@ Importing it imports no torch; calling session() does.
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
 from thinwire.train.recipe import Recipe, train
-
-if TYPE_CHECKING:
-    from thinwire.workers.session.session import Session
+from thinwire.train.run import session
 
 __all__ = ["Recipe", "session", "train"]
-
-
-def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 500, keep: int = 2) -> Session:
-    """The run that this process has a part in, as a context manager: under python, torchrun, or in a job.
-
-    folder: where checkpoints are written and gone on from, one run a folder; None: nothing is kept. save_every: steps
-    between two of them. keep: how many. In a job these three are ignored: the job's file says them.
-    Raises: pydantic's ValidationError for numbers below 1; OSError for a folder that cannot be made.
-    """
-    from thinwire.workers.session.place import begin
-
-    return begin(folder, save_every, keep)

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from thinwire.train.run import session
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -41,8 +43,6 @@ class Recipe(ABC):
 
 def train(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> nn.Module:
     """Train it to its last step, and return the model. folder: as of session()."""
-    from thinwire.train import session
-
     with session(folder) as run:
         model = recipe.model().to(run.device)
         optimizer = recipe.optimizer(model.parameters(), run.group)

@@ -68,6 +68,7 @@ class Registered:
     def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
         self._optimizer = optimizer
         self._objects: dict[str, _Object] = {}
+        self._modules: dict[str, nn.Module] = {}
         self._moves: set[str] = set()
         self._has_learned = False
         self._plain: dict[str, Any] = {}
@@ -79,10 +80,25 @@ class Registered:
         """In order of registration."""
         return list(self._objects)
 
+    @property
+    def modules(self) -> list[str]:
+        """The names under which modules are registered."""
+        return list(self._modules)
+
+    def parameter_names(self) -> dict[int, list[str]]:
+        """What the modules call each parameter, by its id: see weight_name."""
+        found: dict[int, list[str]] = {}
+        for module, value in self._modules.items():
+            for name, param in value.named_parameters(remove_duplicate=False):
+                found.setdefault(id(param), []).append(weight_name(self.modules, module, name))
+        return found
+
     def add(self, name: str, value: Any, *, volatile: bool = True) -> None:
         """Raises: TypeError where nothing can be read from it or written to it."""
         read, write = _access(name, value, self._optimizer)
         self._objects[name] = _Object(read, write, volatile)
+        if isinstance(value, nn.Module):
+            self._modules[name] = value
         self._has_learned = False
 
     def refuse_unwritable(self) -> None:
@@ -169,6 +185,11 @@ class Registered:
                 del group[key]
             group.update(hyper)
         self._kept, self._plain = {}, {}
+
+
+def weight_name(modules: list[str], module: str, name: str) -> str:
+    """A weight's name among those of all modules: its own where there is one, else the module's before it."""
+    return name if modules == [module] else f"{module}.{name}"
 
 
 def _access(name: str, value: Any, optimizer: FlatOptimizer[Any]) -> tuple[Callable[[], Any], Callable[[Any], object]]:

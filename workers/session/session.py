@@ -79,7 +79,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a script trains with, over one group: a workers.course.Trained."""
+    """What a script trains with, over one group: a workers.trained.Trained."""
 
     group: Group
     device: torch.device

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,7 @@ from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
-
-if TYPE_CHECKING:
-    from thinwire.workers.course import Trained
+from thinwire.workers.trained import Trained
 
 
 class NonFiniteLoss(Exception):
