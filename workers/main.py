@@ -113,6 +113,7 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # one line a rank is not a duplicate
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # workers stay where Ray has unpacked the job's package
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # or it logs again what a script prints
     import ray
     from ray.train import FailureConfig, RunConfig
 

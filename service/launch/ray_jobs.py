@@ -19,7 +19,6 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.contract.script import name_in_ray
 from thinwire.service.launch.protocol import Code, LauncherError, LaunchState, LaunchStatus
 
 _log = logging.getLogger(__name__)
@@ -194,8 +193,7 @@ class RayJobs:
         """What Ray makes on each machine, its package being there. Raises LauncherError."""
         found: dict[str, Any] = {}
         if code.package is not None:
-            assert code.sha256 is not None, "a package has one"
-            name = f"{name_in_ray(code.sha256)}.zip"
+            name = f"_ray_pkg_{code.sha256}.zip"
             self._put_package(name, code.package)
             found["working_dir"] = f"gcs://{name}"
         elif code.working_dir is not None:

@@ -80,11 +80,6 @@ class ScriptRecipe(BaseModel):
         return args
 
 
-def name_in_ray(package: str) -> str:
-    """What Ray calls the zip of a package, without .zip, and the folder that it unpacks it into on each box."""
-    return f"_ray_pkg_{package}"
-
-
 def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
     """What of a recipe cannot stand together, as (path, value, what is allowed)."""
     if (recipe.package is None) == (recipe.working_dir is None):

@@ -20,7 +20,7 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import Failure
-from thinwire.contract.script import ScriptRecipe, SecretSource, name_in_ray
+from thinwire.contract.script import ScriptRecipe, SecretSource
 from thinwire.contract.spec import ScriptSpec
 from thinwire.contract.summary import Summary
 from thinwire.workers.course import Run
@@ -92,25 +92,13 @@ def _where(error: BaseException, recipe: ScriptRecipe) -> str:
 
 def _folder(recipe: ScriptRecipe) -> Path:
     """Where its files are on this box. Raises: ScriptError where they are not."""
-    folder = _unpacked(recipe.package or "") if recipe.working_dir is None else Path(recipe.working_dir)
+    folder = Path.cwd() if recipe.working_dir is None else Path(recipe.working_dir)
     if not (folder / recipe.entry).is_file():
         raise ScriptError(
             f"recipe.entry = {recipe.entry!r} is no file below {folder} on this box"
             + ("" if recipe.working_dir is None else ": recipe.working_dir is a folder that every box has")
         )
     return folder
-
-
-def _unpacked(package: str) -> Path:
-    """Where Ray has unpacked it. Ray starts a worker there; Ray Train then makes another folder the current one.
-
-    Raises: ScriptError where it has not.
-    """
-    name = name_in_ray(package)
-    found = next((Path(place) for place in sys.path if Path(place).name == name), None)
-    if found is None:
-        raise ScriptError(f"recipe.package = {package!r}: Ray has put no folder {name} into sys.path on this box")
-    return found
 
 
 @contextmanager
