@@ -110,8 +110,8 @@ def test_a_script_goes_on_through_a_kill_and_a_resize_and_its_weights_can_be_fet
     first = pids(server, job_id, 0)
     os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
     wait_for("a replacement", lambda: len(pids(server, job_id, 1)) == 2)
+    wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2)
     for most in (3, 2):
-        wait_for("2 workers", lambda: server.job(job_id)["world_size"] == 2)
         server.call("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": most}})
         wait_for(f"{most} workers", lambda most=most: server.job(job_id)["world_size"] == most)
     step = server.job(job_id)["progress"]["step"]
