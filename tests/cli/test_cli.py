@@ -89,7 +89,12 @@ def test_jobs_lists_whole_ids_and_json_is_the_apis(thinwire: Callable[..., Run],
 def test_show_gives_reason_folder_and_dashboard(
     thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.service.launcher, "dashboard_url", lambda submission: f"http://ray/#/jobs/{submission}")
+    launcher = live.service.launcher
+
+    def page(submission: str) -> str | None:
+        return f"http://ray/#/jobs/{submission}" if submission in launcher.submissions else None
+
+    monkeypatch.setattr(launcher, "dashboard_url", page)
     job_id = live.service.running()
     live.service.post(job_id, samples=[sample(7, loss=4.25)])
     live.finish(job_id, LaunchState.FAILED, "the card caught fire")
@@ -217,7 +222,12 @@ def test_show_counts_the_restarts(thinwire: Callable[..., Run], live: LiveServic
 def test_show_gives_no_link_to_a_ray_that_is_gone(
     thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.service.launcher, "dashboard_url", lambda submission: f"http://ray/#/jobs/{submission}")
+    launcher = live.service.launcher
+
+    def page(submission: str) -> str | None:
+        return f"http://ray/#/jobs/{submission}" if submission in launcher.submissions else None
+
+    monkeypatch.setattr(launcher, "dashboard_url", page)
     job_id = live.service.running()
     live.finish(job_id)
     assert "dashboard" in thinwire("show", job_id).out

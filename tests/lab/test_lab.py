@@ -157,7 +157,7 @@ def test_a_failing_rank_ends_the_others(lab):
 
 
 def test_time_is_over_for_those_who_do_not_listen_too(lab):
-    result = lab.run(["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"], time_limit_s=0.3)
+    result = lab.run(["sh", "-c", "trap '' TERM; sleep 100 & wait; sleep 100"], time_limit_s=2.0)
     assert (result.timed_out, result.worst, result.first_failed) == (True, 124, None)
     assert set(result.returncodes) == {-9}
     with pytest.raises(LabRunFailed, match="not done"):

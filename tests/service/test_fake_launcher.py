@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
 from thinwire.service.server import LAUNCHERS, make_launcher
@@ -76,7 +77,5 @@ def test_a_lost_submission_is_absent_and_an_unreachable_cluster_unknown() -> Non
 
 
 def test_the_registry_makes_the_launchers_by_name(tmp_path: Path) -> None:
-    assert set(LAUNCHERS) == {"local", "fake"}
-    assert make_launcher("fake", tmp_path).name == "fake"
-    with pytest.raises(KeyError):
-        make_launcher("none", tmp_path)
+    assert set(LAUNCHERS) == {"local", "ray", "fake"}
+    assert make_launcher(Settings(home=tmp_path, launcher="fake")).name == "fake"

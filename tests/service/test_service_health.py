@@ -123,7 +123,7 @@ def test_the_launcher_is_started_again_until_it_works() -> None:
 def test_an_unexpected_error_of_a_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = FakeLauncher()
 
-    def start() -> None:
+    def start(service_id: str) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(launcher, "start", start)

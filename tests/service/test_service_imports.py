@@ -22,7 +22,7 @@ import tempfile, pathlib
 from thinwire.service.config import Settings
 with tempfile.TemporaryDirectory() as home:
     settings = Settings(home=pathlib.Path(home), launcher="fake")
-    launcher = thinwire.service.server.make_launcher("fake", settings.home)
+    launcher = thinwire.service.server.make_launcher(settings)
     app = thinwire.service.main.create_app(settings, launcher)
     app.state.plane.db.upgrade()
     app.openapi()

@@ -19,7 +19,7 @@ from thinwire.service.jobs import calls, reconciler
 from thinwire.service.jobs.calls import Calls
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.launch.protocol import LaunchState, LaunchStatus
+from thinwire.service.launch.protocol import Code, LaunchState, LaunchStatus
 
 HUNG_S = 20.0
 """A test that fails by waiting is over then."""
@@ -48,9 +48,11 @@ class HangingLauncher(FakeLauncher):
         self._call("")
         return super().ready()
 
-    def submit(self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str]) -> None:
+    def submit(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
         self._call(submission_id)
-        super().submit(submission_id, run_dir, attempt, metadata)
+        super().submit(submission_id, run_dir, attempt, metadata, code)
 
     def status(self, submission_id: str) -> LaunchStatus:
         self._call(submission_id)

@@ -26,7 +26,7 @@ class Worker:
         self.group = SoloGroup()
         model = seeded(seed, lambda: torch.nn.Linear(31, 17))
         optimizer = OneBitAdam(model.parameters(), warmup=4, group=self.group)
-        self.training = SimpleNamespace(model=model, optimizer=optimizer, group=self.group, device=CPU)
+        self.training = SimpleNamespace(model=model, optimizer=optimizer, group=self.group, device=CPU, registered=None)
         self.meter = Meter(self.group.stats)
         self.told = []
         reporter = Silent()

@@ -19,7 +19,7 @@ from tests.workers.checkpoints.states import CPU
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Content, Snapshot, Superseded
 from thinwire.workers.checkpoints.removal import Unfinished
 
-SEEDS = (*range(36), 154, 210, 267, 427)
+SEEDS = (*range(36), 46, 81, 101, 154, 210, 267, 427)
 """At the last four, one that removes what is not finished meets one that finishes it."""
 RANKS = 2
 
