@@ -20,7 +20,8 @@ from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Content,
 from thinwire.workers.checkpoints.removal import Unfinished
 
 SEEDS = (*range(36), 46, 81, 101, 154, 210, 267, 427)
-"""At the last four, one that removes what is not finished meets one that finishes it."""
+"""At 46, 81 and 101 what one is about to read has just been removed; at the last four, one that removes what is not
+finished met one that finishes it when they were chosen."""
 RANKS = 2
 
 

@@ -35,7 +35,7 @@ OLD = {
     "deaf": (range(400), 5),
     "silence-counts": (range(400), 5),
     "no-lease": (range(400), 1),
-    "tokens-by-clock": (range(20000, 20100), 6),
+    "tokens-by-clock": (range(21600, 21700), 6),
 }
 """Within which seeds an old rule breaks which law, among others."""
 
