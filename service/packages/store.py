@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zipfile import BadZipFile, ZipFile
 
-from thinwire.contract.files import private_folder
+from thinwire.contract.files import private_folder, sync_folder
 from thinwire.contract.jobs import Problem
 from thinwire.contract.packages import MOST_BYTES, Package
 from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, Unavailable
@@ -174,7 +174,7 @@ class Packages:
         os.utime(upload, (now, now))
         with self._lock:  # while nobody looks for what is old
             upload.replace(target)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
 
     def _ended(self, upload: Upload) -> None:
         with self._lock:
@@ -278,11 +278,3 @@ class Upload:
 
 def _unfit(path: str, value: str | None, message: str) -> InvalidRequest:
     return InvalidRequest.of([Problem(path=path, value=value, message=message)])
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

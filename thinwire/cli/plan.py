@@ -13,7 +13,7 @@ import typer
 from thinwire.cli.commands import work
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import bytes_text
-from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest
+from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest, hours, ms
 from thinwire.contract.spec import MOST_WORKERS, TrainSpec
 
 
@@ -81,7 +81,7 @@ def lines(found: Plan) -> list[str]:
     if found.per_machine > 1:
         where += f", {found.per_machine} on a machine"
     cores = "GPUs" if found.cores is None else f"{found.cores:.3g} {'core' if found.cores == 1 else 'cores'} each"
-    forward_backward = f"forward {_ms(found.forward_s)}, backward {_ms(found.backward_s)}"
+    forward_backward = f"forward {ms(found.forward_s)}, backward {ms(found.backward_s)}"
     return [
         f"{found.job}: {found.elements / 1e6:.3g} M parameters, {found.steps} steps, {where}, {cores}",
         f"dry steps: {forward_backward}",
@@ -100,11 +100,11 @@ def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
     rows = [
         (
             one.title,
-            f"{one.warmup:.0f} x {_ms(one.warmup_step_s)}" if one.warmup_step_s is not None else "-",
-            _ms(one.step_s),
+            f"{one.warmup:.0f} x {ms(one.warmup_step_s)}" if one.warmup_step_s is not None else "-",
+            ms(one.step_s),
             bytes_text(one.step_bytes),
             bytes_text(one.run_bytes),
-            _hours(one.run_s),
+            hours(one.run_s),
             f"{one.gain_fp32:.2f}",
             f"{one.gain_bf16:.2f}",
         )
@@ -173,15 +173,4 @@ def _with_progress(do: Callable[[Callable[[str, float], None]], Plan | None]) ->
 def _link_text(link: Link) -> str:
     if link.bytes_per_s == float("inf"):
         return link.source
-    return f"{bytes_text(link.bytes_per_s)}/s of payload, {_ms(link.latency_s)} a round ({link.source})"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _hours(seconds: float) -> str:
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{bytes_text(link.bytes_per_s)}/s of payload, {ms(link.latency_s)} a round ({link.source})"

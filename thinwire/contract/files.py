@@ -38,7 +38,7 @@ def write_first(path: Path, content: str | bytes) -> bool:
         return False
     finally:
         temporary.unlink()
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -63,7 +63,7 @@ def _replace(path: Path, content: str | bytes, mode: int) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _temporary(path: Path, content: str | bytes, mode: int) -> Path:
@@ -81,7 +81,8 @@ def _temporary(path: Path, content: str | bytes, mode: int) -> Path:
     return temporary
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Bring the folder's entries to the disk: what was renamed into it outlives a loss of power. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -95,3 +95,16 @@ class Plan:
 
 Planning = Callable[[PlanRequest, Say], Plan | None]
 """None on the ranks that have nothing to say. Raises: PlanFailed."""
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with three digits at most, or seconds."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def hours(seconds: float) -> str:
+    """Hours, minutes or seconds with three digits at most."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

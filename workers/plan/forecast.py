@@ -19,7 +19,7 @@ from thinwire.comm.wire.step_time import (
     step_seconds,
     wire_seconds,
 )
-from thinwire.contract.plan import Link, MethodPlan, Plan
+from thinwire.contract.plan import Link, MethodPlan, Plan, hours, ms
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import schedule
 from thinwire.workers.plan.schedule import Kinds
@@ -242,16 +242,3 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
         told.append("on GPUs the transport costs the processor nothing")
     told.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")
     return told
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds with three digits at most, or seconds."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def hours(seconds: float) -> str:
-    """Hours, minutes or seconds with three digits at most."""
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
