@@ -25,7 +25,7 @@ OF_ITS_JOB = {
     ("PUT", "/v1/jobs/{job_id}/files/{name}"): 415,  # plain bytes, and this is JSON
     ("POST", "/v1/jobs/{job_id}/log"): 415,
 }
-"""What a run that shares no folder with the service does with its token beside, and how the request below is answered."""
+"""What a run that shares no folder with the service may do beside, and what the request below is answered."""
 
 
 def _routes(tmp: Path) -> list[tuple[str, str]]:
