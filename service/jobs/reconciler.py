@@ -393,7 +393,7 @@ class Reconciler:
 
     def _heard(self, answer: Answer[Asked]) -> Asked | None:
         """What a call found, noted; None where it failed, which is logged."""
-        if answer.seconds >= SLOW_S:
+        if answer.seconds >= self.patience_s:
             self._slow.add(answer.key)
         else:
             self._slow.discard(answer.key)

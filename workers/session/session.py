@@ -327,7 +327,8 @@ class Session:
     def _its_optimizer(self) -> FlatOptimizer[Any]:
         if self._optimizer is not None:
             return self._optimizer
-        there = sorted({type(one).__name__ for one in gc.get_objects() if isinstance(one, Optimizer)})
+        # By its type: a weak proxy whose object has gone raises on isinstance.
+        there = sorted({type(one).__name__ for one in gc.get_objects() if issubclass(type(one), Optimizer)})
         raise ScriptError(
             "no optimizer is registered, so that a worker that comes later could not be given its state: call "
             f"run.register(optimizer=...) before run.batches(). There is {', '.join(there) or 'none'} in this process"
