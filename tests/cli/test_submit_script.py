@@ -80,6 +80,8 @@ def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
     ("options", "words"),
     [
         (("--workers", "2", "--min", "1"), "--workers sets both --min and --max"),
+        (("--workers", "0"), "0 is not in the range x>=1"),
+        (("--min", "3", "--max", "2"), "--min 3 is more than --max 2"),
         (("--env", "A"), "--env 'A' must be NAME=VALUE"),
         (("--secret", "A=hf_verysecret"), "--secret A=... must be NAME=env:VARIABLE or NAME=file:/a/path"),
         (("--secret", "hf_verysecret"), "must be NAME=env:VARIABLE"),
@@ -96,6 +98,7 @@ def test_a_wrong_option_is_refused_and_no_job_made(
     assert run.code == 2
     assert words in run.err
     assert "verysecret" not in run.err
+    assert options[0] not in ("--workers", "--min") or "Packed" not in run.err  # known before the folder is read
     assert live.service.client.get("/v1/jobs").json()["jobs"] == []
 
 

@@ -30,15 +30,15 @@ def submit(
         typer.Option(help="A second submit with the same key and file finds the first job. Default: a new key."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="So many workers, no more and no fewer.", rich_help_panel=_OF_SCRIPTS)
+        int | None, typer.Option(min=1, help="So many workers, no more and no fewer.", rich_help_panel=_OF_SCRIPTS)
     ] = None,
     least: Annotated[
         int | None,
-        typer.Option("--min", help="The fewest workers; with fewer the job waits.", rich_help_panel=_OF_SCRIPTS),
+        typer.Option("--min", min=1, help="The fewest workers; with fewer the job waits.", rich_help_panel=_OF_SCRIPTS),
     ] = None,
     most: Annotated[
         int | None,
-        typer.Option("--max", help="The most workers, even if more would fit.", rich_help_panel=_OF_SCRIPTS),
+        typer.Option("--max", min=1, help="The most workers, even if more would fit.", rich_help_panel=_OF_SCRIPTS),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="The job's name. Default: the script's.", rich_help_panel=_OF_SCRIPTS)
@@ -104,7 +104,7 @@ def submit(
         )
         local: Path | None = folder
     else:
-        given = [option for option, value in of_scripts.items() if value] + (arguments or [])
+        given = [option for option, value in of_scripts.items() if value not in (None, [])] + (arguments or [])
         if given:
             raise Option(f"{', '.join(given)}: only for a script, and {file} is a job file: write it there")
         job = read_job_file(file)
@@ -115,6 +115,8 @@ def submit(
 def _workers(workers: int | None, least: int | None, most: int | None) -> dict[str, int]:
     if workers is not None and (least is not None or most is not None):
         raise Option("--workers sets both --min and --max: give it, or those")
+    if least is not None and most is not None and least > most:
+        raise Option(f"--min {least} is more than --max {most}: no number of workers is within both")
     limits = {"min": least if workers is None else workers, "max": most if workers is None else workers}
     if limits["max"] is None and least is not None:
         limits["max"] = least
