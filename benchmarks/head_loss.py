@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
-from tests.e2e.lab_boxes import THINWIRE, Host, asked, begin, end, join, serve
+from benchmarks.lab_boxes import BEGUN, Cluster, begun
 from thinwire.lab import Lab, LabSpec
 
 RESULTS = ROOT / "benchmarks" / "results" / "head-loss"
@@ -48,7 +48,7 @@ with session() as run:
     optimizer = OneBitAdam(net.parameters(), lr=1e-2, warmup=20, total_steps=steps, group=run.group)
     run.register(model=net, optimizer=optimizer)
     for x in run.batches(torch.randn(256, 64), global_batch=8, steps=steps):
-        with open("/tmp/begun", "a") as begun:
+        with open(sys.argv[2], "a") as begun:
             print(time.time(), os.getpid(), run.step_number, run.world_size, file=begun)
         if not Path("/tmp/fast").exists():
             time.sleep(0.1)
@@ -105,51 +105,30 @@ class Loss:
         return self.training_s - self.up_s
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A step that a worker began."""
-
-    time: float
-    pid: int
-    step: int
-    world_size: int
-
-
-class Cluster:
-    """Three hosts, and a job that trains on two of them."""
+class Trial:
+    """A cluster, and a job that trains on both of its boxes."""
 
     def __init__(self, lab: Lab, store: Path, num_losses: int) -> None:
-        self.head, self.other, self.service = (Host(lab, number) for number in range(3))
-        token = begin(self.head)
-        join(self.other, self.head, token)
-        serve(self.service, self.head, token, store)
+        self.cluster = Cluster(lab, store)
+        self.head, self.other = self.cluster.boxes
         self.steps = STEPS_A_LOSS * num_losses
         job = {
             "name": "head-loss",
-            "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": [str(self.steps)]},
+            "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": [str(self.steps), BEGUN]},
             "workers": {"min": 2, "max": 2, "device": "cpu", "max_restarts": num_losses + 5},
             "checkpoint": {"every_steps": SAVE_EVERY, "store": str(store)},
         }
-        self.service.write("/tmp/mine/train.py", SCRIPT)
-        self.service.write("/tmp/mine/job.json", json.dumps(job))
-        said = self.service.run(f"{THINWIRE} submit /tmp/mine/job.json")
-        self.job_id = next(word for word in said.split() if word.startswith("head-loss-"))
+        self.job_id = self.cluster.submit(job, {"train.py": SCRIPT})
 
     def job(self) -> dict[str, Any]:
         """As the service shows it; fails where it is over."""
-        shown: dict[str, Any] = asked(self.service, f"jobs/{self.job_id}")
+        shown = self.cluster.job(self.job_id)
         assert shown["state"] not in ("FAILED", "CANCELLED"), shown["reason"]
         return shown
 
-    def begun(self, host: Host, after: float) -> list[Begun]:
-        """The steps that workers of a host have begun after a time."""
-        lines = [line.split() for line in host.run("cat /tmp/begun 2> /dev/null", check=False).splitlines()]
-        all_of_it = [Begun(float(at), int(pid), int(step), int(size)) for at, pid, step, size in lines]
-        return [one for one in all_of_it if one.time > after]
-
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The job's events of a kind, oldest first."""
-        return [one for one in asked(self.service, f"jobs/{self.job_id}/metrics")["events"] if one["kind"] == kind]
+        return [one for one in self.cluster.history(self.job_id)["events"] if one["kind"] == kind]
 
     def lose(self) -> Loss:
         """Kill the head while both train, and wait until they do again."""
@@ -157,7 +136,7 @@ class Cluster:
 
         def both() -> bool:
             self.job()
-            of_both = [[one.step for one in self.begun(host, since)] for host in (self.head, self.other)]
+            of_both = [[one.step for one in begun(host, since)] for host in (self.head, self.other)]
             return min(map(len, of_both)) >= TRAIN_FIRST
 
         self.head.until(both, "both train", LIMIT_S)
@@ -165,19 +144,19 @@ class Cluster:
         starts = self._state()["starts"]
         said = self.head.run(f"{sys.executable} -c {shlex.quote(KILL)}").split()
         killed_at, num_killed = float(said[0]), int(said[1])
-        last = max(one.step for one in self.begun(self.other, since) if one.time < killed_at)
+        last = max(one.step for one in begun(self.other, since) if one.time < killed_at)
         self.head.until(lambda: self._state()["up"] and self._state()["starts"] > starts, "Ray is up", LIMIT_S)
         up_at = time.time()
         attempt = self.head.until(
             lambda: (job := self.job())["attempt"] > before["attempt"] and job, "the next attempt", LIMIT_S
         )
         attempt_at = time.time()
-        self.head.until(lambda: self.begun(self.head, up_at), "the head trains", LIMIT_S)
-        first = self.begun(self.head, up_at)[0]
-        self.head.until(lambda: len(self.begun(self.other, first.time)) > 5, "both train again", LIMIT_S)
-        after = self.begun(self.other, killed_at)
+        self.head.until(lambda: begun(self.head, up_at), "the head trains", LIMIT_S)
+        first = begun(self.head, up_at)[0]
+        self.head.until(lambda: len(begun(self.other, first.time)) > 5, "both train again", LIMIT_S)
+        after = begun(self.other, killed_at)
         together = [one for one in after if one.time >= first.time]
-        trained = {one.pid for one in self.begun(self.other, since) if one.time < killed_at}
+        trained = {one.pid for one in begun(self.other, since) if one.time < killed_at}
         saved = [one["step"] for one in self.events("checkpoint_saved") if one["time"] < killed_at]
         return Loss(
             processes=num_killed,
@@ -200,7 +179,7 @@ class Cluster:
         job: dict[str, Any] = self.head.until(
             lambda: (shown := self.job())["state"] == "SUCCEEDED" and shown, "the job is over", LIMIT_S
         )
-        history = asked(self.service, f"jobs/{self.job_id}/metrics")["samples"]
+        history = self.cluster.history(self.job_id)["samples"]
         return {
             "attempts": job["attempt"],
             "replicas_bit_equal": job["summary"]["replicas_bit_equal"],
@@ -226,17 +205,16 @@ def main(
     made = {"command": "python -m benchmarks.head_loss", **asdict(made_by)}
     try:
         with Lab(LabSpec(hosts=3, rate_mbit=1000)) as lab:
-            cluster = Cluster(lab, store, losses)
+            trial = Trial(lab, store, losses)
             for number in range(losses):
-                loss = cluster.lose()
+                loss = trial.lose()
                 found.append(loss)
                 typer.echo(f"{number + 1}: {loss}")
                 _write(out, made, found, None)
-            over = cluster.finish()
+            over = trial.finish()
             _write(out, made, found, over)
             typer.echo(str(over))
-            for host in (cluster.other, cluster.head):
-                end(host)
+            trial.cluster.end()
     finally:
         shutil.rmtree(store)
 

@@ -1,28 +1,30 @@
-"""Two boxes that share no file, and a service on a third machine: a job over both, in a lab of network namespaces.
+"""Two boxes that share no file, and a service on a third machine: jobs over both, in a lab of network namespaces.
 
 Each host has /tmp and a home of its own. What all see is the installed code, and one folder that stands for a store of
-checkpoints.
+checkpoints. Each has a second interface, by which it reaches the others as well, and which nothing is to use.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_interfaces_share
 from tests.conftest import missing
-from tests.e2e.lab_boxes import THINWIRE, Host, asked, begin, end, join, serve
-from thinwire.lab import Lab, LabError, LabSpec
+from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.lab import Lab, LabSpec
 from thinwire.lab.network import INTERFACE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 JOB = {
     "name": "both",
@@ -33,21 +35,22 @@ JOB = {
     "workers": {"min": 2, "max": 2, "device": "cpu"},
     "evaluation": {"every_steps": 20, "windows": 8},
 }
-OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch
 from model import model
 from thinwire.optim import OneBitAdam
 from thinwire.train import session
 
-steps = int(sys.argv[1])
+steps, wait_s, file = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 with session() as run:
     net = model()
     optimizer = OneBitAdam(net.parameters(), lr=1e-2, warmup=10, total_steps=steps, group=run.group)
     run.register(model=net, optimizer=optimizer)
     for x in run.batches(torch.randn(64, 4), global_batch=4, steps=steps):
-        time.sleep(0.1)
+        with open(file, "a") as begun:
+            print(time.time(), os.getpid(), run.step_number, run.world_size, file=begun)
+        time.sleep(wait_s)
         run.step((net(x) ** 2).mean())
 """
 MODEL = """
@@ -56,18 +59,7 @@ import torch
 def model():
     return torch.nn.Linear(4, 2)
 """
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    pytest.importorskip("ray")
-    try:
-        with Lab(LabSpec(hosts=3, rate_mbit=1000)) as shared:
-            yield shared
-    except LabError as error:
-        if os.geteuid() == 0:
-            missing(f"no lab can be made here: {error}")
-        pytest.skip(f"no lab can be made here: {error}")
+FILES = {"train.py": SCRIPT, "model.py": MODEL}
 
 
 @pytest.fixture(scope="module")
@@ -79,55 +71,51 @@ def store() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def boxes(lab: Lab) -> Iterator[tuple[Host, Host]]:
-    """A head, and a box that has joined it. Each has room for one worker."""
-    head, other = Host(lab, 0), Host(lab, 1)
-    join(other, head, begin(head))
-    yield head, other
-    for box in (other, head):
-        end(box)
+def cluster(namespaces: None, store: Path) -> Iterator[Cluster]:
+    """Takes all of it along at its end, whatever still runs there."""
+    if importlib.util.find_spec("ray") is None:
+        missing("Ray is not installed: pip install 'thinwire[worker]'")
+    with Lab(LabSpec(hosts=3, rate_mbit=1000, second_network=True)) as lab:
+        yield Cluster(lab, store)
 
 
-@pytest.fixture(scope="module")
-def service(lab: Lab, store: Path, boxes: tuple[Host, Host]) -> Host:
-    """A third machine, which runs no Ray."""
-    host = Host(lab, 2)
-    serve(host, boxes[0], boxes[0].run(f"cat {boxes[0].box}/auth_token"), store)
-    return host
-
-
-def submitted(service: Host, store: Path, **changes: Any) -> dict[str, Any]:
-    """A job at its end."""
+def job_of_ours(cluster: Cluster, store: Path, **changes: Any) -> dict[str, Any]:
+    """A job of a built-in recipe, at its end."""
     job = {**JOB, "checkpoint": {"every_steps": 20, "store": str(store)}, **changes}
-    job_id = service.run(f"cat > /tmp/job.json; {THINWIRE} submit /tmp/job.json", json.dumps(job)).split()[0]
-    return until(service, job_id, lambda job: job["state"] in OVER, "is over")
+    return cluster.until(cluster.submit(job, {}), lambda job: job["state"] in OVER, "is over")
 
 
-def until(service: Host, job_id: str, true: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
-    """The job when something is true of it; fails where it ends before."""
+def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(cluster: Cluster, store: Path) -> None:
+    cluster.see_second_interface()
+    before = cluster.lab.interface_bytes()
+    job_id = cluster.submit(
+        {
+            "name": "across",
+            "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": ["30", "0", BEGUN]},
+            "workers": {"min": 2, "max": 2, "device": "cpu"},
+            "network": {"interface": INTERFACE},
+            "checkpoint": {"every_steps": 20, "store": str(store)},
+        },
+        FILES,
+    )
+    job = cluster.until(job_id, lambda job: job["state"] in OVER, "is over")
+    log = cluster.log(job_id)
+    assert job["state"] == "SUCCEEDED", f"{job['reason']}\n{log[-3000:]}"
+    summary = job["summary"]
+    assert (summary["steps"], summary["world_size"], summary["replicas_bit_equal"]) == (30, 2, True)
+    for box in cluster.boxes:
+        assert {one.step for one in begun(box) if one.world_size == 2} == set(range(30))
+        assert f"host='{box.address}'" in log
+    assert len([path for path in store.rglob("manifest.json") if "step-00000030-" in str(path)]) == 1
+    assert other_interfaces_share(before, cluster.lab.interface_bytes()) < 0.01
 
-    def now() -> dict[str, Any] | None:
-        job: dict[str, Any] = asked(service, f"jobs/{job_id}")
-        if true(job):
-            return job
-        assert job["state"] not in OVER, (
-            f"{job['state']}: {job['reason']}\n{service.run(f'{THINWIRE} logs {job_id}')[-3000:]}"
-        )
-        return None
 
-    found: dict[str, Any] = service.until(now, f"{job_id} {what}", 900.0)
-    return found
-
-
-def test_a_job_trains_over_both_boxes_without_a_shared_folder(
-    service: Host, boxes: tuple[Host, Host], store: Path
-) -> None:
-    job = submitted(service, store)
-    log = service.run(f"{THINWIRE} logs {job['id']}", check=False)
+@pytest.mark.slow
+def test_a_job_leaves_its_results_with_the_service_and_nothing_of_ray(cluster: Cluster, store: Path) -> None:
+    job = job_of_ours(cluster, store)
+    log, service = cluster.log(job["id"]), cluster.service
     assert job["state"] == "SUCCEEDED", f"{job['reason']}\n{log[-3000:]}"
     assert (job["summary"]["world_size"], job["summary"]["replicas_bit_equal"]) == (2, True)
-    for box in boxes:
-        assert f"host='{box.address}'" in log
     files = set(service.run(f"ls {job['run_dir']}").split())
     assert {"summary.json", "loss.png", "logs", "job.json"} <= files
     assert not set(service.run("ls -a /tmp").split()) & {"ray", "twbox"}
@@ -141,27 +129,25 @@ def test_a_job_trains_over_both_boxes_without_a_shared_folder(
     assert [sample["step"] for sample in history["samples"]] == list(range(41))
 
 
-def test_an_interface_that_no_box_has_is_told_with_what_each_has(
-    service: Host, boxes: tuple[Host, Host], store: Path
-) -> None:
-    job = submitted(service, store, network={"interface": "ib7"})
+@pytest.mark.slow
+def test_an_interface_that_no_box_has_is_told_with_what_each_has(cluster: Cluster, store: Path) -> None:
+    job = job_of_ours(cluster, store, network={"interface": "ib7"})
     assert job["state"] == "FAILED"
     assert "InterfaceMissing" in job["reason"]
-    for box in boxes:
+    for box in cluster.boxes:
         assert f"{INTERFACE} ({box.address})" in job["reason"]
 
 
-def test_boxes_of_different_versions_are_named_before_a_job_starts(
-    service: Host, boxes: tuple[Host, Host], store: Path
-) -> None:
+@pytest.mark.slow
+def test_boxes_of_different_versions_are_named_before_a_job_starts(cluster: Cluster, store: Path) -> None:
     import torch
 
     site = Path(torch.__file__).parents[1]
     [metadata] = site.glob("torch-*.dist-info/METADATA")
-    box = boxes[1]
+    box = cluster.other
     box.run(f"sed 's/^Version: .*/Version: 9.9.9/' {metadata} > /tmp/METADATA && mount --bind /tmp/METADATA {metadata}")
     try:
-        job = submitted(service, store)
+        job = job_of_ours(cluster, store)
     finally:
         box.run(f"umount {metadata}")
     assert job["state"] == "FAILED"
@@ -169,23 +155,21 @@ def test_boxes_of_different_versions_are_named_before_a_job_starts(
     assert f"9.9.9 on {box.run('hostname').strip()} ({box.address})" in job["reason"]
 
 
-def script(service: Host, store: Path, steps: int) -> str:
+def script(cluster: Cluster, store: Path, steps: int) -> str:
     """A script of two files, submitted as a package for one or two workers. The job's ID."""
-    service.write("/tmp/mine/train.py", SCRIPT)
-    service.write("/tmp/mine/model.py", MODEL)
+    for name, text in FILES.items():
+        cluster.service.write(f"/tmp/mine/{name}", text)
     options = f"--min 1 --max 2 --checkpoint-store {store}"
-    said = service.run(f"{THINWIRE} submit /tmp/mine/train.py {options} -- {steps}")
+    said = cluster.service.run(f"{THINWIRE} submit /tmp/mine/train.py {options} -- {steps} 0.1 {os.devnull}")
     return next(word for word in said.split() if word.startswith("train-"))
 
 
-def test_a_script_outlives_its_worker_and_follows_a_resize(
-    service: Host, boxes: tuple[Host, Host], store: Path
-) -> None:
-    job_id = script(service, store, 900)
+@pytest.mark.slow
+def test_a_script_outlives_its_worker_and_follows_a_resize(cluster: Cluster, store: Path) -> None:
+    job_id, service = script(cluster, store, 900), cluster.service
 
     def train(workers: int, from_step: int) -> int:
-        job = until(
-            service,
+        job = cluster.until(
             job_id,
             lambda job: (job["world_size"], (job["progress"] or {"step": 0})["step"] > from_step) == (workers, True),
             f"trains with {workers} after step {from_step}",
@@ -193,22 +177,29 @@ def test_a_script_outlives_its_worker_and_follows_a_resize(
         return int(job["progress"]["step"])
 
     step = train(2, 10)
-    assert boxes[1].processes("ray::ElasticWorker", signal.SIGKILL)
-    until(service, job_id, lambda job: job["world_size"] == 1, "goes on without the killed one")
+    assert cluster.other.processes("ray::ElasticWorker", signal.SIGKILL)
+    cluster.until(job_id, lambda job: job["world_size"] == 1, "goes on without the killed one")
     step = train(2, step)
     service.run(f"{THINWIRE} resize {job_id} --max 1 --wait", within_s=200.0)
     step = train(1, step)
     service.run(f"{THINWIRE} resize {job_id} --max 2 --wait", within_s=200.0)
     train(2, step)
-    job = until(service, job_id, lambda job: job["state"] in OVER, "is over")
+    job = cluster.until(job_id, lambda job: job["state"] in OVER, "is over")
     assert (job["state"], job["attempt"]) == ("SUCCEEDED", 1), job["reason"]
     assert job["summary"]["replicas_bit_equal"]
 
 
-def test_a_cancelled_job_leaves_no_worker_on_any_box(service: Host, boxes: tuple[Host, Host], store: Path) -> None:
-    job_id = script(service, store, 100_000)
-    until(service, job_id, lambda job: job["world_size"] == 2 and job["progress"], "trains")
-    service.run(f"{THINWIRE} cancel {job_id}")
-    until(service, job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
-    for box in boxes:
+@pytest.mark.slow
+def test_a_cancelled_job_leaves_no_worker_on_any_box(cluster: Cluster, store: Path) -> None:
+    job_id = script(cluster, store, 100_000)
+    cluster.until(job_id, lambda job: job["world_size"] == 2 and job["progress"], "trains")
+    cluster.service.run(f"{THINWIRE} cancel {job_id}")
+    cluster.until(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
+    for box in cluster.boxes:
         box.until(lambda box=box: not box.processes("ray::ElasticWorker"), "no worker is left", 120.0)
+
+
+@pytest.mark.slow
+def test_down_leaves_nothing_of_ray_on_any_box(cluster: Cluster) -> None:
+    """The last one: no box is left for others."""
+    cluster.end()

@@ -69,3 +69,10 @@ def token_buckets(tc_json: str) -> dict[str, dict[str, Any]]:
     if not found:
         raise LabError(f"no token bucket is left on the lab's interfaces; tc says: {tc_json.strip()}")
     return found
+
+
+def interface_bytes(ip_json: str) -> dict[str, int]:
+    """Bytes sent and received by each interface in what `ip -s -j link show` printed."""
+    return {
+        link["ifname"]: link["stats64"]["tx"]["bytes"] + link["stats64"]["rx"]["bytes"] for link in json.loads(ip_json)
+    }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from thinwire.lab import network
-from thinwire.lab.counters import HostCounters, host_counters, token_buckets
+from thinwire.lab.counters import HostCounters, host_counters, interface_bytes, token_buckets
 from thinwire.lab.network import Shaping, shaping_of
 from thinwire.lab.processes import Holder, HostProcess
 from thinwire.lab.run import Line, RunResult, run_ranks
@@ -114,7 +114,7 @@ class Lab:
         """Cut or mend several directions, (sender, receiver) each, at once: as nearly as their hosts run a command."""
         for host in itertools.chain(*directions):
             self._check(host)
-        network.deliver(self.holder, directions, arrives=arrives)
+        network.deliver(self.holder, directions, arrives=arrives, second_network=self.spec.second_network)
 
     def _check(self, host: int) -> None:
         if not 0 <= host < self.spec.hosts:
@@ -207,6 +207,16 @@ class Lab:
         command = [network.tool("tc"), "-s", "-j", "qdisc", "show"]
         ports, *own = map(token_buckets, self.holder.outputs(namespaces, command, [""] * len(namespaces)))
         return tuple(host_counters(host, own[host][network.INTERFACE], ports[f"port{host}"]) for host in hosts)
+
+    def interface_bytes(self) -> tuple[dict[str, int], ...]:
+        """Of each host: bytes sent and received by each of its interfaces since the lab began, loopback too.
+
+        The kernel's own counters, which are a little low where counters() are exact: for shares, and for what should
+        be 0.
+        """
+        hosts = [network.namespace_of(host) for host in range(self.spec.hosts)]
+        told = self.holder.outputs(hosts, [network.tool("ip"), "-s", "-j", "link", "show"], [""] * len(hosts))
+        return tuple(map(interface_bytes, told))
 
 
 def require_machine() -> None:

@@ -28,6 +28,8 @@ SWITCH = 0
 NOBODY = "02:54:57:ff:ff:ff"
 """No host has it: the switch sends such frames to all, and all leave them."""
 INTERFACE = "eth0"
+SECOND_INTERFACE = "eth1"
+"""Of a lab with a second network."""
 CONGESTION_CONTROL = "reno"
 TOOL_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
 
@@ -44,6 +46,11 @@ fcntl.ioctl(socket.socket(), 0x8946, request)
 def address_of(host: int) -> str:
     """IPv4 address of a host in its lab."""
     return f"10.84.0.{host + 1}"
+
+
+def second_address_of(host: int) -> str:
+    """The same in the lab's second network, where it has one."""
+    return f"10.85.0.{host + 1}"
 
 
 def namespace_of(host: int) -> int:
@@ -95,6 +102,8 @@ def build(holder: Holder, spec: LabSpec) -> str:
     holder.output(SWITCH, [tool("bridge"), "-batch", "-"], _switch_table(spec))
     in_hosts = [namespace_of(host) for host in hosts]
     holder.outputs(in_hosts, [tool("ip"), "-batch", "-"], [_host_links(spec, shaping, host) for host in hosts])
+    if spec.second_network:
+        _second_network(holder, spec)
     try:
         holder.output(SWITCH, [tool("tc"), "-batch", "-"], "".join(_bucket(f"port{host}", shaping) for host in hosts))
         holder.outputs(in_hosts, [tool("tc"), "-batch", "-"], [_bucket(INTERFACE, shaping)] * spec.hosts)
@@ -113,14 +122,17 @@ def build(holder: Holder, spec: LabSpec) -> str:
     return "none"
 
 
-def deliver(holder: Holder, directions: Iterable[tuple[int, int]], *, arrives: bool) -> None:
+def deliver(
+    holder: Holder, directions: Iterable[tuple[int, int]], *, arrives: bool, second_network: bool = False
+) -> None:
     """Whether frames of one host to another arrive, from now on. They vanish unseen: the switch looks for NOBODY."""
     told: dict[int, list[str]] = defaultdict(list)
     for sender, receiver in directions:
-        mac = _mac(receiver) if arrives else NOBODY
-        told[namespace_of(sender)].append(
-            f"neigh replace {address_of(receiver)} lladdr {mac} dev {INTERFACE} nud permanent"
-        )
+        lines = told[namespace_of(sender)]
+        lines.append(_neighbour("replace", INTERFACE, address_of(receiver), _mac(receiver) if arrives else NOBODY))
+        if second_network:
+            mac = _second_mac(receiver) if arrives else NOBODY
+            lines.append(_neighbour("replace", SECOND_INTERFACE, second_address_of(receiver), mac))
     holder.outputs(list(told), [tool("ip"), "-batch", "-"], [_lines(lines) for lines in told.values()])
 
 
@@ -171,12 +183,38 @@ def _host_links(spec: LabSpec, shaping: Shaping, host: int) -> str:
             f"addr add {address_of(host)}/24 dev {INTERFACE}",
             f"link set dev {INTERFACE} {_gso(spec, shaping)} up",
             *(
-                f"neigh add {address_of(peer)} lladdr {_mac(peer)} dev {INTERFACE} nud permanent"
+                _neighbour("add", INTERFACE, address_of(peer), _mac(peer))
                 for peer in range(spec.hosts)
                 if peer != host
             ),
         ]
     )
+
+
+def _second_network(holder: Holder, spec: LabSpec) -> None:
+    """Join the hosts once more, by a bridge of its own. Nothing shapes it."""
+    hosts = range(spec.hosts)
+    lines = ["link add name br1 type bridge stp_state 0 mcast_snooping 0", "link set dev br1 up"]
+    for host in hosts:
+        inner_pid = holder.namespaces[namespace_of(host)].inner_pid
+        peer = f"peer name {SECOND_INTERFACE} address {_second_mac(host)} netns {inner_pid}"
+        lines += [f"link add name second{host} type veth {peer}", f"link set dev second{host} master br1 up"]
+    holder.output(SWITCH, [tool("ip"), "-batch", "-"], _lines(lines))
+    links = [
+        _lines(
+            [
+                f"addr add {second_address_of(host)}/24 dev {SECOND_INTERFACE}",
+                f"link set dev {SECOND_INTERFACE} up",
+                *(
+                    _neighbour("add", SECOND_INTERFACE, second_address_of(peer), _second_mac(peer))
+                    for peer in hosts
+                    if peer != host
+                ),
+            ]
+        )
+        for host in hosts
+    ]
+    holder.outputs([namespace_of(host) for host in hosts], [tool("ip"), "-batch", "-"], links)
 
 
 def _bucket(interface: str, shaping: Shaping) -> str:
@@ -225,6 +263,14 @@ def _gso(spec: LabSpec, shaping: Shaping) -> str:
 
 def _mac(host: int) -> str:
     return f"02:54:57:00:00:{host + 1:02x}"
+
+
+def _second_mac(host: int) -> str:
+    return f"02:54:58:00:00:{host + 1:02x}"
+
+
+def _neighbour(verb: str, interface: str, address: str, mac: str) -> str:
+    return f"neigh {verb} {address} lladdr {mac} dev {interface} nud permanent"
 
 
 def _lines(lines: Iterable[str]) -> str:

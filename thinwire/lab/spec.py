@@ -28,6 +28,7 @@ class LabSpec:
     delay_ms: from host to host, one way; not given: 0.1, and 0 above 1000 Mbit/s (its timers cost CPU that such a rate
     needs). loss: probability of losing a frame between two hosts; needs a kernel with netem.
     ranks_per_host: processes of lab.run() that share a host and its link, a "box" of so many GPUs.
+    second_network: each host has eth1 too, unshaped, by which it reaches the others: what is sent there is seen.
 
     Raises: ValueError with the field, the value and what is allowed.
     """
@@ -37,6 +38,7 @@ class LabSpec:
     delay_ms: float = None  # type: ignore[assignment]  # replaced below, so that a reader always finds a number
     loss: float = 0.0
     ranks_per_host: int = 1
+    second_network: bool = False
 
     def __post_init__(self) -> None:
         if self.delay_ms is None:
