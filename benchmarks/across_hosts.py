@@ -16,13 +16,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
@@ -100,7 +98,6 @@ class Trial:
     """What is run, and where."""
 
     cluster: Cluster
-    store: Path
     load: Load
     steps: int
     progress: Progress
@@ -162,7 +159,7 @@ class Trial:
             "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": args},
             "workers": {"min": WORKERS, "max": WORKERS, "device": "cpu"},
             "network": {"interface": INTERFACE},
-            "checkpoint": {"every_steps": steps, "store": str(self.store)},
+            "checkpoint": {"every_steps": steps, "store": self.cluster.store},
         }
 
 
@@ -188,20 +185,16 @@ def main(
     is_full = (steps, mbit, model, len(chosen)) == (STEPS, rate_mbit(RATE), MODEL, len(RUNS))
     made_by, before, began = provenance(CODE), os.getloadavg(), time.monotonic()
     progress = Progress(began)
-    store = Path(mkdtemp(prefix="thinwire-store-", dir="/var/tmp"))
     found: dict[str, Told] = {}
-    try:
-        with Lab(LabSpec(hosts=3, rate_mbit=mbit, second_network=True)) as lab:
-            progress.say(f"{lab.spec.hosts} hosts at {mbit:g} Mbit/s: `thinwire up` on two, the service on the third")
-            cluster = Cluster(lab, store)
-            cluster.see_second_interface()
-            counted = lab.interface_bytes()
-            trial = Trial(cluster, store, load, steps, progress)
-            for run in chosen:
-                found[run.name] = trial.of(run)
-            last = lab.interface_bytes()
-    finally:
-        shutil.rmtree(store)
+    with Lab(LabSpec(hosts=3, rate_mbit=mbit, second_network=True)) as lab:
+        progress.say(f"{lab.spec.hosts} hosts at {mbit:g} Mbit/s: `thinwire up` on two, the service on the third")
+        cluster = Cluster(lab)
+        cluster.see_second_interface()
+        counted = lab.interface_bytes()
+        trial = Trial(cluster, load, steps, progress)
+        for run in chosen:
+            found[run.name] = trial.of(run)
+        last = lab.interface_bytes()
     figures = figures_of(found, other_interfaces_share(counted, last), load.name, mbit, steps)
     hardware = {**made_by.hardware, "kernel": platform.release()}
     facts = {

@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
@@ -108,15 +106,15 @@ class Loss:
 class Trial:
     """A cluster, and a job that trains on both of its boxes."""
 
-    def __init__(self, lab: Lab, store: Path, num_losses: int) -> None:
-        self.cluster = Cluster(lab, store)
+    def __init__(self, lab: Lab, num_losses: int) -> None:
+        self.cluster = Cluster(lab)
         self.head, self.other = self.cluster.boxes
         self.steps = STEPS_A_LOSS * num_losses
         job = {
             "name": "head-loss",
             "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": [str(self.steps), BEGUN]},
             "workers": {"min": 2, "max": 2, "device": "cpu", "max_restarts": num_losses + 5},
-            "checkpoint": {"every_steps": SAVE_EVERY, "store": str(store)},
+            "checkpoint": {"every_steps": SAVE_EVERY, "store": self.cluster.store},
         }
         self.job_id = self.cluster.submit(job, {"train.py": SCRIPT})
 
@@ -200,23 +198,19 @@ def main(
     """Kill the head again and again: about two minutes a time. Needs root, for the lab."""
     made_by = provenance(CODE)
     out.mkdir(parents=True, exist_ok=True)
-    store = Path(mkdtemp(prefix="thinwire-store-", dir="/var/tmp"))
     found: list[Loss] = []
     made = {"command": "python -m benchmarks.head_loss", **asdict(made_by)}
-    try:
-        with Lab(LabSpec(hosts=3, rate_mbit=1000)) as lab:
-            trial = Trial(lab, store, losses)
-            for number in range(losses):
-                loss = trial.lose()
-                found.append(loss)
-                typer.echo(f"{number + 1}: {loss}")
-                _write(out, made, found, None)
-            over = trial.finish()
-            _write(out, made, found, over)
-            typer.echo(str(over))
-            trial.cluster.end()
-    finally:
-        shutil.rmtree(store)
+    with Lab(LabSpec(hosts=3, rate_mbit=1000)) as lab:
+        trial = Trial(lab, losses)
+        for number in range(losses):
+            loss = trial.lose()
+            found.append(loss)
+            typer.echo(f"{number + 1}: {loss}")
+            _write(out, made, found, None)
+        over = trial.finish()
+        _write(out, made, found, over)
+        typer.echo(str(over))
+        trial.cluster.end()
 
 
 def _write(out: Path, made: dict[str, Any], found: list[Loss], over: dict[str, Any] | None) -> None:

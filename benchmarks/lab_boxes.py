@@ -1,7 +1,7 @@
 """Boxes of their own in a lab: hosts that share no file, Ray on two of them by `thinwire up`, a service on a third.
 
-Each host has /tmp and a home of its own. What all see is the installed code, and one folder that stands for a store of
-checkpoints. Benchmarks and tests bring machines up with it. It is here, for a test may stand on a benchmark and no
+Each host has /tmp and a home of its own; what all see is the installed code. Checkpoints go to an S3 server (moto) on the
+service's host. Benchmarks and tests bring machines up with it. It is here, for a test may stand on a benchmark and no
 benchmark on a test; and not in thinwire/lab, which knows no other room, while this types the commands of all.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -42,6 +43,11 @@ print(" ".join(killed))
 """The processes of a host whose program is called so, or begins so, and a signal for each; 0 finds them."""
 
 
+STORE_PORT, BUCKET = 9000, "checkpoints"
+STORE_ENV = {"AWS_ACCESS_KEY_ID": "lab", "AWS_SECRET_ACCESS_KEY": "lab", "AWS_EC2_METADATA_DISABLED": "true"}
+"""What a client of the store is to know beside its URL."""
+
+
 class Host:
     """One machine of the lab, with /tmp and a home of its own."""
 
@@ -55,6 +61,7 @@ class Host:
             "HOME": self.home,
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "LANG": "C.UTF-8",
+            **STORE_ENV,
         }
         self.run(f"mount -t tmpfs tmpfs /tmp && mkdir -m 700 {self.home}")
 
@@ -109,7 +116,16 @@ def end(box: Host) -> None:
     assert [pid for name in ("ray::", "raylet", "gcs_server") for pid in box.processes(name)] == []
 
 
-def serve(host: Host, head: Host, token: str, store: Path) -> None:
+def keep_store(host: Host) -> str:
+    """An S3 server in memory on a host. The URL of an empty bucket there."""
+    where = f"http://{host.address}:{STORE_PORT}/{BUCKET}"
+    server = f"{sys.executable} -m moto.server -H {host.address} -p {STORE_PORT}"
+    host.run(f"setsid {server} > /tmp/store.log 2>&1 & sleep 1")
+    host.until(lambda: "done" in host.run(f"curl -sf -X PUT {where} && echo done", check=False), "a bucket", 120.0)
+    return f"s3://{BUCKET}?scheme=http&endpoint_override={host.address}:{STORE_PORT}&region=us-east-1"
+
+
+def serve(host: Host, head: Host, token: str) -> None:
     """A service on a host that runs no Ray."""
     host.write("/tmp/token", token)
     settings = {
@@ -117,7 +133,6 @@ def serve(host: Host, head: Host, token: str, store: Path) -> None:
         "THINWIRE_RAY_ADDRESS": f"http://{head.address}:8265",
         "THINWIRE_RAY_TOKEN_FILE": "/tmp/token",
         "THINWIRE_PUBLIC_URL": f"http://{host.address}:8400",
-        "THINWIRE_SHARED_FOLDERS": json.dumps([str(store)]),
     }
     env = " ".join(shlex.quote(f"{name}={value}") for name, value in settings.items())
     host.run(f"setsid env {env} {THINWIRE} serve --host {host.address} --port 8400 > /tmp/serve.log 2>&1 & sleep 1")
@@ -158,18 +173,16 @@ class Cluster:
     What a command says that fails is in the AssertionError.
     """
 
-    def __init__(self, lab: Lab, store: Path) -> None:
-        """Bring all three up. store: a folder that all see, for checkpoints."""
+    def __init__(self, lab: Lab) -> None:
+        """Bring all three up. store: the URL of what keeps checkpoints."""
         self.lab, self._submitted = lab, 0
         self.head, self.other, self.service = (Host(lab, number) for number in range(3))
-        token = begin(self.head)
         with ThreadPoolExecutor() as beside:
-            both = (
-                beside.submit(join, self.other, self.head, token),
-                beside.submit(serve, self.service, self.head, token, store),
-            )
-        for one in both:
-            one.result()
+            kept, begun = beside.submit(keep_store, self.service), beside.submit(begin, self.head)
+            self.store, token = kept.result(), begun.result()
+            joined = beside.submit(join, self.other, self.head, token)
+            serve(self.service, self.head, token)
+            joined.result()
 
     @property
     def boxes(self) -> tuple[Host, Host]:
@@ -213,6 +226,11 @@ class Cluster:
 
         found: dict[str, Any] = self.service.until(now, f"{job_id} {what}", within_s)
         return found
+
+    def kept(self) -> list[str]:
+        """What lies in the store, by its path there."""
+        listed = self.service.run(f"curl -sf 'http://{self.service.address}:{STORE_PORT}/{BUCKET}?list-type=2'")
+        return re.findall("<Key>(.*?)</Key>", listed)
 
     def cut_off(self, host: Host) -> None:
         """Nothing that this host sends arrives anywhere, and nothing comes to it. Nobody is told."""

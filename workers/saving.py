@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import PeerLost
 from thinwire.contract.reports import EventKind
-from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.checkpoints import (
@@ -209,7 +209,7 @@ def _all_have(mine: bool, training: Trained) -> bool:
 def store_of(run_dir: Path, settings: Checkpoint, attempt: Callable[[], int] = lambda: 0) -> CheckpointStore:
     """Where the checkpoints of a run are. Raises: ValueError where nothing opens the place."""
     own, store = RunFolder(run_dir).checkpoints, settings.store
-    where = own if store is None else f"{store.rstrip('/')}/{run_dir.name}"
+    where = own if store is None else checkpoints_in(store, run_dir.name)
     return CheckpointStore(where, settings.keep, attempt=attempt)
 
 

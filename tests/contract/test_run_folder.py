@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from thinwire.contract.run_folder import RunFolder
+import pytest
+
+from thinwire.contract.run_folder import RunFolder, checkpoints_in
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
@@ -14,3 +16,19 @@ def test_the_documents_list_every_file_of_a_run_folder_and_no_other(tmp_path):
     documented = {name.split("/")[0] for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
     properties = [name for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
     assert documented == {getattr(RunFolder(tmp_path), name).name for name in properties}
+
+
+@pytest.mark.parametrize(
+    ("store", "place"),
+    [
+        ("/shared/a/", "/shared/a/job-1"),
+        ("/odd?folder", "/odd?folder/job-1"),
+        ("s3://bucket", "s3://bucket/job-1"),
+        (
+            "s3://bucket/a/?scheme=http&endpoint_override=10.0.0.9:9000",
+            "s3://bucket/a/job-1?scheme=http&endpoint_override=10.0.0.9:9000",
+        ),
+    ],
+)
+def test_checkpoints_are_below_their_store_and_its_settings_stay_settings(store, place):
+    assert checkpoints_in(store, "job-1") == place

@@ -1,7 +1,7 @@
 """Two boxes that share no file, and a service on a third machine: jobs over both, in a lab of network namespaces.
 
-Each host has /tmp and a home of its own. What all see is the installed code, and one folder that stands for a store of
-checkpoints. Each has a second interface, by which it reaches the others as well, and which nothing is to use.
+Each host has /tmp and a home of its own. What all see is the installed code; checkpoints go to an S3 server.
+Each has a second interface, by which it reaches the others as well, and which nothing is to use.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
+import re
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,29 +62,22 @@ FILES = {"train.py": SCRIPT, "model.py": MODEL}
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[Path]:
-    """Stands for a store that all machines reach."""
-    folder = Path(tempfile.mkdtemp(prefix="thinwire-store-", dir="/var/tmp"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def cluster(namespaces: None, store: Path) -> Iterator[Cluster]:
+def cluster(namespaces: None) -> Iterator[Cluster]:
     """Takes all of it along at its end, whatever still runs there."""
-    if importlib.util.find_spec("ray") is None:
-        missing("Ray is not installed: pip install 'thinwire[worker]'")
+    for name, extra in (("ray", "worker"), ("moto", "dev")):
+        if importlib.util.find_spec(name) is None:
+            missing(f"{name} is not installed: pip install 'thinwire[{extra}]'")
     with Lab(LabSpec(hosts=3, rate_mbit=1000, second_network=True)) as lab:
-        yield Cluster(lab, store)
+        yield Cluster(lab)
 
 
-def job_of_ours(cluster: Cluster, store: Path, **changes: Any) -> dict[str, Any]:
+def job_of_ours(cluster: Cluster, **changes: Any) -> dict[str, Any]:
     """A job of a built-in recipe, at its end."""
-    job = {**JOB, "checkpoint": {"every_steps": 20, "store": str(store)}, **changes}
+    job = {**JOB, "checkpoint": {"every_steps": 20, "store": cluster.store}, **changes}
     return cluster.until(cluster.submit(job, {}), lambda job: job["state"] in OVER, "is over")
 
 
-def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(cluster: Cluster, store: Path) -> None:
+def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(cluster: Cluster) -> None:
     cluster.see_second_interface()
     before = cluster.lab.interface_bytes()
     job_id = cluster.submit(
@@ -94,7 +86,7 @@ def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(
             "recipe": {"name": "script", "entry": "train.py", "working_dir": ".", "args": ["30", "0", BEGUN]},
             "workers": {"min": 2, "max": 2, "device": "cpu"},
             "network": {"interface": INTERFACE},
-            "checkpoint": {"every_steps": 20, "store": str(store)},
+            "checkpoint": {"every_steps": 20, "store": cluster.store},
         },
         FILES,
     )
@@ -106,13 +98,14 @@ def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(
     for box in cluster.boxes:
         assert {one.step for one in begun(box) if one.world_size == 2} == set(range(30))
         assert f"host='{box.address}'" in log
-    assert len([path for path in store.rglob("manifest.json") if "step-00000030-" in str(path)]) == 1
+    whole = re.compile(rf"{job_id}/step-00000030-\w+/manifest\.json")
+    assert any(map(whole.fullmatch, cluster.kept())), cluster.kept()
     assert other_interfaces_share(before, cluster.lab.interface_bytes()) < 0.01
 
 
 @pytest.mark.slow
-def test_a_job_leaves_its_results_with_the_service_and_nothing_of_ray(cluster: Cluster, store: Path) -> None:
-    job = job_of_ours(cluster, store)
+def test_a_job_leaves_its_results_with_the_service_and_nothing_of_ray(cluster: Cluster) -> None:
+    job = job_of_ours(cluster)
     log, service = cluster.log(job["id"]), cluster.service
     assert job["state"] == "SUCCEEDED", f"{job['reason']}\n{log[-3000:]}"
     assert (job["summary"]["world_size"], job["summary"]["replicas_bit_equal"]) == (2, True)
@@ -130,8 +123,8 @@ def test_a_job_leaves_its_results_with_the_service_and_nothing_of_ray(cluster: C
 
 
 @pytest.mark.slow
-def test_an_interface_that_no_box_has_is_told_with_what_each_has(cluster: Cluster, store: Path) -> None:
-    job = job_of_ours(cluster, store, network={"interface": "ib7"})
+def test_an_interface_that_no_box_has_is_told_with_what_each_has(cluster: Cluster) -> None:
+    job = job_of_ours(cluster, network={"interface": "ib7"})
     assert job["state"] == "FAILED"
     assert "InterfaceMissing" in job["reason"]
     for box in cluster.boxes:
@@ -139,7 +132,7 @@ def test_an_interface_that_no_box_has_is_told_with_what_each_has(cluster: Cluste
 
 
 @pytest.mark.slow
-def test_boxes_of_different_versions_are_named_before_a_job_starts(cluster: Cluster, store: Path) -> None:
+def test_boxes_of_different_versions_are_named_before_a_job_starts(cluster: Cluster) -> None:
     import torch
 
     site = Path(torch.__file__).parents[1]
@@ -147,7 +140,7 @@ def test_boxes_of_different_versions_are_named_before_a_job_starts(cluster: Clus
     box = cluster.other
     box.run(f"sed 's/^Version: .*/Version: 9.9.9/' {metadata} > /tmp/METADATA && mount --bind /tmp/METADATA {metadata}")
     try:
-        job = job_of_ours(cluster, store)
+        job = job_of_ours(cluster)
     finally:
         box.run(f"umount {metadata}")
     assert job["state"] == "FAILED"
@@ -155,18 +148,18 @@ def test_boxes_of_different_versions_are_named_before_a_job_starts(cluster: Clus
     assert f"9.9.9 on {box.run('hostname').strip()} ({box.address})" in job["reason"]
 
 
-def script(cluster: Cluster, store: Path, steps: int) -> str:
+def script(cluster: Cluster, steps: int) -> str:
     """A script of two files, submitted as a package for one or two workers. The job's ID."""
     for name, text in FILES.items():
         cluster.service.write(f"/tmp/mine/{name}", text)
-    options = f"--min 1 --max 2 --checkpoint-store {store}"
+    options = f"--min 1 --max 2 --checkpoint-store '{cluster.store}'"
     said = cluster.service.run(f"{THINWIRE} submit /tmp/mine/train.py {options} -- {steps} 0.1 {os.devnull}")
     return next(word for word in said.split() if word.startswith("train-"))
 
 
 @pytest.mark.slow
-def test_a_script_outlives_its_worker_and_follows_a_resize(cluster: Cluster, store: Path) -> None:
-    job_id, service = script(cluster, store, 900), cluster.service
+def test_a_script_outlives_its_worker_and_follows_a_resize(cluster: Cluster) -> None:
+    job_id, service = script(cluster, 900), cluster.service
 
     def train(workers: int, from_step: int) -> int:
         job = cluster.until(
@@ -190,8 +183,8 @@ def test_a_script_outlives_its_worker_and_follows_a_resize(cluster: Cluster, sto
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_leaves_no_worker_on_any_box(cluster: Cluster, store: Path) -> None:
-    job_id = script(cluster, store, 100_000)
+def test_a_cancelled_job_leaves_no_worker_on_any_box(cluster: Cluster) -> None:
+    job_id = script(cluster, 100_000)
     cluster.until(job_id, lambda job: job["world_size"] == 2 and job["progress"], "trains")
     cluster.service.run(f"{THINWIRE} cancel {job_id}")
     cluster.until(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")

@@ -16,7 +16,7 @@ from thinwire.cli.commands import work
 from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import complain, note
 from thinwire.contract.jobs import CheckpointFiles, CheckpointList, Job
-from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.weights import Fetched, FetchFailed
 
 TRIES = 3
@@ -76,7 +76,7 @@ def _checkpoints(client: Client, job: Job, target: Path, *, keep: bool) -> Itera
     if known.store is not None:
         if keep:
             raise FetchFailed(f"the checkpoints lie in {known.store} already: copy {job.id} from there")
-        yield f"{known.store.rstrip('/')}/{job.id}"
+        yield checkpoints_in(known.store, job.id)
         return
     own = RunFolder(Path(job.run_dir)).checkpoints
     if own.is_dir() and not keep:  # the service's machine is this one
