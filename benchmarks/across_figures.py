@@ -155,5 +155,3 @@ def table(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{'loss, undisturbed':30} {figures['loss']:7.3f}, {figures['loss_undisturbed']:.3f} nats a byte")
     lines.append(f"{'bytes on other interfaces':30} {figures['other_interfaces_share']:7.2%}")
     return lines
-
-

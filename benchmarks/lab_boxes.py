@@ -1,8 +1,8 @@
 """Boxes of their own in a lab: hosts that share no file, Ray on two of them by `thinwire up`, a service on a third.
 
-Each host has /tmp and a home of its own; what all see is the installed code. Checkpoints go to an S3 server (moto) on the
-service's host. Benchmarks and tests bring machines up with it. It is here, for a test may stand on a benchmark and no
-benchmark on a test; and not in thinwire/lab, which knows no other room, while this types the commands of all.
+Each host has /tmp and a home of its own; what all see is the installed code. Checkpoints go to an S3 server (moto) on
+the host of the service. Benchmarks and tests bring machines up with it. It is here, for a test may stand on a benchmark
+and no benchmark on a test; and not in thinwire/lab, which knows no other room, while this types the commands of all.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.network import INTERFACE
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800), pytest.mark.usefixtures("namespaces")]
 
 JOB = {
     "name": "both",
@@ -62,7 +62,7 @@ FILES = {"train.py": SCRIPT, "model.py": MODEL}
 
 
 @pytest.fixture(scope="module")
-def cluster(namespaces: None) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """Takes all of it along at its end, whatever still runs there."""
     for name, extra in (("ray", "worker"), ("moto", "dev")):
         if importlib.util.find_spec(name) is None:

@@ -182,11 +182,7 @@ def _host_links(spec: LabSpec, shaping: Shaping, host: int) -> str:
             "link set dev lo up",
             f"addr add {address_of(host)}/24 dev {INTERFACE}",
             f"link set dev {INTERFACE} {_gso(spec, shaping)} up",
-            *(
-                _neighbour("add", INTERFACE, address_of(peer), _mac(peer))
-                for peer in range(spec.hosts)
-                if peer != host
-            ),
+            *(_neighbour("add", INTERFACE, address_of(peer), _mac(peer)) for peer in range(spec.hosts) if peer != host),
         ]
     )
 
