@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -148,7 +148,7 @@ def down() -> None:
 
 def _spec(hosts: int, rate: str, delay: str | None, loss: float, ranks_per_host: int) -> LabSpec:
     try:
-        given = {} if delay is None else {"delay_ms": time_ms(delay)}
+        given: dict[str, Any] = {} if delay is None else {"delay_ms": time_ms(delay)}
         return LabSpec(hosts=hosts, rate_mbit=rate_mbit(rate), loss=loss, ranks_per_host=ranks_per_host, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
