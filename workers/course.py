@@ -35,9 +35,10 @@ from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import Regrouped, hand_over
 from thinwire.workers.membership import Dismissed, MembershipError
+from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
-from thinwire.workers.saving import BROKEN_S, LEAVE_S, Saving
+from thinwire.workers.saving import Saving
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
@@ -196,7 +197,11 @@ class Course(ABC, Generic[T]):
             with self._meter.part("control"):
                 self._training = self._build_alone()
         has_state = self._log is not None
-        group = self._ranks.form(self.step, has_state, self._signed())
+        try:
+            group = self._ranks.form(self.step, has_state, self._signed())
+        finally:
+            if self._saving is not None:
+                self._saving.seated(self._ranks.seat)
         self._meter.attach(group.stats)
         with self._meter.part("control"):
             self._reporter.seated(group, self._device)  # before the state is given: who then has it says so
@@ -205,9 +210,7 @@ class Course(ABC, Generic[T]):
             else:
                 told = self._regroup(group, self._progress() if has_state else None)
                 self._training = told.training
-            seat = self._ranks.seat
-            if self._saving is not None:
-                self._saving.seated(seat.generation if seat else None, lost=bool(seat and seat.lost))
+        seat = self._ranks.seat
         if self._trace is not None:
             self._trace.seated(self._ranks.seat)
             self._training = self._watched(self._trace)

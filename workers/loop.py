@@ -20,9 +20,9 @@ from thinwire.optim.regroup import regroup
 from thinwire.workers import course
 from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
 from thinwire.workers.course import Joined, OfRanks, Progress, Run, gather_progress, redone_steps
+from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.replicas import ReplicasDiffer
-from thinwire.workers.saving import LEAVE_S
 from thinwire.workers.signature import signature
 from thinwire.workers.step import evaluate, train_step
 from thinwire.workers.telemetry.reporter import Reporter

@@ -40,7 +40,9 @@ from thinwire.workers.checkpoints import (
     Writer,
 )
 from thinwire.workers.checkpoints.snapshot import Content
-from thinwire.workers.checkpoints.writer import PEERS_LOOK_S
+from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
+from thinwire.workers.membership import Seat
+from thinwire.workers.owed import Owed
 from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.session.registered import Registered, weight_name
 from thinwire.workers.telemetry.meter import Meter
@@ -52,12 +54,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 50.0
 """How long the end of a run waits for its last checkpoint: its peers wait in a collective meanwhile, at most 60 s."""
-BROKEN_S = 5.0
-"""How long a checkpoint is waited for of which a worker that was lost may owe a part."""
-LEAVE_S = 25.0
-"""The same where the worker has been told to stop: notices of preemption give 30 s."""
-
-
 REGISTERED = "registered."
 """Before the names of tensors of what a script has registered, among a checkpoint's buffers."""
 
@@ -78,16 +74,21 @@ class Saving:
         self._attempt_over: str | None = None
         self._reporter = reporter
         self._generation: int | None = None
+        self._seat: Seat | None = None
+        self._owed: list[tuple[Ticket, Owed]] = []
+        """Of what is being saved."""
         self._closed = False
 
-    def seated(self, generation: int | None, *, lost: bool) -> None:
-        """Checkpoints are of this generation from here on. lost: a rank of before has died. Local.
+    def seated(self, seat: Seat | None) -> None:
+        """Checkpoints are of this generation from here on, and whoever is not in it gives no part of those before.
 
-        generation: None where ranks are fixed: then resume() draws it.
+        To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then resume()
+        draws the generation.
         """
-        self._generation = generation
-        if lost:
-            self._writer.hurry(BROKEN_S)
+        self._seat, self._generation = seat, None if seat is None else seat.generation
+        if seat is not None:
+            for _, owed in self._owed:
+                owed.seated(seat)
 
     def resume(self, training: Trained, meter: Meter) -> int:
         """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
@@ -142,7 +143,12 @@ class Saving:
                 mark[0] = self._writer.mark(which)
             group.broadcast_(mark)
             look()  # the worker may have been stopped in a step, and the others have gone on without it
-            self._writer.save(which, group.rank, group.size, content, int(mark))
+            owed = None if self._seat is None else Owed(self._seat)
+            patience = without_end if owed is None else owed.patience
+            ticket = self._writer.save(which, group.rank, group.size, content, int(mark), patience)
+            self._owed = [pair for pair in self._owed if not pair[0].over]
+            if owed is not None:
+                self._owed.append((ticket, owed))
 
     def _find(self, *, begins: bool) -> tuple[int, int, int]:
         """This generation, and the newest checkpoint that is whole; zeros for none. On rank 0. Raises: OSError."""

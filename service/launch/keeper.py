@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from thinwire.contract.files import write_whole
 from thinwire.service.launch import processes
@@ -43,18 +42,6 @@ LIMIT_S = 30.0
 """A process that outlives SIGKILL this long hangs in the kernel; the keeper says so and goes."""
 
 EXIT_ASKED, EXIT_COMMAND_ENDED, EXIT_LEASE_EXPIRED, EXIT_LEFT_SOME = 0, 3, 4, 5
-
-
-class _RayParams(Protocol):
-    ray_client_server_port: int | None
-
-
-def without_ray_client(params: _RayParams, _head: bool) -> None:
-    """Switch Ray's client server off: `ray start` calls it by RAY_START_HOOK. Modifies `params`.
-
-    The command line can only move that server to another fixed port, not leave it out.
-    """
-    params.ray_client_server_port = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,6 +50,8 @@ MAX_TEMP_CHARS: Final = 24
 ADOPT_S: Final = 60.0
 """How long a living head may take to answer before it counts as hung; its jobs may be using the whole machine."""
 CLOSE_S: Final = keeper.GRACE_S + keeper.LIMIT_S + 10.0
+START_HOOK: Final = "thinwire.service.launch.start_hook.patient"
+"""What `ray start` calls before it starts anything: by name, because it alone imports Ray."""
 
 _FOREIGN: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE")
 _POLL_S: Final = 0.1
@@ -297,13 +299,15 @@ class RayHead:
 
 
 def head_command(ray_dir: Path, dashboard_port: int) -> list[str]:
-    """The command line of the head. Port 0 lets Ray choose and pass on a free one; GPUs are found by Ray."""
+    """The command line of the head. Port 0 lets Ray choose and pass on a free one; GPUs are found by Ray.
+
+    The agents' ports are given by start_hook.py.
+    """
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address", "127.0.0.1", "--port", "0", "--object-manager-port", "0", "--node-manager-port", "0"),
         *("--include-dashboard", "true", "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)),
-        *("--dashboard-agent-listen-port", "0", "--dashboard-agent-grpc-port", "0", "--runtime-env-agent-port", "0"),
-        *("--metrics-export-port", "0", "--num-cpus", str(max(os.cpu_count() or 1, MIN_NUM_CPUS))),
+        *("--num-cpus", str(max(os.cpu_count() or 1, MIN_NUM_CPUS))),
         *("--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(ray_dir)),
         *("--disable-usage-stats", "--log-style", "record", "--log-color", "false"),
     ]
@@ -334,7 +338,7 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         # Ray takes 127.0.0.1 as an address only where it is told that there is no cluster of machines (its default on
         # macOS); else it replaces it by the machine's own address and listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_START_HOOK": f"{keeper.__name__}.{keeper.without_ray_client.__name__}",
+        "RAY_START_HOOK": START_HOOK,
         # Fixed ports unless told otherwise: a second head on this machine would fail on them.
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",

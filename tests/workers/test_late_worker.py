@@ -12,11 +12,17 @@ from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
+from thinwire.workers.membership import Seat
 from thinwire.workers.saving import Saving, floor_of
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import RunSuperseded, Silent
 
 KEEP = 2
+
+
+def seat(generation):
+    """None where ranks are fixed."""
+    return None if generation is None else Seat(generation, 0, 1, (), "first", ())
 
 
 class Worker:
@@ -32,7 +38,7 @@ class Worker:
         reporter = Silent()
         reporter.event = lambda kind, step, **fields: self.told.append((kind.value, step, fields.get("reason", "")))
         self.saving = Saving(run_dir, Checkpoint(every_steps=10, keep=KEEP), reporter, may_commit, lambda: attempt)
-        self.saving.seated(generation, lost=False)
+        self.saving.seated(seat(generation))
 
     def resume(self):
         return self.saving.resume(self.training, self.meter)
@@ -104,7 +110,7 @@ def test_an_attempt_that_another_has_gone_on_from_makes_nothing_whole_whatever_i
     assert first.save(10)[0] == "checkpoint_saved"
     second = Worker(tmp_path, 2, seed=2, attempt=2)
     assert second.resume() == 10
-    first.saving.seated(later, lost=True)  # it has lost a worker, or taken one in that has looked at the store
+    first.saving.seated(seat(later))  # it has lost a worker, or taken one in that has looked at the store
     first.saving.raise_if_attempt_over()
     kind, _, reason = first.save(20)
     assert (kind, reason) == (
@@ -127,7 +133,7 @@ def test_workers_that_a_newer_attempt_has_adopted_save_as_its_own(tmp_path):
     worker.resume()
     Worker(tmp_path, 2, seed=2, attempt=2).resume()
     attempts.append(2)
-    worker.saving.seated(3, lost=False)
+    worker.saving.seated(seat(3))
     assert worker.save(10)[0] == "checkpoint_saved"
 
 

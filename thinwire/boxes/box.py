@@ -29,8 +29,6 @@ from thinwire.service.launch.ray_head import Head, RayHead, Start
 FOLDER_VARIABLE: Final = "THINWIRE_BOX"
 HEAD_PORT: Final = 6379
 DASHBOARD_PORT: Final = 8265
-START_HOOK: Final = "thinwire.boxes.start_hook.patient"
-"""What `ray start` calls before it starts anything: by name, because it alone imports Ray."""
 UP_SAYS: Final = b"Ray runtime started."
 """What `ray start` writes when all of it runs."""
 CLUSTER_WAITS_S: Final = 60
@@ -207,7 +205,6 @@ def box_environment(box: Box, temp_dir: Path, token: Path, gcs: Path) -> dict[st
     """Ray's, which every process of a job on this box inherits."""
     environment = ray_head.head_environment(os.environ, temp_dir, token)
     environment["THINWIRE_PYTHON"] = sys.executable  # what the entrypoints of jobs begin with
-    environment["RAY_START_HOOK"] = START_HOOK
     environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(CLUSTER_WAITS_S)
     if not box.address.startswith("127."):
         del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it is a cluster of machines

@@ -8,7 +8,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,20 +26,27 @@ POLL_S, LONGEST_POLL_S = 0.02, 1.0
 PEERS_LOOK_S = 0.1
 """Between two looks at its peers of whoever waits for a checkpoint."""
 
+Patience = Callable[[Collection[int]], tuple[float, str]]
+"""Of the ranks whose parts are missing: until when they are waited for, of time.monotonic, and why no longer. Asked in
+the writer's thread, again and again."""
+
+
+def without_end(missing: Collection[int]) -> tuple[float, str]:
+    """A Patience where nobody tells who has gone: commit_timeout_s has to do."""
+    return math.inf, ""
+
 
 class Ticket:
     """What became of one save. On rank 0 it is over when the checkpoint is whole; on another when its shard is there.
 
     failure: why there is no checkpoint; None where there is, or where it is not over yet. attempt_over: because a newer
-    attempt of the job has gone on from the checkpoints: there will be none any more.
+    attempt of the job has gone on from the checkpoints: there will be none any more. patience: with the other ranks.
     """
 
-    def __init__(self, which: CheckpointId, rank: int, address: str, mark: int) -> None:
-        self.which, self.rank, self.address, self.mark = which, rank, address, mark
+    def __init__(self, which: CheckpointId, rank: int, address: str, mark: int, patience: Patience) -> None:
+        self.which, self.rank, self.address, self.mark, self.patience = which, rank, address, mark, patience
         self.failure: str | None = None
         self.attempt_over = False
-        self.until = math.inf
-        """When it is given up, of time.monotonic, if that is before it is anyway."""
         self._over = threading.Event()
 
     @property
@@ -129,10 +136,11 @@ class Writer:
         world_size: int,
         content: Content,
         mark: int = 0,
+        patience: Patience = without_end,
     ) -> Ticket:
         """Copy this rank's part of `content` and write it in the background. Every rank calls it; not a collective.
 
-        mark: that of rank 0, see mark(). Returns when the copy is made, which waits for the one before until that is
+        mark: that of rank 0, see mark(). patience: of rank 0, with the others' parts. Returns when the copy is made, which waits for the one before until that is
         given up. A second call for the same checkpoint and mark returns the same ticket. Nothing that a disk or a store
         does is raised: it is in the ticket and in the log, and older checkpoints are intact.
         Raises: ValueError for content that no checkpoint can hold.
@@ -140,7 +148,7 @@ class Writer:
         latest = self._latest
         if latest is not None and (latest.which, latest.mark) == (which, mark):
             return latest
-        ticket = Ticket(which, rank, self.store.address(which), mark)
+        ticket = Ticket(which, rank, self.store.address(which), mark, patience)
         in_writing_s = time.monotonic() - self._begun_at
         if not self._free.wait(max(0.0, self._timeout_s - in_writing_s)):
             ticket._fail(f"the one before has been in writing for {time.monotonic() - self._begun_at:.0f} s")
@@ -171,11 +179,6 @@ class Writer:
         until = time.monotonic() + self._timeout_s
         while not self._free.wait(PEERS_LOOK_S) and time.monotonic() < until:
             look()
-
-    def hurry(self, within_s: float) -> None:
-        """A worker was lost: what lacks its part is given up after so long. Saves that come later are not meant."""
-        for ticket in self._tickets:
-            ticket.until = min(ticket.until, time.monotonic() + within_s)
 
     def ended(self) -> list[Ticket]:
         """Those that are over and were not returned before, oldest first: what a loop reports between two steps."""
@@ -246,13 +249,14 @@ class Writer:
             return True
         if one.refusals:  # told at once; what there is of it is removed when nobody writes it any more
             one.ticket._fail(one.refusals[0])
-        if time.monotonic() < min(one.deadline, one.ticket.until):
+        until, why = one.ticket.patience(one.missing)
+        if time.monotonic() < min(one.deadline, until):
             return False
         waited_s = time.monotonic() - one.since
         missing = ", ".join(map(str, one.missing))
         if missing:
-            reason = f"no shard of rank {missing} within {waited_s:.1f} s: a worker that died, or a place that not all "
-            self._end(one, reason + "workers share")
+            told = why or "a worker that died, or a place that not all workers share"
+            self._end(one, f"no shard of rank {missing} within {waited_s:.1f} s: {told}")
         else:
             self._end(one, f"for {waited_s:.1f} s this worker could not tell whether others go on without it")
         return True

@@ -33,9 +33,9 @@ from thinwire.optim.regroup import regroup
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.membership import MembershipError
+from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer, ranks_that_differ
-from thinwire.workers.saving import LEAVE_S
 from thinwire.workers.session.feed import MapFeed, Share, StreamFeed, feed_of
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script

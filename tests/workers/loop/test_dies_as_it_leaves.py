@@ -45,3 +45,30 @@ def test_whoever_dies_in_a_planned_change_holds_up_nobody(tmp_path, victim, leav
         assert (tmp_path / "summary.json").exists()
         samples = history.read(RunFolder(tmp_path).history)
         assert [sample.step for sample in samples] == list(range(STEPS + 1))
+
+
+def test_whoever_has_left_and_dies_while_it_owes_its_part_of_a_checkpoint_is_not_waited_for(tmp_path):
+    """It has said goodbye, so the membership does not hear that it dies. Its system does, and says so."""
+    with ElasticJob(
+        tmp_path,
+        Limits(1, 3),
+        steps=STEPS,
+        optimizer={**ADAM, "warmup": 2},
+        checkpoint={"every_steps": BEFORE},
+        server={"start_wait_s": 300.0},
+    ) as job:
+        job.allow(BEFORE)
+        job.hold(1)
+        job.start(0, 1, 2)
+        job.until(lambda: job.server.snapshot().last_step == BEFORE, limit_s=200.0)
+        job.server.dismiss(1, "as planned")
+        job.until(lambda: any(one.kind == "proposed" for one in job.said))
+        job.allow(STEPS)
+        job.until(lambda: any(one.kind == "left" for one in job.said))
+        job.kill(1)
+        job.wait(limit_s=200.0)
+        assert job.regroups() == [2]
+        (failed,) = job.events("checkpoint_failed")
+        assert failed["step"] == BEFORE
+        assert failed["reason"].endswith("worker 1 (rank 1) has left, and its process has ended")
+        assert [one["step"] for one in job.events("checkpoint_saved")] == [2 * BEFORE, STEPS]

@@ -18,8 +18,6 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     persist_port,
 )
 
-from thinwire.service.launch.keeper import without_ray_client
-
 AGENT_PORTS: Final = range(21_000, 32_000)
 """Below those that the kernel gives to whoever asks for any, so that none of them is taken until the agent has it."""
 AGENTS: Final = (
@@ -30,9 +28,12 @@ AGENTS: Final = (
 )
 
 
-def patient(params: Any, head: bool) -> None:
-    """Give each agent of this node a port that is free now. Modifies `params`, of Ray, and Ray's start of a raylet."""
-    without_ray_client(params, head)
+def patient(params: Any, _head: bool) -> None:
+    """Give each agent of this node a port that is free now. Modifies `params`, of Ray, and Ray's start of a raylet.
+
+    Ray's client server is left out: the command line can only move it to another fixed port.
+    """
+    params.ray_client_server_port = None
     for name, port in zip(AGENTS, free_ports(len(AGENTS)), strict=True):
         setattr(params, name, port)
     services.start_raylet = _telling(services.start_raylet)

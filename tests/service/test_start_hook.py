@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray")
 
+from ray._common.utils import load_class
 from ray._private import services
 
-from thinwire.boxes import start_hook
+from thinwire.service.launch import ray_head, start_hook
 
 
 def test_free_ports_are_different_and_free() -> None:
@@ -40,7 +42,7 @@ def test_a_raylet_is_told_the_port_of_its_agent_before_it_starts(monkeypatch: py
     monkeypatch.setattr(services, "start_raylet", start_raylet)
     monkeypatch.setattr(start_hook, "persist_port", lambda *given: told.append(given))
     params = SimpleNamespace(ray_client_server_port=10001)
-    start_hook.patient(params, head=False)
+    start_hook.patient(params, False)
     ports = [getattr(params, name) for name in start_hook.AGENTS]
     assert len(set(ports)) == len(start_hook.AGENTS)
     assert params.ray_client_server_port is None
@@ -48,3 +50,8 @@ def test_a_raylet_is_told_the_port_of_its_agent_before_it_starts(monkeypatch: py
     assert found == "raylet"
     name = start_hook.DASHBOARD_AGENT_LISTEN_PORT_NAME
     assert told == [("/session", "node", name, ports[-1]), ("started", "/session")]
+
+
+def test_every_ray_that_thinwire_starts_is_told_of_it_by_name(tmp_path: Path) -> None:
+    environment = ray_head.head_environment({}, tmp_path, tmp_path / "token")
+    assert load_class(environment["RAY_START_HOOK"]) is start_hook.patient

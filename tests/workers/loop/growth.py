@@ -1,0 +1,92 @@
+"""What a process holds: threads by name, open files by what they are, memory as malloc counts it. Asked by a signal.
+
+The number of a look comes in `looks`; the process writes what it holds to `look-NUMBER-PID.json` beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "08": "CLOSE_WAIT", "0A": "LISTEN", "02": "SYN_SENT", "04": "FIN_WAIT1"}
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def answer_looks(run_dir: Path) -> None:
+    """Write down what this process holds at each SIGUSR1. In its main thread, which must run Python now and then."""
+    signal.signal(signal.SIGUSR1, lambda *_: _write(run_dir))
+
+
+def _write(run_dir: Path) -> None:
+    number = int((run_dir / "looks").read_text())
+    part = run_dir / f"look-{number}-{os.getpid()}.part"
+    part.write_text(json.dumps(held(), indent=1))
+    part.rename(part.with_suffix(".json"))
+
+
+def held() -> dict[str, object]:
+    """Of this process, now."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    before = resident()
+    libc.mallinfo2.restype = _Mallinfo2
+    counted = libc.mallinfo2()
+    libc.malloc_trim(0)
+    import torch
+
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return {
+        "threads": dict(Counter(_native_threads())),
+        "python_threads": dict(Counter(one.name.rstrip("0123456789-") for one in threading.enumerate())),
+        "files": dict(Counter(open_files())),
+        "resident": before,
+        "resident_trimmed": resident(),
+        "malloc_in_use": counted.uordblks + counted.hblkhd,
+        "malloc_free": counted.fordblks,
+        "tensors": len(tensors),
+        "tensor_bytes": sum(storages.values()),
+        "objects": dict(Counter(type(one).__qualname__ for one in gc.get_objects()).most_common(40)),
+    }
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _native_threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def open_files() -> list[str]:
+    """What each is, in words that do not differ from one to the next of its kind."""
+    sockets = {}
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            sockets[fields[9]] = STATES.get(fields[3], fields[3])
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            to = os.readlink(entry)
+        except FileNotFoundError:  # the one by which they are listed
+            continue
+        if to.startswith("socket:["):
+            to = "tcp " + sockets[to[8:-1]] if to[8:-1] in sockets else "other socket"
+        elif to.startswith("pipe:["):
+            to = "pipe"
+        found.append(to)
+    return found
