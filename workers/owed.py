@@ -1,4 +1,4 @@
-"""Whose part of a checkpoint will not come any more? What the ranks of a generation owe of it, and who of them has gone.
+"""Whose part of a checkpoint will not come any more? What the ranks of a generation owe of it, and who has gone.
 
     who has gone                         what lacks its part is waited for
     it left as planned                   LEAVE_S + BROKEN_S: so long it may go on writing

@@ -82,8 +82,8 @@ class Saving:
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and whoever is not in it gives no part of those before.
 
-        To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then resume()
-        draws the generation.
+        To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then
+        resume() draws the generation.
         """
         self._seat, self._generation = seat, None if seat is None else seat.generation
         if seat is not None:

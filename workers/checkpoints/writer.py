@@ -140,9 +140,10 @@ class Writer:
     ) -> Ticket:
         """Copy this rank's part of `content` and write it in the background. Every rank calls it; not a collective.
 
-        mark: that of rank 0, see mark(). patience: of rank 0, with the others' parts. Returns when the copy is made, which waits for the one before until that is
-        given up. A second call for the same checkpoint and mark returns the same ticket. Nothing that a disk or a store
-        does is raised: it is in the ticket and in the log, and older checkpoints are intact.
+        mark: that of rank 0, see mark(). patience: of rank 0, with the others' parts. Returns when the copy is made,
+        which waits for the one before until that is given up. A second call for the same checkpoint and mark returns
+        the same ticket. Nothing that a disk or a store does is raised: it is in the ticket and in the log, and older
+        checkpoints are intact.
         Raises: ValueError for content that no checkpoint can hold.
         """
         latest = self._latest

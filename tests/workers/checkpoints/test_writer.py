@@ -123,6 +123,22 @@ def test_one_that_a_rank_never_delivered_is_given_up_by_name_and_nothing_is_left
     assert not Path(store.address(FIRST)).exists()
 
 
+def test_one_whose_part_nobody_will_give_is_given_up_when_and_why_its_patience_says(store, writers):
+    asked = []
+
+    def patience(missing):
+        asked.append(missing)
+        return 0.0, "worker 5 (rank 1) has left"
+
+    (writer,) = writers(1, commit_timeout_s=600)
+    ticket = writer.save(FIRST, 0, 3, state(10), patience=patience)
+    assert ticket.wait(30)
+    assert asked == [[1, 2]]
+    assert ticket.failure.startswith("no shard of rank 1, 2 within")
+    assert ticket.failure.endswith("s: worker 5 (rank 1) has left")
+    assert files(store) == set()
+
+
 @pytest.mark.parametrize("full_rank", [0, 1, 2])
 def test_a_full_disk_is_told_leaves_the_one_before_intact_and_the_next_save_succeeds(store, writers, full_rank, caplog):
     save(store, 5, 3)

@@ -14,13 +14,25 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-STATES = {"01": "ESTABLISHED", "06": "TIME_WAIT", "08": "CLOSE_WAIT", "0A": "LISTEN", "02": "SYN_SENT", "04": "FIN_WAIT1"}
+STATES = {
+    "01": "ESTABLISHED",
+    "06": "TIME_WAIT",
+    "08": "CLOSE_WAIT",
+    "0A": "LISTEN",
+    "02": "SYN_SENT",
+    "04": "FIN_WAIT1",
+}
 
 
 class _Mallinfo2(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        ("arena", ctypes.c_size_t),
+        *((f"_{number}", ctypes.c_size_t) for number in range(3)),
+        ("hblkhd", ctypes.c_size_t),
+        *((f"_{number}", ctypes.c_size_t) for number in range(3, 5)),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
     ]
 
 
