@@ -29,7 +29,7 @@ from thinwire.workers.membership import Limits
 
 RESULTS = ROOT / "benchmarks" / "results" / "survivors"
 STAY, GOES = (0, 1), 2
-BY_LOOK, WAIT_S = 10, 300.0
+BY_LOOK, WAIT_S = 5, 300.0
 """Goings and comings from one look to the next; for whatever is to come, in seconds."""
 _plain_work = elastic_job._work
 
@@ -49,7 +49,7 @@ def main(
     leaves: Annotated[bool, typer.Option(help="It leaves as planned; else it is killed.")] = False,
     width: Annotated[int, typer.Option(help="Of the model.")] = 32,
 ) -> None:
-    """Train, let the third worker go and come, and print what a stayer holds every ten goings."""
+    """Train, let the third worker go and come, and print what a stayer holds every five goings."""
     elastic_job._work = watched
     looks: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="thinwire-survivors-") as folder:
@@ -126,9 +126,12 @@ def _line(look: dict[str, Any]) -> str:
         threads, files = sum(one["threads"].values()), sum(one["files"].values())
         mib = " ".join(
             f"{name.removeprefix('malloc_')} {one[name] / 2**20:.1f}"
-            for name in ("resident", "resident_trimmed", "malloc_in_use", "malloc_free", "tensor_bytes")
+            for name in ("resident", "malloc_in_use", "malloc_free", "tensor_bytes")
         )
-        parts.append(f"slot {slot}: threads {threads} files {files} tensors {one['tensors']} MiB: {mib}")
+        parts.append(
+            f"slot {slot}: threads {threads} files {files} tensors {one['tensors']} collections {one['collections']} "
+            f"MiB: {mib}"
+        )
     return "\n      ".join(parts)
 
 

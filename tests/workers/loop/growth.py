@@ -49,28 +49,25 @@ def _write(run_dir: Path) -> None:
 
 
 def held() -> dict[str, object]:
-    """Of this process, now."""
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    before = resident()
-    libc.mallinfo2.restype = _Mallinfo2
-    counted = libc.mallinfo2()
-    libc.malloc_trim(0)
+    """Of this process, now. Lets go of nothing: what only a collection of garbage would free is counted."""
     import torch
 
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _Mallinfo2
+    counted = libc.mallinfo2()
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
     return {
         "threads": dict(Counter(_native_threads())),
         "python_threads": dict(Counter(one.name.rstrip("0123456789-") for one in threading.enumerate())),
         "files": dict(Counter(open_files())),
-        "resident": before,
-        "resident_trimmed": resident(),
+        "resident": resident(),
         "malloc_in_use": counted.uordblks + counted.hblkhd,
         "malloc_free": counted.fordblks,
         "tensors": len(tensors),
         "tensor_bytes": sum(storages.values()),
-        "objects": dict(Counter(type(one).__qualname__ for one in gc.get_objects()).most_common(40)),
+        "objects": dict(Counter(type(one).__qualname__ for one in gc.get_objects()).most_common(60)),
+        "collections": [one["collections"] for one in gc.get_stats()],
     }
 
 
