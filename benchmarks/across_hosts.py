@@ -67,22 +67,22 @@ class Progress:
     """Says on stderr what runs, how far it is, and how long it will take at its present speed."""
 
     def __init__(self, began: float) -> None:
-        self._began, self._said_at, self._doing = began, 0.0, ""
+        self._began, self._said_at = began, 0.0
         self._before: tuple[float, int] | None = None
 
     def say(self, what: str) -> None:
         """At once."""
-        self._doing, self._before, self._said_at = what, None, time.monotonic()
+        self._before, self._said_at = None, time.monotonic()
         self._print(what)
 
-    def look(self, job: dict[str, Any], steps: int) -> None:
+    def look(self, run: Run, job: dict[str, Any], steps: int) -> None:
         """Now and then."""
         now = time.monotonic()
         if now - self._said_at < SAY_S:
             return
         self._said_at = now
         step = (job["progress"] or {"step": 0})["step"]
-        told = f"{self._doing}: {job['state']}, step {step} of {steps}, {job['world_size'] or 0} workers"
+        told = f"{run.name}: {job['state']}, step {step} of {steps}, {job['world_size'] or 0} workers"
         if self._before is not None and step > self._before[1]:
             seconds = (now - self._before[0]) / (step - self._before[1])
             told += f", {1 / seconds:.2f} steps/s, about {(steps - step) * seconds:.0f} s left of this run"
@@ -116,7 +116,7 @@ class Trial:
 
         def wait(true: Any, what: str) -> dict[str, Any]:
             def look(job: dict[str, Any]) -> Any:
-                self.progress.look(job, steps)
+                self.progress.look(run, job, steps)
                 return true(job)
 
             return cluster.until(job_id, look, what, PATIENCE_S)

@@ -86,6 +86,7 @@ def test_ray_is_told_the_address_and_nothing_secret(box: BoxFolder, tmp_path: Pa
     assert "--dashboard-host 10.0.0.5 --dashboard-port 8265" in " ".join(command)
     environment = box_environment(head, tmp_path, box.token, box.gcs)
     assert environment["RAY_AUTH_MODE"] == "token"
+    assert int(environment["RAY_health_check_failure_threshold"]) >= 8, "docs/operations.md: when the network splits"
     assert environment["RAY_gcs_storage_path"] == str(box.gcs)
     assert environment["THINWIRE_PYTHON"] == sys.executable
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in environment

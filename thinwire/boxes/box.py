@@ -33,6 +33,8 @@ UP_SAYS: Final = b"Ray runtime started."
 """What `ray start` writes when all of it runs."""
 CLUSTER_WAITS_S: Final = 60
 """How long boxes and the processes on them wait for a head that has gone."""
+HEALTH_CHECKS: Final = 8
+"""So many must fail before a head gives a box up: by Ray's 5 it would end one that was cut off for 30 s and is back."""
 
 
 class BoxError(Exception):
@@ -206,6 +208,7 @@ def box_environment(box: Box, temp_dir: Path, token: Path, gcs: Path) -> dict[st
     environment = ray_head.head_environment(os.environ, temp_dir, token)
     environment["THINWIRE_PYTHON"] = sys.executable  # what the entrypoints of jobs begin with
     environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(CLUSTER_WAITS_S)
+    environment.setdefault("RAY_health_check_failure_threshold", str(HEALTH_CHECKS))
     if not box.address.startswith("127."):
         del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it is a cluster of machines
     if box.role == "head":
