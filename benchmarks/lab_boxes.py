@@ -61,6 +61,7 @@ class Host:
             "HOME": self.home,
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "LANG": "C.UTF-8",
+            "RAY_worker_niceness": "0",  # its 15 would starve them where tests run side by side
             **STORE_ENV,
         }
         self.run(f"mount -t tmpfs tmpfs /tmp && mkdir -m 700 {self.home}")
