@@ -62,6 +62,7 @@ class Host:
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "LANG": "C.UTF-8",
             "RAY_worker_niceness": "0",  # its 15 would starve them where tests run side by side
+            "RAY_memory_monitor_refresh_ms": "0",  # what others take of the machine's memory is not theirs
             **STORE_ENV,
         }
         self.run(f"mount -t tmpfs tmpfs /tmp && mkdir -m 700 {self.home}")
