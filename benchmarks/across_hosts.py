@@ -142,7 +142,7 @@ class Trial:
         cluster.bring_back(cluster.other)
         mended_at = time.time()
         self.progress.say(f"cut: host {cluster.other.number} is back")
-        wait(lambda job: job["world_size"] == WORKERS, "is whole again (it ended before: give more --steps)")
+        wait(lambda job: job["world_size"] == WORKERS, "is whole again before it ends, or more --steps are needed")
         self.progress.say("cut: both train again")
         return cut_at, mended_at
 

@@ -223,7 +223,7 @@ class Cluster:
             job = self.job(job_id)
             if true(job):
                 return job
-            assert job["state"] not in OVER, f"{job['state']}: {job['reason']}\n{self.log(job_id)[-3000:]}"
+            assert job["state"] not in OVER, f"{what}? {job['state']}: {job['reason']}\n{self.log(job_id)[-3000:]}"
             return None
 
         found: dict[str, Any] = self.service.until(now, f"{job_id} {what}", within_s)
