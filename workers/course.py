@@ -40,12 +40,14 @@ from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving
 from thinwire.workers.telemetry import history, report
+from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.trace import Trace
 from thinwire.workers.trained import Trained
+from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
@@ -140,6 +142,7 @@ class Course(ABC, Generic[T]):
         self.step = self.attended = self.left_out = 0
         self._run, self._ranks, self._device, self._reporter = run, ranks, device, reporter
         ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
+        ranks.where = self._where = Whereabouts()
         self._save_every = 0 if checkpoint is None else checkpoint.every_steps
         self._saving = None
         if checkpoint is not None:
@@ -194,6 +197,7 @@ class Course(ABC, Generic[T]):
         """
         began = time.perf_counter()
         if self._ranks.elastic and self._training is None:
+            self._where.at("building what it trains")
             with self._meter.part("control"):
                 self._training = self._build_alone()
         has_state = self._log is not None
@@ -202,6 +206,8 @@ class Course(ABC, Generic[T]):
         finally:
             if self._saving is not None:
                 self._saving.seated(self._ranks.seat)
+        self._where.within(group)
+        self._where.at("the begin of its generation: agreeing on state and step")
         self._meter.attach(group.stats)
         with self._meter.part("control"):
             self._reporter.seated(group, self._device)  # before the state is given: who then has it says so
@@ -230,9 +236,11 @@ class Course(ABC, Generic[T]):
             if self.step == self.attended:
                 stop = self._ranks.at_boundary(self.step)
                 if stop is not None:
+                    self._where.at(f"handing over after step {self.step}")
                     self._hand_over(stop)
                     self.join()
                     continue
+                self._where.at(f"step {self.step + 1}")
                 yield self.step + 1
                 if self.step == self.attended:  # it was found that there is no further step
                     continue
@@ -254,6 +262,7 @@ class Course(ABC, Generic[T]):
 
         Collective. Raises: PeerLost; ReplicasDiffer where this rank is at fault, and the others go on without it.
         """
+        self._where.at("the end of the run: its last checkpoint, and a comparison of the replicas")
         if self._saving is not None:
             with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
                 self._saving.wait(self._look)
@@ -366,7 +375,7 @@ class Course(ABC, Generic[T]):
         batch = training.global_batch(self.step + 1)
         if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
-        self._log = StepLog(training, meter, self._reporter, self.step)
+        self._log = StepLog(training, meter, self._reporter, self.step, self._waits())
         self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._begins()
         if self.step == 0:
@@ -375,15 +384,16 @@ class Course(ABC, Generic[T]):
 
     def _tell_state_before_training(self) -> None:
         """The sample of step 0. Collective. Raises: PeerLost."""
+        self._where.at("the evaluation before the first step")
         self.log.before_training(self._evaluate())
 
     def _go_on(self, told: Joined[T], began: float) -> None:
         """After a regroup in which somebody had a state."""
         change, training = told.change, self.training
         if self._log is None:
-            self._log = StepLog(training, self._meter, self._reporter, 0)
+            self._log = StepLog(training, self._meter, self._reporter, 0, self._waits())
         now = told.progress
-        self._log.training, self._log.reported = training, now.reported
+        self._log.training, self._log.reported, self._log.waits = training, now.reported, self._waits()
         self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._reporter.went_back(now.reported)
         self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
@@ -419,6 +429,9 @@ class Course(ABC, Generic[T]):
             self._reporter.resumed(0)
             self._tell_state_before_training()
 
+    def _waits(self) -> Waits:
+        return Waits(self.training.group, self._ranks.seat)
+
     def _attend(self) -> None:
         """Evaluate, report and save where it is due: all that is, since the last time that all of it was done."""
         training, meter, step = self.training, self._meter, self.step
@@ -426,14 +439,18 @@ class Course(ABC, Generic[T]):
         last = step == self.last
         saving = self._saving if last or self._save_due or _passed(self._save_every, self.attended, step) else None
         if saving is not None:
+            self._where.at(f"the checkpoint of step {step}")
             with meter.part("checkpoint"):
                 training.optimizer.prepare_to_save()
         due = self._due or last or _passed(self.evaluate_every, self.attended, step)
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
+        if evaluating:
+            self._where.at(f"the evaluation after step {step}")
         validation_loss = self._evaluate() if evaluating else None
         found = self._health() if evaluating else None
         if evaluating or saving is not None or _passed(REPORT_EVERY_STEPS, self.attended, step):
+            self._where.at(f"the report of the steps up to {step}")
             self.log.flush(step, validation_loss, found)
         frozen_at = training.optimizer.frozen_at
         if frozen_at is not None and self.attended - self.left_out < frozen_at <= step - self.left_out:
@@ -441,6 +458,7 @@ class Course(ABC, Generic[T]):
             if training.group.rank == 0:
                 logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
         if saving is not None:
+            self._where.at(f"the checkpoint of step {step}")
             saving.save(training, meter, step, self._look)
             self._save_due = False
         if self._saving is not None:

@@ -25,6 +25,7 @@ from thinwire.workers.forming.group import close_group, form_group
 from thinwire.workers.forming.pairs import Patience
 from thinwire.workers.forming.reach import Reach, Times
 from thinwire.workers.membership import Fenced, JoinTimeout, Member, Seat, Standing
+from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class Ranks(Protocol):
     def step(self) -> int:
         """The last committed step that form() and at_boundary() were told of."""
 
+    where: Whereabouts
+    """What this worker's loop is at: the loop says it here."""
+
     def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
         """Wait for the next generation, and return its group. The group before must be of no more use.
 
@@ -105,6 +109,7 @@ class FixedRanks:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.on_wait: OnWait = nobody_asks
+        self.where = Whereabouts()
         self.step = 0
 
     def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
@@ -161,6 +166,8 @@ class ElasticRanks:
         self._patience, self._times = patience, times
         self._reach: Reach | None = None
         self.on_wait: OnWait = nobody_asks
+        self.where = Whereabouts()
+        member.doing = lambda after_s: self.where.told(after_s)
         self.seat: Seat | None = None
         self.step = 0
         self._group: TorchGroup | None = None
@@ -174,10 +181,12 @@ class ElasticRanks:
         standing = Standing(
             None if last is None else last.generation, None if last is None else last.rank, step, has_state
         )
+        self.where.at("the wait for its seat")
         self.seat = seat = self._join(standing, signature, 0 if has_state else self._read_floor())
         logger.info(
             "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
         )
+        self.where.at(f"the forming of generation {seat.generation}")
         if seat.size == 1:
             self._member.formed()
             return SoloGroup()
@@ -232,6 +241,7 @@ class ElasticRanks:
     def _wait_to_commit(self, step: int) -> None:
         logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)
         began = time.monotonic()
+        self.where.at("the wait for its right to commit")
         self.on_wait(step, True)
         while not self._member.wait_to_commit(LOOK_S) and self._member.over is None:
             if self._ended():

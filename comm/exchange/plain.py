@@ -8,6 +8,7 @@ against.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
@@ -236,7 +237,8 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         if self._error is not None:
             raise self._error
         assert pending is not None
-        pending.wait()
+        with self._waiting():
+            pending.wait()
         _refuse_non_finite(self._collected_nB[:, 0])
         served = self._codecs[self._group.rank]
         self._server_c.zero_()
@@ -248,8 +250,15 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._has_served = True
         result = self._results[1 - self._last]
         result.changed()
-        self._group.all_gather(result.wire_nB, self._served_B)
+        with self._waiting():
+            self._group.all_gather(result.wire_nB, self._served_B)
         _refuse_non_finite(result.wire_nB[:, 0])
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.stats.waited_s += time.perf_counter() - began
 
     def _keep_errors(self, memory: ErrorFeedback) -> None:
         self._decode_rows(self._sent_nB, memory.worker_N)

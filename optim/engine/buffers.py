@@ -11,6 +11,7 @@ What has changed is found by looking at the values: batch_norm writes running st
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 
@@ -155,14 +156,20 @@ def _passed(group: Group, message_B: Tensor | None, room: int, device: torch.dev
     if message_B is not None:
         part = message_B[:room]
         first_B[: part.numel()] = part
-    group.broadcast_(first_B)
+    _broadcast(group, first_B)
     _, total = _COUNTS.unpack(bytes(first_B[: _COUNTS.size].tolist()))
     if total <= room:
         return first_B[:total]
     rest_B = torch.zeros(total - room, dtype=torch.uint8, device=device) if message_B is None else message_B[room:]
     rest_B = rest_B.contiguous()
-    group.broadcast_(rest_B)
+    _broadcast(group, rest_B)
     return torch.cat([first_B, rest_B])
+
+
+def _broadcast(group: Group, x: Tensor) -> None:
+    began = time.perf_counter()
+    group.broadcast_(x)
+    group.stats.waited_s += time.perf_counter() - began  # the first to wait for a rank 0 that is late
 
 
 def _lines(named: list[tuple[str, Tensor]]) -> list[str]:

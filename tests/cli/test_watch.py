@@ -319,6 +319,26 @@ def test_a_change_that_is_told_late_is_told_all_the_same() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["worker_stuck", "stalled", "slow_worker"])
+def test_for_whom_the_others_wait_is_told_once_when_it_comes(kind: str) -> None:
+    events = {2: [event(kind, 20, told="worker 1 (rank 1, box, pid 7) has not come")]}
+    _, text = watched([job(step=20), job(step=20), job(step=20), END], events=events)
+    assert text.count("at step 20: worker 1 (rank 1, box, pid 7) has not come\n") == 1
+
+
+def test_what_stands_still_before_the_watch_is_told_and_what_is_over_is_not() -> None:
+    def first(*events: Event) -> list[str]:
+        return View(started_s=0.0).saw(job(step=20), events)
+
+    still = event("stalled", 20, told="no step for 60 s").model_copy(update={"time": 1041.0})
+    slow = event("slow_worker", 12, told="worker 1 is the last", over=False)
+    assert first(still) == ["at step 20: no step for 60 s"]
+    assert first(slow) == ["at step 12: worker 1 is the last"]
+    assert first(event("stalled", 12, told="no step for 60 s")) == []  # there was a step since
+    assert first(still, event("regrouped", 60)) == []
+    assert first(slow, event("slow_worker", 18, told="no more", over=True)) == []
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_script_that_says_itself_how_long_it_trains_has_no_end_to_show(terminal: bool) -> None:
     _, said = watched([job(step=21, steps=None), job(JobState.SUCCEEDED, step=40, steps=None)], terminal=terminal)

@@ -1,4 +1,5 @@
-"""What a watcher is told as it comes: restarts, further attempts, and changes of the number of workers."""
+"""What a watcher is told as it comes: restarts, further attempts, changes of the number of workers, and who is waited
+for."""
 
 from __future__ import annotations
 
@@ -77,6 +78,41 @@ class Regroups:
         news = [] if self._known is None else [_line(changes[key]) for key in changes if key not in self._known]
         self._known = (self._known or set()) | changes.keys()
         return news
+
+
+TROUBLE_KINDS = (EventKind.WORKER_STUCK, EventKind.STALLED, EventKind.SLOW_WORKER)
+"""The events that tell for whom the others wait, in words of their own."""
+
+
+@dataclass(slots=True)
+class Troubles:
+    """Tells each once, as it comes. What was there at the first answer is news where it still holds."""
+
+    _known: set[tuple[str, int, float]] | None = None
+
+    def saw(self, job: Job, events: Sequence[Event]) -> list[str]:
+        """The news, a line each. events: the job's of TROUBLE_KINDS and REGROUP_KINDS, in order of time."""
+        found = {(event.kind, event.step, event.time): event for event in events if event.kind in TROUBLE_KINDS}
+        known = self._known
+        if known is None:
+            known = found.keys() - {key for key, event in found.items() if _holds(event, job, events)}
+        self._known = known | found.keys()
+        return [_trouble(event) for key, event in found.items() if key not in known]
+
+
+def _holds(event: Event, job: Job, events: Sequence[Event]) -> bool:
+    """Is it so still? Who is slow is told anew, or taken back; after a stall comes a step, or another set of ranks."""
+    later = [other for other in events if other.time > event.time]
+    if job.state.terminal or any(other.kind in (EventKind.REGROUPED, EventKind.RESUMED) for other in later):
+        return False
+    if event.kind == EventKind.SLOW_WORKER:
+        return not event.fields.get("over") and not any(other.kind == event.kind for other in later)
+    return job.progress is None or job.progress.time < event.time
+
+
+def _trouble(event: Event) -> str:
+    told = event.fields.get("told")
+    return f"at step {event.step}: {told if isinstance(told, str) else event.kind}"
 
 
 def limits_text(least: object, most: object) -> str:

@@ -47,8 +47,15 @@ def _what(summary: Summary) -> Text:
     else:
         text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
     if summary.replicas_bit_equal:
-        return text.append("replicas bit-equal at the end")
-    return text.append("REPLICAS DIFFER AT THE END", "bold red")
+        text.append("replicas bit-equal at the end")
+    else:
+        text.append("REPLICAS DIFFER AT THE END", "bold red")
+    if (slow := summary.waited_for) is not None:
+        took = seconds_text(slow.seconds)
+        text.append(
+            f"; worker {slow.worker} came last in {slow.share:.0%} of the steps: the others waited {took} for it"
+        )
+    return text
 
 
 def _workers(count: int) -> str:

@@ -20,7 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
-from thinwire.cli.news import REGROUP_KINDS, RESTART_KINDS, Regroups, Restarts, waiting_text, workers_text
+from thinwire.cli.news import (
+    REGROUP_KINDS,
+    RESTART_KINDS,
+    TROUBLE_KINDS,
+    Regroups,
+    Restarts,
+    Troubles,
+    waiting_text,
+    workers_text,
+)
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text, steps_text
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, Sample
@@ -41,6 +50,7 @@ class View:
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
     restarts: Restarts = field(default_factory=Restarts)
     regroups: Regroups = field(default_factory=Regroups)
+    troubles: Troubles = field(default_factory=Troubles)
     stalled: bool = False
     """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
 
@@ -53,7 +63,7 @@ class View:
         self.unreachable = None
         self.job = job
         self._measure(job)
-        return self.restarts.saw(job, events) + self.regroups.saw(events)
+        return self.restarts.saw(job, events) + self.regroups.saw(events) + self.troubles.saw(job, events)
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -99,7 +109,7 @@ def watch(
             news: list[str] = []
             try:
                 # The events first: what they tell is then part of the job that is shown.
-                events = client.events(job_id, RESTART_KINDS + REGROUP_KINDS)
+                events = client.events(job_id, RESTART_KINDS + REGROUP_KINDS + TROUBLE_KINDS)
                 news = view.saw(client.job(job_id), events)
             except Unreachable as error:
                 view.unreachable = str(error)

@@ -62,6 +62,18 @@ METRICS: dict[str, Metric] = {
             "What the last step should have taken on the network as measured when the run began; of rank 0 alone",
         ),
         Metric(
+            "thinwire_last_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "Share of the last 200 steps in which the others waited for this worker",
+        ),
+        Metric(
+            "thinwire_exchange_wait_seconds",
+            MetricKind.GAUGE,
+            "seconds",
+            "Mean time that this worker waited for its exchange, in the last 200 steps",
+        ),
+        Metric(
             "thinwire_wire_bytes_total",
             MetricKind.COUNTER,
             "bytes",

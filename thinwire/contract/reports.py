@@ -107,6 +107,10 @@ class Sample(_Report):
     )
     world_size: int = Field(1, ge=1)
     time: float = Field(description="unix seconds")
+    last_worker: int | None = Field(
+        None, ge=0, description="who came last to the exchange; None: nobody did clearly, or it is not known"
+    )
+    waited_seconds: float | None = Field(None, description="how much longer the others waited, their median")
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
     reported: dict[str, float] | None = Field(
         None, description="what a script has reported beside its loss, as means over ranks"
@@ -135,6 +139,9 @@ class EventKind(StrEnum):
     WAITING_FOR_MEMBERSHIP = "waiting_for_membership"
     MEMBERSHIP_MINORITY = "membership_minority"
     MEMBERSHIP_GAVE_UP = "membership_gave_up"
+    WORKER_STUCK = "worker_stuck"
+    STALLED = "stalled"
+    SLOW_WORKER = "slow_worker"
     PHASE_CHANGE = "phase_change"
     WARMUP_REARMED = "warmup_rearmed"
     CHECKPOINT_SAVED = "checkpoint_saved"

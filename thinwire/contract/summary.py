@@ -78,6 +78,14 @@ class Told(_Part):
     max: int | float
 
 
+class WaitedFor(_Part):
+    """The worker for which the others waited in most of the steps that exchanged something."""
+
+    worker: int
+    share: float = Field(description="of these steps, those in which it came last")
+    seconds: float = Field(description="how much longer the others waited, in all of them")
+
+
 class Summary(_Part):
     """summary.json. Its fields stand in the file in this order."""
 
@@ -98,6 +106,7 @@ class Summary(_Part):
     )
     measured_step_seconds: float | None = Field(None, description="mean over the same steps")
     prediction_error: float | None = Field(None, description="predicted over measured, less 1")
+    waited_for: WaitedFor | None = Field(None, description="None where no worker came last in most steps")
     health: dict[str, Told] = Field(default_factory=dict, description="by the names of reports.Health")
     attempts: int = 1
 

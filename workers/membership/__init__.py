@@ -12,6 +12,7 @@ from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.member import Member
 from thinwire.workers.membership.seats import (
     Change,
+    Doing,
     Identity,
     Limits,
     LostMember,
@@ -39,6 +40,7 @@ __all__ = [
     "LEASE_S",
     "Change",
     "Dismissed",
+    "Doing",
     "Ended",
     "Fenced",
     "GenerationOver",

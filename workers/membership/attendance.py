@@ -41,6 +41,8 @@ from thinwire.workers.membership.seats import (
 LEASE_END_S = 1.05 * LEASE_S + 1.0
 """After so long without a word of it a lease has ended, also by a clock that is 5 % slower than this one."""
 
+STUCK_S, STILL_S = 30.0, 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -51,6 +53,7 @@ class Timing:
     seats nobody without members for so long. return_s: a process that lives comes back in it, when its connection was
     ended; in reset_s, when it was reset and could reach this server just before. form_s: a member may take so long for
     its process group. lease_s: then a lease has ended.
+    stuck_s, still_s: without a step for so long, who is waited for is named, and the job said to stand still.
     """
 
     start_wait_s: float = 20.0
@@ -62,6 +65,8 @@ class Timing:
     form_s: float = 60.0
     lease_s: float = LEASE_END_S
     reset_s: float = 1.5
+    stuck_s: float = STUCK_S
+    still_s: float = STILL_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ nothing for OUTCOME_S.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -19,12 +20,16 @@ from collections.abc import Callable
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.link import Link
-from thinwire.workers.membership.seats import LONGEST_REASON, Change, Identity, Seat, Standing, worker_name
+from thinwire.workers.membership.seats import LONGEST_REASON, Change, Doing, Identity, Seat, Standing, worker_name
 from thinwire.workers.membership.state import Ended, Fenced, JoinTimeout, NotSeated, State
+
+logger = logging.getLogger(__name__)
 
 OUTCOME_S = 30.0
 """How long a loop waits at a promised step for the outcome, from a server that is there and says nothing."""
 CLOSE_S = 5.0
+UNMOVED_BEATS = 5.0
+"""A loop that has begun nothing else for so many beats is told of in them."""
 
 
 class Member:
@@ -43,6 +48,8 @@ class Member:
         beat_s: float = 1.0,
         on_heard: Callable[[], None] = lambda: None,
     ) -> None:
+        self.doing: Callable[[float], Doing | None] = lambda after_s: None
+        """What the loop is at, if it has not moved for so long. Asked before each beat, in a thread of its own."""
         self._identity = identity
         self._state = State(identity, on_heard=on_heard)
         self._closing = threading.Event()
@@ -240,6 +247,15 @@ class Member:
 
     def _beat(self, beat_s: float) -> None:
         while not self._closing.wait(beat_s) and self._state.ended is None:
+            doing = self._told(UNMOVED_BEATS * beat_s)
             with self._state.changed:
-                beat = self._state.beat()
+                beat = self._state.beat(doing)
             self._link.send(beat)
+
+    def _told(self, after_s: float) -> Doing | None:
+        try:
+            return self.doing(after_s)
+        except Exception:  # it is the caller's, and a beat must go out whatever it raises
+            logger.exception("doing_unknown worker=%s", worker_name(self._identity))
+            self.doing = lambda after_s: None
+            return None

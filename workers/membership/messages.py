@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from thinwire.workers.membership.seats import LONGEST_REASON, Identity, Name, Seat, Standing, Whole
+from thinwire.workers.membership.seats import LONGEST_REASON, Doing, Identity, Name, Seat, Standing, Whole
 
 LONGEST_KEY_BYTES = 1024
 """Of the first line, from whom nobody knows yet."""
@@ -84,13 +84,17 @@ class Unreachable(_Message):
 
 
 class Beat(_Message):
-    """It lives. number: from 1, of this beat. step: the last committed one; seconds: the longest step of this
-    generation."""
+    """It lives.
+
+    number: from 1, of this beat. step: the last committed one; seconds: the longest step of this generation. doing:
+    what it is at, where that has not moved for a while.
+    """
 
     kind: Literal["beat"] = "beat"
     number: Whole
     step: Whole | None
     seconds: Annotated[float, Field(ge=0)]
+    doing: Doing | None = None
 
 
 class Answer(_Message):

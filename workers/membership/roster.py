@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from thinwire.workers.membership.seats import Identity, Limits, LostMember, Occupant, Seated, Standing, worker_name
+from thinwire.workers.membership.seats import (
+    Doing,
+    Identity,
+    Limits,
+    LostMember,
+    Occupant,
+    Seated,
+    Standing,
+    worker_name,
+)
 
 
 @dataclass(slots=True)
@@ -20,7 +29,7 @@ class Worker:
     rank: in the present generation, None for a newcomer. standing: from its join() until it is seated. connected: it
     has a connection; reset: it was, until when it may come back, and why. silent, awaited: as there. has_state: it
     holds the parameters, as far as is known. here_since: when it came, or came back. formed: it has its process group.
-    signature: what it joined to train.
+    signature: what it joined to train. doing: what it is at, where that has not moved for a while.
     """
 
     identity: Identity
@@ -38,6 +47,7 @@ class Worker:
     here_since: float = 0.0
     formed: bool = False
     signature: dict[str, str] | None = None
+    doing: Doing | None = None
 
     @property
     def here(self) -> bool:

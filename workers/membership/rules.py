@@ -9,6 +9,7 @@
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (signatures.py)
+    what hangs is named   before anything is done about it (standstill.py)
     a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back; others are silent after adopt_s
 
@@ -25,8 +26,9 @@ from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster, signatures
 from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
 from thinwire.workers.membership.roster import Worker
-from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot, Standing
+from thinwire.workers.membership.seats import Doing, Identity, Limits, Seat, Snapshot, Standing
 from thinwire.workers.membership.silence import Silence
+from thinwire.workers.membership.standstill import Standstill
 from thinwire.workers.membership.stuck import Stuck
 
 JUST_NOW = 0.12
@@ -57,7 +59,8 @@ class Rules:
         self._known: dict[str, str] = {}  # of the job's signature, by the driver
         self._attendance = Attendance(timing)
         self._silence = Silence(self._attendance, now)
-        self._stuck = Stuck(self._attendance)
+        self._standstill = Standstill(self._attendance, now)
+        self._stuck = Stuck(self._attendance, self._standstill)
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
@@ -158,9 +161,12 @@ class Rules:
             return  # it speaks of a generation that is over
         self._stuck.report(rank, ranks, now)
 
-    def beat(self, id: str, number: int, step: int | None, seconds: float, now: float) -> None:
-        """A worker lives, and is at that step of the present generation."""
+    def beat(
+        self, id: str, number: int, step: int | None, seconds: float, now: float, *, doing: Doing | None = None
+    ) -> None:
+        """A worker lives, and is at that step of the present generation. doing: as in messages.Beat."""
         self._hear(id, step, seconds, now)
+        self._attendance.workers[id].doing = doing
         self._attendance.send(id, m.Heard(number=number))
 
     def answer(self, id: str, number: int, *, yes: bool, step: int | None, now: float) -> None:
@@ -265,6 +271,8 @@ class Rules:
             self._refuse_doubles(worker, now)
         self._silence.judge(self.limits.min, now)
         self._stuck.judge(now)
+        if not self.finished:
+            self._standstill.judge(now)
         vacant = now >= attendance.vacant_at()
         if attendance.present.generation and vacant != attendance.present.vacant:
             attendance.present.vacant = vacant
@@ -370,6 +378,7 @@ class Rules:
         """This process was stopped: nobody's silence counts."""
         present = self._attendance.present
         self._silence.forgive(paused_s)
+        self._standstill.forgive(paused_s)
         present.seated_at += paused_s
         if present.regroup_since is not None:
             present.regroup_since += paused_s
@@ -436,6 +445,7 @@ class Rules:
         for rank, worker in enumerate(chosen):
             worker.has_state = seats[rank].standing.has_state
             worker.rank, worker.standing, worker.longest_step_s, worker.formed = rank, None, 0.0, False
+            worker.doing = None
             attendance.send(worker.identity.id, attendance.present.seating(rank))
         slots: list[JsonValue] = [w.identity.slot for w in chosen]
         attendance.say("seated", size=len(chosen), slots=slots, reason=reason)

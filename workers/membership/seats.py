@@ -17,6 +17,7 @@ Whole = Annotated[int, Field(ge=0, le=2**53 - 1)]
 """A step, a generation, a number of anything: what JSON, a checkpoint's name and a tensor can hold."""
 Name = Annotated[str, StringConstraints(max_length=255)]
 _STRICT = ConfigDict(extra="forbid")
+Told = Annotated[str, StringConstraints(max_length=LONGEST_REASON)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,24 @@ class Standing:
     rank: Whole | None
     step: Whole
     has_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What the training thread of a worker is at that has not moved for a while, as its process has seen.
+
+    what: in words: "step 413". seconds: since it began that. operation: the collective that it waits in, or has begun
+    last, in words; "" for none. begun: how many collectives of its group it has begun. waits: it waits for others in
+    one, as far as is known. stack: its frames, those of the user's code first, each the innermost first.
+    """
+
+    __pydantic_config__ = _STRICT
+    what: Told
+    seconds: Annotated[float, Field(ge=0)]
+    operation: Told = ""
+    begun: Whole = 0
+    waits: bool = False
+    stack: Annotated[tuple[Told, ...], Field(max_length=32)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +134,8 @@ class MembershipEvent:
     """Something that happened at the server, for logs and metrics. time: unix seconds.
 
     kinds: connected, joined, seated, over, cut, silent, heard, unreachable, lost, returned, fenced, failed,
-    refused, left, dismissed, proposed, confirmed, cancelled, notice, adopted, minority, gave_up, limits, finished
+    refused, left, dismissed, proposed, confirmed, cancelled, notice, adopted, minority, gave_up, limits, finished,
+    waited_for, stands_still
     """
 
     kind: str
@@ -144,6 +164,7 @@ class Snapshot(BaseModel):
     """What the server knows at one moment. status_text is for people. joined: workers that the next generation has.
 
     given_up: the last events `minority` and `gave_up`: others have gone on without members that had committed steps.
+    still: the last events `waited_for` and `stands_still`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,6 +179,7 @@ class Snapshot(BaseModel):
     last_step: int
     events: int
     given_up: tuple[MembershipEvent, ...] = ()
+    still: tuple[MembershipEvent, ...] = ()
 
 
 def worker_name(identity: Identity) -> str:

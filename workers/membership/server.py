@@ -24,7 +24,16 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.attendance import LEASE_END_S, Close, Happened, Keep, Send, Timing
+from thinwire.workers.membership.attendance import (
+    LEASE_END_S,
+    STILL_S,
+    STUCK_S,
+    Close,
+    Happened,
+    Keep,
+    Send,
+    Timing,
+)
 from thinwire.workers.membership.lines import BadLine, Lines
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
@@ -68,6 +77,8 @@ class MembershipServer:
         return_s: float = 5.0,
         form_s: float = 60.0,
         lease_s: float = LEASE_END_S,
+        stuck_s: float = STUCK_S,
+        still_s: float = STILL_S,
         after: int = 0,
         keep: Callable[[int, bool], None] | None = None,
         on_event: Callable[[MembershipEvent], None] | None = None,
@@ -75,7 +86,18 @@ class MembershipServer:
         if len(secret) < 16:
             raise ValueError(f"a secret of {len(secret)} characters can be guessed: give 16 or more")
         self._secret = secret.encode()
-        timing = Timing(start_wait_s, beat_timeout_s, join_timeout_s, adopt_s, quiet_s, return_s, form_s, lease_s)
+        timing = Timing(
+            start_wait_s=start_wait_s,
+            beat_timeout_s=beat_timeout_s,
+            join_timeout_s=join_timeout_s,
+            adopt_s=adopt_s,
+            quiet_s=quiet_s,
+            return_s=return_s,
+            form_s=form_s,
+            lease_s=lease_s,
+            stuck_s=stuck_s,
+            still_s=still_s,
+        )
         self._rules = Rules(limits, timing, time.monotonic(), after=after)
         self._keep = keep
         self._on_event = on_event
@@ -84,6 +106,7 @@ class MembershipServer:
         self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
         self._num_events = 0
         self._given_up: deque[MembershipEvent] = deque(maxlen=KEPT)
+        self._still: deque[MembershipEvent] = deque(maxlen=KEPT)
         self._open: set[Lines] = set()
         self._strangers: list[Lines] = []
         self._closing = threading.Event()
@@ -118,7 +141,7 @@ class MembershipServer:
         """What the server knows now."""
         with self._lock:
             now = self._rules.snapshot(self._num_events)
-            return now.model_copy(update={"given_up": tuple(self._given_up)})
+            return now.model_copy(update={"given_up": tuple(self._given_up), "still": tuple(self._still)})
 
     def vacant_in_s(self) -> float:
         """Seconds after which nobody that this server knows can commit, if it hears of nobody any more."""
@@ -233,7 +256,7 @@ class MembershipServer:
             now = time.monotonic()
             match message:
                 case m.Beat():
-                    self._rules.beat(id, message.number, message.step, message.seconds, now)
+                    self._rules.beat(id, message.number, message.step, message.seconds, now, doing=message.doing)
                 case m.Join():
                     self._rules.join(
                         id, message.after, message.standing, now, signature=message.signature, floor=message.floor
@@ -294,6 +317,8 @@ class MembershipServer:
                     self._events.put(event)
                     if kind in ("minority", "gave_up"):
                         self._given_up.append(event)
+                    elif kind in ("waited_for", "stands_still"):
+                        self._still.append(event)
 
     def _tell_keeper(self, generation: int, vacant: bool) -> None:
         if self._keep is not None:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.commit_lease import CommitLease, lease_clock
-from thinwire.workers.membership.seats import Identity, Seat, Standing, worker_name
+from thinwire.workers.membership.seats import Doing, Identity, Seat, Standing, worker_name
 
 
 class MembershipError(RuntimeError):
@@ -132,9 +132,10 @@ class State:
         with self.changed:
             return m.Hello(identity=self._identity, seat=self.seat)
 
-    def beat(self) -> m.Beat:
+    def beat(self, doing: Doing | None = None) -> m.Beat:
         """The next beat, to be sent at once. Under the lock."""
-        return m.Beat(number=self.lease.beat(self._clock()), step=self.step, seconds=self.longest_step_s)
+        number = self.lease.beat(self._clock())
+        return m.Beat(number=number, step=self.step, seconds=self.longest_step_s, doing=doing)
 
     def join(self, standing: Standing) -> m.Join:
         """What this member joins with. Under the lock."""

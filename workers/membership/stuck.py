@@ -8,12 +8,15 @@
                           lease, or are just back, and what was said of them is old
 
 Where nobody has formed a group in form_s, none of them is to blame: the generation is over, and all try again.
+Who hangs is named with what it is at before it is fenced (standstill.py).
 """
 
 from __future__ import annotations
 
 from thinwire.workers.membership.attendance import Attendance
 from thinwire.workers.membership.roster import Worker
+from thinwire.workers.membership.seats import LONGEST_REASON
+from thinwire.workers.membership.standstill import Standstill, regroup_after, where
 from thinwire.workers.membership.unreachable import left_out
 
 REPORTS_S = 1.0
@@ -23,8 +26,8 @@ REPORTS_S = 1.0
 class Stuck:
     """Of the members in one attendance."""
 
-    def __init__(self, attendance: Attendance) -> None:
-        self._attendance = attendance
+    def __init__(self, attendance: Attendance, standstill: Standstill) -> None:
+        self._attendance, self._standstill = attendance, standstill
         self._reports: dict[int, dict[int, str]] = {}
         self._reported_at = 0.0
 
@@ -64,7 +67,9 @@ class Stuck:
             return
         if any(w.formed for w in members):
             for worker in late:
-                attendance.fence(worker, f"it did not form its group within {form_s:g} s: it hangs", now)
+                what = f"the forming of generation {present.generation}"
+                self._standstill.name(worker, what, now - max(present.seated_at, worker.here_since), now)
+                self._fence(worker, f"it did not form its group within {form_s:g} s: it hangs", now)
         else:
             attendance.end_generation(f"no member has formed its group within {form_s:g} s", now)
 
@@ -78,7 +83,12 @@ class Stuck:
             forms = not worker.formed and now - attendance.present.seated_at <= timing.form_s
             told_s = now - max(since, worker.here_since)
             if worker.standing is None and worker.here and not forms and told_s > limit_s:
-                attendance.fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+                self._standstill.name(worker, regroup_after(attendance.present.generation), told_s, now)
+                self._fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
+
+    def _fence(self, worker: Worker, why: str, now: float) -> None:
+        told = why if worker.doing is None else f"{why}; {where(worker, now)}"
+        self._attendance.fence(worker, told[:LONGEST_REASON], now)
 
     def _judge_reports(self, now: float) -> None:
         attendance, members = self._attendance, self._counting(now)

@@ -97,6 +97,14 @@ class WorkerMetrics:
             self._num_given_up += steps
             self._set("thinwire_steps_given_up_total", self._num_given_up)
 
+    def waits(self, last_share: float | None, mean_s: float | None) -> None:
+        """Of the recent steps. None takes the value away: it was of other ranks."""
+        with self._lock:
+            for name, value in (("thinwire_last_ratio", last_share), ("thinwire_exchange_wait_seconds", mean_s)):
+                self._values[name].clear()
+                if value is not None:
+                    self._set(name, value)
+
     def waits_for_membership(self, *, waits: bool) -> None:
         """No step may count now; or again."""
         with self._lock:

@@ -6,6 +6,7 @@ with is a ring all-reduce of the gradient, which sends 2 (n-1)/n values a parame
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told
+from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told, WaitedFor
 from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.lateness import NAMED as MOSTLY
 from thinwire.workers.telemetry.prediction import held
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ def summarise(
         ),
         seconds=Seconds.model_validate({"total": round(seconds["total"], 3), **parts, "other": other}),
         **_prediction(samples),
+        waited_for=_waited_for(rounds),
         health=_health(samples),
         attempts=attempts,
     )
@@ -109,6 +112,20 @@ def _prediction(samples: Sequence[Sample]) -> dict[str, float]:
         "measured_step_seconds": round(found.measured_s, 6),
         "prediction_error": round(found.error, 4),
     }
+
+
+def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
+    """Who came last in more than MOSTLY of the rounds that sent something."""
+    exchanged = [sample for sample in rounds if sample.payload_bytes]
+    counts = Counter(sample.last_worker for sample in exchanged if sample.last_worker is not None)
+    if not counts:
+        return None
+    ((worker, count),) = counts.most_common(1)
+    share = count / len(exchanged)
+    if share < MOSTLY:
+        return None
+    seconds = sum(sample.waited_seconds or 0.0 for sample in exchanged if sample.last_worker == worker)
+    return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3))
 
 
 def _health(samples: Sequence[Sample]) -> dict[str, Told]:

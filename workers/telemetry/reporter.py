@@ -71,6 +71,9 @@ class Reporter(Protocol):
     def gave_up(self, steps: int) -> None:
         """So many steps that some worker had committed are run again, in a change of ranks or a resume."""
 
+    def waits(self, last_share: float | None, mean_s: float | None) -> None:
+        """Of the recent steps: the share in which this worker came last, and how long it waited. None: not known."""
+
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
         """No step after this one may count before the membership is heard of again; or it was."""
 
@@ -123,6 +126,9 @@ class Silent:
         )
 
     def gave_up(self, steps: int) -> None:
+        """Nothing."""
+
+    def waits(self, last_share: float | None, mean_s: float | None) -> None:
         """Nothing."""
 
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
@@ -286,6 +292,10 @@ class ServiceReporter:
     def gave_up(self, steps: int) -> None:
         """Export it."""
         self._metrics.gave_up(steps)
+
+    def waits(self, last_share: float | None, mean_s: float | None) -> None:
+        """Export it."""
+        self._metrics.waits(last_share, mean_s)
 
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
         """Export it, and tell it as an event."""

@@ -1,8 +1,12 @@
-"""From steps to history: losses wait on the device and are averaged over ranks a few steps at a time."""
+"""From steps to history: losses wait on the device and are averaged over ranks a few steps at a time.
+
+How long each rank has waited for its exchange goes with them, a number a rank and step (lateness.py).
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -11,16 +15,20 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.calls import calls_of
 from thinwire.comm.exchange.stepwise import gather_flags
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.contract.reports import Health, Sample
+from thinwire.contract.reports import EventKind, Health, Sample
 from thinwire.workers.data.batches import share
 from thinwire.workers.telemetry import report
+from thinwire.workers.telemetry.lateness import Waits, last_of
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.trained import Trained
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteLoss(Exception):
@@ -35,7 +43,8 @@ class NonFiniteLoss(Exception):
 class _Part:
     """What this rank has of a step: its part of the loss on the device, its samples, and what it would report.
 
-    weight, numbers: what a script has reported of it, and how much this rank's is of the mean.
+    weight, numbers: what a script has reported of it, and how much this rank's is of the mean. waits, waited_s: how
+    long it waited for its exchange, and in which group.
     """
 
     loss: torch.Tensor
@@ -44,18 +53,23 @@ class _Part:
     sample: Sample
     weight: float
     numbers: Mapping[str, torch.Tensor]
+    waits: Waits
+    waited_s: float
 
 
 class StepLog:
     """The steps since the last report, on one rank. Make it after a resume: it counts on from the meter.
 
+    waits: of the group of now; another one after a change of ranks.
+
     reported: the last step that was. A step in which this rank had no part, for it came later or had not finished it
     when its peers had, is reported all the same: rank 0 knows it, or says what there is to say.
     """
 
-    def __init__(self, training: Trained, meter: Meter, reporter: Reporter, reported: int) -> None:
+    def __init__(self, training: Trained, meter: Meter, reporter: Reporter, reported: int, waits: Waits) -> None:
         self.training = training
         self.reported = reported
+        self.waits = waits
         self._meter = meter
         self._reporter = reporter
         self._steps: dict[int, _Part] = {}
@@ -105,7 +119,8 @@ class StepLog:
         if self.prediction is not None:
             predicted_s = self.prediction.of_step(sample, training.optimizer)
             sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
-        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {})
+        waited_s = self.waits.of_step()
+        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {}, self.waits, waited_s)
 
     def flush(self, step: int, validation_loss: float | None, health: Health | None) -> None:
         """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
@@ -115,26 +130,29 @@ class StepLog:
         numbers = range(self.reported + 1, step + 1)
         if not numbers:
             return
-        with self._meter.part("control"):
+        with self._meter.part("control"), calls_of(self.training.group).within(f"the report of the steps up to {step}"):
             names = self._agreed_names() if self._is_script else None
             means = torch.stack([self._row(number, names or []) for number in numbers])
             finite = torch.isfinite(means).all()
             self.training.group.mean_(means)
         samples = []
-        for number, row in zip(numbers, means.tolist(), strict=True):
+        for number, whole in zip(numbers, means.tolist(), strict=True):
+            row, waits = whole[: -self.waits.size], whole[-self.waits.size :]
+            sample = self._timed(self._sample(number), waits)
             if names is not None:
-                samples.append(self._sample(number).model_copy(update=_told(row, names)))
+                samples.append(sample.model_copy(update=_told(row, names)))
                 continue
             loss = _mean_loss(row, self.training.group.size, self.training.global_batch(number))
             if loss is not None:
                 refuse_non_finite(f"training loss of step {number}", loss, self.training.group, finite)
-            samples.append(self._sample(number).model_copy(update={"loss": loss}))
+            samples.append(sample.model_copy(update={"loss": loss}))
         if validation_loss is not None:
             samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
         samples[-1] = samples[-1].model_copy(update={"health": health})
         self.reported = step
         self._steps.clear()
         self._report(samples)
+        self._tell_waits(step)
 
     @property
     def _is_script(self) -> bool:
@@ -150,21 +168,56 @@ class StepLog:
     def _row(self, number: int, names: list[str]) -> torch.Tensor:
         """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.
 
-        Then of each name the weighed value and its weight.
+        Then of each name the weighed value and its weight. Last, at the place of this rank, 1 + how long it waited.
         """
-        part, device = self._steps.get(number), self.training.device
+        part, device, size = self._steps.get(number), self.training.device, self.waits.size
+        length = 4 + 2 * len(names) + size
         if part is None:
-            return torch.zeros(4 + 2 * len(names), dtype=torch.float64, device=device)
-        row = torch.zeros(4 + 2 * len(names), dtype=torch.float64)
+            return torch.zeros(length, dtype=torch.float64, device=device)
+        row = torch.zeros(length, dtype=torch.float64)
+        if part.waits is self.waits:  # else it was made with other ranks
+            row[length - size + self.waits.rank] = 1.0 + part.waited_s
         row[1:4] = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64)
         weights = [part.weight if name in part.numbers else 0.0 for name in names]
-        row[5::2] = torch.tensor(weights, dtype=torch.float64)
+        row[5 : length - size : 2] = torch.tensor(weights, dtype=torch.float64)
         row = row.to(device)
         row[0] = part.loss.double()
         for index, name in enumerate(names):
             if name in part.numbers:
                 row[4 + 2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
         return row
+
+    def _timed(self, sample: Sample, waits: list[float]) -> Sample:
+        """With who came last, where something was exchanged and it is known of all ranks. waits: means over ranks."""
+        if not sample.payload_bytes or not all(waits):
+            return sample
+        last = last_of([wait * self.waits.size - 1.0 for wait in waits], sample.step_seconds)
+        self.waits.recent.take(last, sample.step_seconds)
+        if last is None:
+            return sample
+        return sample.model_copy(update={"last_worker": self.waits.worker(last.rank), "waited_seconds": last.seconds})
+
+    def _tell_waits(self, step: int) -> None:
+        waits = self.waits
+        self._reporter.waits(waits.recent.share(waits.rank), waits.mean_s)
+        slow = waits.recent.news()
+        if slow is None:
+            return
+        told = waits.told(slow)
+        if waits.rank == 0:
+            logger.warning("slow_worker step=%d %s", step, told)
+        self._reporter.event(
+            EventKind.SLOW_WORKER,
+            step,
+            told=told,
+            worker=waits.worker(slow.rank),
+            rank=slow.rank,
+            share=round(slow.share, 4),
+            steps=slow.steps,
+            wait_seconds=slow.wait_s,
+            step_seconds=slow.step_s,
+            over=slow.over,
+        )
 
     def _sample(self, number: int) -> Sample:
         part = self._steps.get(number)

@@ -1,4 +1,5 @@
-"""Does a job wait for workers, and what has its membership given up? The driver says so: no worker may be left."""
+"""Does a job wait for workers or stand still, and what has its membership given up? The driver says so: no worker may
+be left, or none may be able to say it."""
 
 from __future__ import annotations
 
@@ -57,6 +58,19 @@ def given_up(snapshot: dict[str, Any]) -> list[Event]:
     ]
 
 
+def stood_still(snapshot: dict[str, Any]) -> list[Event]:
+    """Who was waited for, and when the whole job stood still, as the membership's snapshot says (standstill.py)."""
+    return [
+        Event(
+            kind=EventKind.WORKER_STUCK if one["kind"] == "waited_for" else EventKind.STALLED,
+            step=one["fields"]["step"],
+            time=one["time"],
+            fields={"generation": one["generation"], **{k: v for k, v in one["fields"].items() if k != "step"}},
+        )
+        for one in snapshot.get("still", ())  # missing as given_up may be
+    ]
+
+
 class MembershipTeller:
     """Looks every MEMBERSHIP_LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
     also through an outage of it. What the driver of an earlier attempt has told it does not tell again.
@@ -70,7 +84,7 @@ class MembershipTeller:
         self._began = time.monotonic()
         self._poster = None if self._client is None else Poster(self._client)
         self._told: Waiting | None = None
-        self._given_up = _told_before(run_dir)
+        self._known = _told_before(run_dir)
         self._unseen = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-waiting", daemon=True)
@@ -101,10 +115,10 @@ class MembershipTeller:
             if now is not None and now != self._told:
                 self._tell(now)
             self._told = now
-            for event in given_up(snapshot):
-                if _key(event) not in self._given_up:
-                    self._given_up.add(_key(event))
-                    logger.warning("%s step=%d fields=%s", event.kind, event.step, event.fields)
+            for event in (*given_up(snapshot), *stood_still(snapshot)):
+                if _key(event) not in self._known:
+                    self._known.add(_key(event))
+                    logger.warning("%s step=%d %s", event.kind, event.step, event.fields.get("told", event.fields))
                     self._keep(event)
 
     def _tell(self, now: Waiting) -> None:

@@ -98,6 +98,7 @@ class Times:
         )
 
 
+LATE_S = 0.15
 QUICK = Times(beat_s=0.2, collective_s=20.0)
 
 
@@ -143,6 +144,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         if death is not None:
             death.end()
         time.sleep(pause_s)
+        if (run_dir / f"late-{slot}").exists():
+            time.sleep(LATE_S)
         while step > int((run_dir / "allowed").read_text() or 0):
             time.sleep(0.005)
         while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
@@ -307,6 +310,10 @@ class ElasticJob:
     def hang(self, slot):
         """Let the loop of this worker stand still, until it is released by being told that it has no place any more."""
         (self.run_dir / f"hang-{slot}").touch()
+
+    def delay(self, slot):
+        """Let each step of this worker take LATE_S longer."""
+        (self.run_dir / f"late-{slot}").touch()
 
     def die_while_forming(self, slot, point):
         """Let the next worker of this slot die between its seat and its process group."""

@@ -12,8 +12,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 class ScriptJob(ElasticJob):
     """As ElasticJob, with `entry` of SCRIPTS; its first argument is the job's folder."""
 
-    def __init__(self, run_dir, limits, entry, *args, steps, folder=SCRIPTS, **spec):
-        super().__init__(run_dir, limits, steps=steps)
+    def __init__(self, run_dir, limits, entry, *args, steps, folder=SCRIPTS, server=None, **spec):
+        super().__init__(run_dir, limits, steps=steps, server=server)
         recipe = {"name": "script", "entry": entry, "working_dir": str(folder), "args": [str(run_dir), *map(str, args)]}
         workers = {"min": limits.min, "max": 7}
         self.spec = {"recipe": recipe, "workers": workers, "checkpoint": {"every_steps": 10}, **spec}

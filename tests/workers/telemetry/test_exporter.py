@@ -72,6 +72,7 @@ def test_every_declared_metric_is_exported_under_exactly_its_name(metrics: Worke
     update(metrics)
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
     metrics.waits_for_membership(waits=True)
+    metrics.waits(0.5, 0.1)
     assert set(scrape(metrics)) == set(METRICS)
 
 
@@ -79,6 +80,7 @@ def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None
     update(metrics)
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
     metrics.waits_for_membership(waits=True)
+    metrics.waits(0.5, 0.1)
     answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family

@@ -75,7 +75,7 @@ def test_summary_has_the_promised_fields_and_no_other() -> None:
     assert set(summary) == {
         *("state", "steps", "frozen_at", "world_size", "parameters", "replicas_bit_equal", "loss"),
         *("payload_bytes", "rounds", "compression_ratio", "seconds", "health", "attempts"),
-        *("predicted_step_seconds", "measured_step_seconds", "prediction_error"),
+        *("predicted_step_seconds", "measured_step_seconds", "prediction_error", "waited_for"),
     }
     assert set(summary["loss"]) == {"train_first", "train_last", "validation_first", "validation_last"}
     assert set(summary["payload_bytes"]) == {
@@ -107,6 +107,18 @@ def test_summary_adds_up() -> None:
         "validation_last": 0.25,
     }
     assert (summary["steps"], summary["frozen_at"], summary["world_size"], summary["attempts"]) == (20, 5, 2, 2)
+
+
+def test_the_worker_that_was_the_last_most_of_the_time_is_in_the_summary() -> None:
+    def with_last(count: int) -> list[Sample]:
+        late = {"last_worker": 3, "waited_seconds": 0.5}
+        return [one.model_copy(update=late if 0 < one.step <= count else {}) for one in run()]
+
+    waited_for = made(with_last(16)).waited_for
+    assert waited_for is not None
+    assert (waited_for.worker, waited_for.share, waited_for.seconds) == (3, 0.8, 8.0)
+    assert made(with_last(13)).waited_for is None
+    assert made(run()).waited_for is None
 
 
 def test_a_resized_run_is_compared_step_by_step() -> None:
@@ -257,6 +269,7 @@ TEXT = """{
   "predicted_step_seconds": null,
   "measured_step_seconds": null,
   "prediction_error": null,
+  "waited_for": null,
   "health": {
     "error_to_momentum": {
       "first": 1.5,

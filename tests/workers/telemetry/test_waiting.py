@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.workers.membership.cuts import Net
+from tests.workers.membership.test_standstill import HANGS, STILL_S, WAITS, Job
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
@@ -82,6 +83,35 @@ def test_what_the_membership_gave_up_is_told_once_and_not_again_by_the_next_driv
     assert (minority["kind"], minority["time"], minority["step"]) == ("membership_minority", 1000.5, one.fields["step"])
     assert minority["fields"].keys() == {"generation", "heard", "silent", "steps_given_up"}
     assert (all_of_it["kind"], all_of_it["step"], all_of_it["fields"]) == ("membership_gave_up", 70, {"generation": 2})
+
+
+def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_in_words(tmp_path, caplog):
+    job = Job(WAITS, HANGS)
+    job.pass_on(STILL_S + 3)
+    still = [
+        {"kind": one.kind, "time": 1000.5 + n, "generation": one.generation, "fields": one.fields}
+        for n, one in enumerate(one for one in job.events if one.kind in ("waited_for", "stands_still"))
+    ]
+    left, seen = (
+        [snapshot("training") | {"still": still[:1]}, snapshot("training") | {"still": still}],
+        threading.Event(),
+    )
+
+    def look():
+        if left:
+            return left.pop(0)
+        seen.set()
+        return None
+
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        teller = MembershipTeller(tmp_path, 1, look)
+        assert seen.wait(30)
+        teller.close()
+    told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
+    assert [(one["kind"], one["step"]) for one in told] == [("worker_stuck", 7), ("stalled", 7)]
+    assert told[0]["fields"]["stack"] == list(HANGS.stack)
+    assert "worker_stuck step=7 worker 1 (rank 1, box1, pid 101) has not come to all_to_all of" in caplog.text
+    assert "it is at step 8: load (train.py:12)" in caplog.text
 
 
 def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
