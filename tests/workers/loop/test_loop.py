@@ -110,7 +110,7 @@ class Dying:
         self.rank, self.size, self.stats = group.rank, group.size, group.stats
 
     def __getattr__(self, name):
-        self._calls -= 1
+        self._calls -= name != "calls"  # what it is doing is no collective
         if self._calls <= 0 and self.rank == 1:
             self._group.leave()
             raise PeerLost("killed")
