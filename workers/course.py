@@ -262,7 +262,7 @@ class Course(ABC, Generic[T]):
 
         Collective. Raises: PeerLost; ReplicasDiffer where this rank is at fault, and the others go on without it.
         """
-        self._where.at("the end of the run: its last checkpoint, and a comparison of the replicas")
+        self._where.at("the end of the run: its last checkpoint, a comparison of the replicas", at_end=True)
         if self._saving is not None:
             with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
                 self._saving.wait(self._look)

@@ -33,12 +33,12 @@ class Whereabouts:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._at = (START, time.monotonic())
+        self._at = (START, time.monotonic(), False)
         self._calls = Calls()
 
-    def at(self, what: str) -> None:
-        """The thread begins this: "step 413". Under a microsecond."""
-        self._at = (what, time.monotonic())  # one tuple: whoever reads it reads both
+    def at(self, what: str, *, at_end: bool = False) -> None:
+        """The thread begins this: "step 413". at_end: no further step is to come. Under a microsecond."""
+        self._at = (what, time.monotonic(), at_end)  # one tuple: whoever reads it reads all of it
 
     def within(self, group: Group) -> None:
         """The collectives are those of this group from here on."""
@@ -46,7 +46,7 @@ class Whereabouts:
 
     def told(self, after_s: float) -> Doing | None:
         """What it is at; None where it has begun that less than `after_s` ago. From any thread."""
-        what, since = self._at
+        what, since, at_end = self._at
         seconds = time.monotonic() - since
         if seconds < after_s:
             return None
@@ -59,6 +59,7 @@ class Whereabouts:
             operation="" if place is None else _plain(f"{place} in {calls.now or what}", 200),
             begun=sum(calls.begun),
             waits=bool(waits),
+            at_end=at_end,
             stack=stack_of(self._thread),
         )
 

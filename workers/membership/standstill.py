@@ -6,8 +6,8 @@
     stands still    no step for still_s: where each member is
 
 Each is said once in a standstill, which ends with a step or another generation. Steps may be long: both wait for
-LONGEST of the longest times between two steps that any member has told of, where that is more, and FIRST times longer
-before it has told of one. While all members have joined nobody stands still: they wait for workers.
+LONGEST of the longest times between two steps that any member has told of, where that is more, and PATIENT times longer
+before it has told of one, and at the end of the run, where the last checkpoint is written. While all members have joined nobody stands still: they wait for workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import LONGEST_REASON
 
 LONGEST = 3.0
-FIRST = 5.0
+PATIENT = 5.0
 NEWCOMER_S = 300.0
 """A script may fetch its data and compile before it asks for its seat."""
 MOST_PLACES, MOST_NAMES, MOST_FRAMES = 4, 8, 6
@@ -58,13 +58,19 @@ class Standstill:
         if present.at_end or all(w.standing is not None for w in members):
             self._since = now
             return
-        timing, still_s = attendance.timing, now - self._since
-        if still_s > self._patience_s(timing.stuck_s):
+        still_s = now - self._since
+        at_end = any(w.doing is not None and w.doing.at_end for w in members)
+        times = PATIENT if at_end or not self._longest_s else 1.0
+        stuck_s, limit_s = (
+            max(times * least_s, LONGEST * self._longest_s)
+            for least_s in (attendance.timing.stuck_s, attendance.timing.still_s)
+        )
+        if still_s > stuck_s:
             coming = [w for w in members if w.standing is None]
             for worker in waited_for(members) if coming == members else coming:
                 operation = operation_of(members) if coming == members else regroup_after(present.generation)
                 self.name(worker, operation, still_s, now)
-        if still_s > self._patience_s(timing.still_s) and not self._has_told:
+        if still_s > limit_s and not self._has_told:
             self._has_told = True
             self._say_where(members, still_s, now)
 
@@ -88,9 +94,6 @@ class Standstill:
             at=None if doing is None else doing.what,
             stack=[] if doing is None else list(doing.stack),
         )
-
-    def _patience_s(self, least_s: float) -> float:
-        return max(least_s, LONGEST * self._longest_s) if self._longest_s else FIRST * least_s
 
     def _judge_newcomers(self, now: float) -> None:
         newcomers = [w for w in self._attendance.workers.values() if w.rank is None and w.standing is None]

@@ -1,6 +1,7 @@
 """A job that stands still: who is named, when, with what, and how often. The clock is told."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from tests.workers.membership.test_silence import Told
 from thinwire.service.jobs.worker_reports import LARGEST_FIELDS
 from thinwire.workers.membership import Doing, Identity, Limits
 from thinwire.workers.membership.attendance import Timing
-from thinwire.workers.membership.standstill import FIRST, LONGEST, MOST_PLACES, NEWCOMER_S
+from thinwire.workers.membership.standstill import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
 
 TIMING = Timing(start_wait_s=0.2)
 STUCK_S, STILL_S = TIMING.stuck_s, TIMING.still_s
@@ -94,10 +95,16 @@ def test_a_step_ends_a_standstill_and_the_next_one_is_told_again():
     assert [one["step"] for one in job.said("stands_still")] == [7, 8]
 
 
-@pytest.mark.parametrize(("longest_s", "limit_s"), [(100.0, LONGEST * 100.0), (0.0, FIRST * STILL_S)])
-def test_long_pauses_and_the_first_step_are_borne(longest_s, limit_s):
-    """A step or an evaluation that has taken so long before; a first step, which may compile."""
-    job = Job(HANGS, HANGS, longest_s=longest_s)
+ENDS = replace(HANGS, what="the end of the run", at_end=True)
+
+
+@pytest.mark.parametrize(
+    ("doing", "longest_s", "limit_s"),
+    [(HANGS, 100.0, LONGEST * 100.0), (HANGS, 0.0, PATIENT * STILL_S), (ENDS, 0.1, PATIENT * STILL_S)],
+)
+def test_long_pauses_the_first_step_and_the_end_are_borne(doing, longest_s, limit_s):
+    """A step or an evaluation that has taken so long before; a first step, which may compile; a last checkpoint."""
+    job = Job(doing, doing, longest_s=longest_s)
     job.pass_on(limit_s)
     assert not job.said("stands_still")
     job.pass_on(limit_s + 3)
