@@ -58,8 +58,8 @@ class Doing:
 
     what: in words: "step 413". seconds: since it began that. operation: the collective that it waits in, or has begun
     last, in words; "" for none. begun: how many collectives of its group it has begun. waits: it waits for others in
-    one, as far as is known. at_end: no further step is to come. stack: its frames, those of the user's code first, each
-    the innermost first.
+    one, as far as is known. stack: its frames, those of the user's code first, each the innermost first. at_end: no
+    further step is to come.
     """
 
     __pydantic_config__ = _STRICT
@@ -68,8 +68,8 @@ class Doing:
     operation: Told = ""
     begun: Whole = 0
     waits: bool = False
-    at_end: bool = False
     stack: Annotated[tuple[Told, ...], Field(max_length=32)] = ()
+    at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)

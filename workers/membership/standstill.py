@@ -7,7 +7,8 @@
 
 Each is said once in a standstill, which ends with a step or another generation. Steps may be long: both wait for
 LONGEST of the longest times between two steps that any member has told of, where that is more, and PATIENT times longer
-before it has told of one, and at the end of the run, where the last checkpoint is written. While all members have joined nobody stands still: they wait for workers.
+before it has told of one, and at the end of the run, where the last checkpoint is written. While all
+members have joined nobody stands still: they wait for workers.
 """
 
 from __future__ import annotations
