@@ -80,6 +80,7 @@ class Faults:
             self._kinds["cuts"] = self._cut
         self._lots = [kind for kind in self._kinds for _ in range(CUTS if kind == "cuts" else 1)]
         self._asleep: set[int] = set()
+        self._leaving: set[int] = set()
         self._at_cut: list[Member] = []
         self._old: set[int] = set()
         """Who has been seen to train: no newcomer, though a membership that was started again may say so."""
@@ -111,10 +112,10 @@ class Faults:
         self._excuse()
 
     def _reachable(self, member: Member) -> bool:
-        """Neither stopped nor cut off, and alive, which a membership that is cut off cannot know."""
+        """Neither stopped nor cut off nor told to go, and alive, which a membership that is cut off cannot know."""
         if self._cuts is not None and self._cuts.host_of(member["host"]) in self._cuts.off:
             return False
-        return member["pid"] not in self._asleep and lives(member["pid"])
+        return member["pid"] not in self._asleep | self._leaving and lives(member["pid"])
 
     # Each takes those that train and could be reached; None where there are too few.
 
@@ -167,7 +168,9 @@ class Faults:
         until = time.monotonic() + 15.0
         while _entries(checkpoints) <= before and time.monotonic() < until:
             time.sleep(TICK_S)
-        return self._kill(chosen)
+        # Who was to be spared may have left meanwhile.
+        others = [one for one in (self._job.members() or {}).get("members", []) if one["pid"] != chosen[0]["pid"]]
+        return self._kill(chosen) if any(one["step"] > 0 and self._reachable(one) for one in others) else None
 
     def _stop(self, members: list[Member]) -> str | None:
         chosen = self._some(members, 1)
@@ -191,6 +194,7 @@ class Faults:
         if not chosen:
             return None
         self._touch(chosen[0]["pid"], 0.0)
+        self._leaving.add(chosen[0]["pid"])
         return _name(chosen[0]) if _signal(chosen[0]["pid"], signal.SIGTERM) else None
 
     def _resize(self, members: list[Member]) -> str | None:
