@@ -90,7 +90,7 @@ def judge(
         redone += count
         violations.append(words)
     steps = {one["step"] for process in processes for one in process.commits}
-    compared = len(steps & {one["step"] for process in undisturbed for one in process.fed})
+    compared = len(steps & {one["step"] for process in undisturbed for one in process.commits})
     return Verdict(max(steps, default=0), compared, redone, by_two, wrong, differ, lost, tuple(violations))
 
 
@@ -136,11 +136,8 @@ def _replicas_that_differ(processes: Sequence[Process]) -> Iterator[str]:
 
 def _wrong_samples(processes: Sequence[Process], undisturbed: Sequence[Process]) -> Iterator[str]:
     """A step counts in the last generation that committed it: what was fed before was undone."""
-    last: dict[int, int] = {}
-    for process in processes:
-        for one in process.commits:
-            last[one["step"]] = max(last.get(one["step"], 0), one["generation"])
-    expected = _rows(undisturbed, dict.fromkeys({one["step"] for p in undisturbed for one in p.fed}))
+    last = _last_generations(processes)
+    expected = _rows(undisturbed, _last_generations(undisturbed))  # nothing is done to it, but machines may be short
     for step, rows in sorted(_rows(processes, last).items()):
         if step in expected and rows != expected[step]:
             yield (
@@ -149,12 +146,21 @@ def _wrong_samples(processes: Sequence[Process], undisturbed: Sequence[Process])
             )
 
 
-def _rows(processes: Sequence[Process], generations: Mapping[int, int | None]) -> dict[int, list[int]]:
-    """The rows of each step in the order of its ranks, in the generation that counts; None: in whichever."""
+def _last_generations(processes: Sequence[Process]) -> dict[int, int]:
+    """The last generation that committed each step."""
+    last: dict[int, int] = {}
+    for process in processes:
+        for one in process.commits:
+            last[one["step"]] = max(last.get(one["step"], 0), one["generation"])
+    return last
+
+
+def _rows(processes: Sequence[Process], generations: Mapping[int, int]) -> dict[int, list[int]]:
+    """The rows of each step in the order of its ranks, in the generation that counts."""
     parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for process in processes:
         for one in process.fed:
-            if one["step"] in generations and generations[one["step"]] in (None, one["generation"]):
+            if generations.get(one["step"]) == one["generation"]:
                 parts[one["step"]][one["rank"]] = one["rows"]
     return {step: [row for rank in sorted(ranks) for row in ranks[rank]] for step, ranks in parts.items()}
 

@@ -92,6 +92,14 @@ def test_samples_are_those_of_the_last_generation_of_a_step_whoever_computed_the
     assert "step 7 of generation 2 was fed 1 samples, of which 1 are of that step's 2" in verdict.violations[0]
 
 
+def test_an_undisturbed_run_that_began_again_counts_by_its_last_generations_too():
+    again = two(range(4, 9), 2, begin=10.0, pids=(12,))
+    again[0].fed = [fed(step, 2, rows=[100 * step, 100 * step + 10]) for step in range(4, 9)]
+    verdict = judge(two(range(1, 9)), [*two(range(1, 6)), *again], (), (10, 11))
+    assert counts(verdict) == {}
+    assert verdict.compared == 8
+
+
 def test_replicas_that_differ_are_found():
     processes = two(range(1, 4))
     processes[1].commits[1]["digest"] = 8
