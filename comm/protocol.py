@@ -109,7 +109,7 @@ class Relaying(Protocol):
     """A Group that can also pass a vector along some of its ranks."""
 
     def relay_(self, x: Tensor, path: Sequence[int]) -> None:
-        """x of all ranks on the path <- x of its first. All may call it; those not on it return. Raises: PeerLost."""
+        """x of all ranks on the path <- x of its first. All call it, with x of one length. Raises: PeerLost."""
 
 
 @runtime_checkable

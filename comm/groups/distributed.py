@@ -98,25 +98,27 @@ class TorchGroup:
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
     def relay_(self, x: Tensor, path: Sequence[int]) -> None:
-        """X of all ranks on the path <- x of its first, from one to the next in pieces. Others return at once.
+        """X of all ranks on the path <- x of its first, from one to the next in pieces. Others send and get nothing.
 
-        Each sends on what it has while it receives more, so that it takes about one transfer however many there are.
-        Not in the ledger, which knows collectives of all ranks only. Raises: PeerLost.
+        Collective, with x of one length. Each sends on what it has while it receives more, so that it takes about one
+        transfer however many there are. Not in the ledger. A piece is an exchange of all ranks, as gloo gives up all
+        connections when somebody stops waiting for a message of one rank to another, only to look at the others.
+        Raises: PeerLost.
         """
-        if self.rank not in path:
-            return
-        at = path.index(self.rank)
-        before, after = path[at - 1] if at else None, path[at + 1] if at + 1 < len(path) else None
-        sending = []
-        for piece in torch.split(x.view(-1), PIECE_ELEMENTS):
-            if before is not None:
-                self._start("relay", piece, partial(_receive, piece, before)).wait()
-            if after is not None:
-                self.stats.sent_bytes += piece.nbytes
-                self.stats.bytes_by_kind["relay"] += piece.nbytes
-                sending.append(self._start("relay", piece, partial(_send, piece, after)))
-        for pending in sending:
-            pending.wait()
+        at = path.index(self.rank) if self.rank in path else None
+        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), PIECE_ELEMENTS)]
+        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+        for turn in range(len(pieces) + len(path) - 2):
+            out, given, to, of = nothing, nothing, [0] * self.size, [0] * self.size
+            if at is not None and at + 1 < len(path) and 0 <= turn - at < len(pieces):
+                given = pieces[turn - at]
+                to[path[at + 1]] = given.numel()
+                self.stats.sent_bytes += given.nbytes
+                self.stats.bytes_by_kind["relay"] += given.nbytes
+            if at and 0 <= turn - at + 1 < len(pieces):
+                out = pieces[turn - at + 1]
+                of[path[at - 1]] = out.numel()
+            self._start("relay", x, partial(_pass_on, out, given, of, to)).wait()
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> TorchPending:
         """all_to_all in the background. Raises: PeerLost."""
@@ -172,14 +174,11 @@ class TorchGroup:
             raise self._has_left()
         if detector.calls.mismatch:
             raise CallMismatch(detector.calls.mismatch)
-        at = NOWHERE
-        if collective != "relay":  # in which not all ranks take part
-            number = detector.calls.begun[self._communicator] + 1
-            at = Place(self._communicator, number, ON_THE_WIRE.get(collective, collective), x.nbytes)
+        number = detector.calls.begun[self._communicator] + 1
+        at = Place(self._communicator, number, ON_THE_WIRE.get(collective, collective), x.nbytes)
         with self._peers(collective, at):
             work = start(process_group)
-        if at is not NOWHERE:
-            detector.calls.begin(at)
+        detector.calls.begin(at)
         return TorchPending(self, collective, at, work, x.device)
 
     def _has_left(self) -> PeerLost:
@@ -295,16 +294,8 @@ class SoloGroup(Blocking):
         """X is already everywhere."""
 
 
-def _receive(x: Tensor, src: int, process_group: dist.ProcessGroup) -> dist.Work:
-    work = dist.irecv(x, group=process_group, group_src=src)
-    assert work is not None
-    return work
-
-
-def _send(x: Tensor, dst: int, process_group: dist.ProcessGroup) -> dist.Work:
-    work = dist.isend(x, group=process_group, group_dst=dst)
-    assert work is not None
-    return work
+def _pass_on(out: Tensor, given: Tensor, of: list[int], to: list[int], process_group: dist.ProcessGroup) -> dist.Work:
+    return dist.all_to_all_single(out, given, of, to, group=process_group, async_op=True)
 
 
 def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:

@@ -47,3 +47,22 @@ def test_a_rank_that_dies_on_the_way_is_told_to_those_behind_it(tmp_path):
     assert ranks[2].wait(60) == 3
     assert "lost rank 1" in gloo_ranks.said(tmp_path, 2, "error")
     ranks[0].wait(60)
+
+
+LATE = """
+join()
+group = TorchGroup()
+if rank == 0:
+    time.sleep(1.0)
+x = torch.full((10,), 7.0 if rank == 0 else 0.0)
+group.relay_(x, (0, 1))
+assert x.tolist() == [0.0 if rank == 2 else 7.0] * 10
+group.mean_(x)
+dist.destroy_process_group()
+"""
+
+
+def test_a_first_rank_that_is_late_is_waited_for(tmp_path):
+    """As over a link on which a piece takes longer than the waiting ranks look: gloo would give up all connections."""
+    for rank in gloo_ranks.start(LATE, 3, tmp_path):
+        assert rank.wait(120) == 0
