@@ -295,7 +295,8 @@ class SoloGroup(Blocking):
 
 
 def _pass_on(out: Tensor, given: Tensor, of: list[int], to: list[int], process_group: dist.ProcessGroup) -> dist.Work:
-    return dist.all_to_all_single(out, given, of, to, group=process_group, async_op=True)
+    work: dist.Work = dist.all_to_all_single(out, given, of, to, group=process_group, async_op=True)
+    return work
 
 
 def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:
