@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import BertRecipe, Digits, GptRecipe, PythonStdlib, ResnetRecipe, TextFile, TrainSpec
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.kernels.compiled import compile_all
+from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.workers.data.batches import Batches, Data
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.data.digits import digit_images
@@ -149,6 +150,21 @@ def _hyper(spec: TrainSpec) -> dict[str, Any]:
         # A rate that rises to the very end leaves the last step for what follows the freeze.
         hyper |= {"total_steps": spec.steps, "lr_warmup_steps": min(spec.lr_warmup_steps, spec.steps - 1)}
     return hyper
+
+
+def take_settings(training: Training) -> None:
+    """The hyperparameters of the job file, in place of those that a checkpoint of another job has brought. Local."""
+    optimizer, spec = training.optimizer, training.spec
+    hyper = _hyper(spec)
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in hyper.items() if name in group})
+    if isinstance(optimizer, FreezingOptimizer) and optimizer.stability is not None:
+        optimizer.stability = replace(
+            optimizer.stability,
+            beta2=optimizer.beta2,
+            total_steps=hyper["total_steps"],
+            lr_warmup_steps=hyper["lr_warmup_steps"],
+        )
 
 
 OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {

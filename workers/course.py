@@ -31,14 +31,17 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
+from thinwire.contract.start import Start
 from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import Regrouped, hand_over
+from thinwire.workers.given import StartRefused
 from thinwire.workers.membership import Dismissed, MembershipError
+from thinwire.workers.origin import Origin
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import Ranks, RunEnded, Stop
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
-from thinwire.workers.saving import Saving
+from thinwire.workers.saving import Saving, store_of
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
@@ -137,7 +140,13 @@ class Course(ABC, Generic[T]):
     evaluate_every: int
 
     def __init__(
-        self, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter, checkpoint: Checkpoint | None
+        self,
+        run: Run,
+        ranks: Ranks,
+        device: torch.device,
+        reporter: Reporter,
+        checkpoint: Checkpoint | None,
+        start: Start | None = None,
     ) -> None:
         self.step = self.attended = self.left_out = 0
         self._run, self._ranks, self._device, self._reporter = run, ranks, device, reporter
@@ -147,6 +156,9 @@ class Course(ABC, Generic[T]):
         self._saving = None
         if checkpoint is not None:
             self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
+        self._origin = Origin(start, None if checkpoint is None else store_of(run.directory, checkpoint))
+        if self._saving is not None:
+            self._saving.beside = lambda: self._origin.kept
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
         self._save_due = False  # a checkpoint that was asked for beside those of the plan
@@ -199,7 +211,8 @@ class Course(ABC, Generic[T]):
         if self._ranks.elastic and self._training is None:
             self._where.at("building what it trains")
             with self._meter.part("control"):
-                self._training = self._build_alone()
+                self._training = training = self._build_alone()
+                self._origin.look(training)  # before others wait for this one
         has_state = self._log is not None
         try:
             group = self._ranks.form(self.step, has_state, self._signed())
@@ -331,7 +344,7 @@ class Course(ABC, Generic[T]):
     def _signed(self) -> dict[str, str]:
         """The signature of what was built: once, for nothing of it changes."""
         if self._training is not None and not self._signature:
-            self._signature = self._signature_of(self._training)
+            self._signature = {**self._signature_of(self._training), **self._origin.signed}
         return self._signature
 
     def _progress(self) -> Progress:
@@ -367,20 +380,47 @@ class Course(ABC, Generic[T]):
         self._ranks.look(self.step)
 
     def _begin(self) -> None:
-        """Resume from the newest whole checkpoint, or begin afresh."""
+        """Resume from the newest whole checkpoint, or begin: with what the job is to start from, or afresh."""
         training, meter = self.training, self._meter
-        self.step = self.attended = 0 if self._saving is None else self._saving.resume(training, meter)
+        resumed = None if self._saving is None else self._saving.resume(training, meter)
+        started = None if resumed is not None else self._start()
+        self.step = self.attended = resumed or started or 0
         self.left_out = self.step - training.optimizer.num_steps
-        self._reporter.resumed(self.step)
+        self._reporter.resumed(resumed or 0)
+        if started is not None:
+            self._reporter.event(EventKind.STARTED_FROM, self.step, **self._origin.told)
         batch = training.global_batch(self.step + 1)
         if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
         self._log = StepLog(training, meter, self._reporter, self.step, self._waits())
         self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._begins()
-        if self.step == 0:
+        if resumed is None:
             meter.seconds["startup"] = time.time() - self._run.created_at
+        if started is not None and self._saving is not None:  # from when it is whole nobody needs the start any more
+            self._saving.save(training, meter, self.step, self._look)
+        if self.step == 0:
             self._tell_state_before_training()
+
+    def _start(self) -> int | None:
+        """Begin with what the job is to start from. Returns the last step that counts, None where that is nothing.
+
+        Collective. Raises: StartRefused, PeerLost.
+        """
+        with self._meter.part("control"):
+            step = self._origin.begin(self.training)
+        if step is None:
+            return None
+        self._take_settings()
+        if self.last is not None and step >= self.last:
+            raise StartRefused(
+                f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. Give more steps, "
+                "or say start.what = weights, which begins at step 0"
+            )
+        return step
+
+    def _take_settings(self) -> None:
+        """After a start from a checkpoint of another job: what this job says of its optimizer counts. Local."""
 
     def _tell_state_before_training(self) -> None:
         """The sample of step 0. Collective. Raises: PeerLost."""

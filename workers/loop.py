@@ -18,7 +18,7 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim.regroup import regroup
 from thinwire.workers import course
-from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
+from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse, take_settings
 from thinwire.workers.course import Joined, OfRanks, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import Ranks
@@ -69,7 +69,7 @@ class Course(course.Course[Training]):
     """Of a job file with a built-in recipe."""
 
     def __init__(self, spec: TrainSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> None:
-        super().__init__(run, ranks, device, reporter, spec.checkpoint)
+        super().__init__(run, ranks, device, reporter, spec.checkpoint, spec.start)
         self._spec = spec
         self.last, self.evaluate_every = spec.steps, spec.evaluation.every_steps
 
@@ -106,6 +106,9 @@ class Course(course.Course[Training]):
 
     def _signature_of(self, training: Training) -> dict[str, str]:
         return signature(training)
+
+    def _take_settings(self) -> None:
+        take_settings(self.training)
 
     def _evaluate(self) -> float:
         return evaluate(self.training, self._meter, self._look)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Saving:
         self._owed: list[tuple[Ticket, Owed]] = []
         """Of what is being saved."""
         self._closed = False
+        self.beside: Callable[[], Mapping[str, object]] = dict
+        """Plain values that checkpoints hold beside the state: what the run has begun with (origin.py)."""
 
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and whoever is not in it gives no part of those before.
@@ -90,8 +93,8 @@ class Saving:
             for _, owed in self._owed:
                 owed.seated(seat)
 
-    def resume(self, training: Trained, meter: Meter) -> int:
-        """Load what rank 0 finds, on every rank. Returns its step, 0 for a fresh start. Collective.
+    def resume(self, training: Trained, meter: Meter) -> int | None:
+        """Load what rank 0 finds, on every rank. Returns its step, None where there is nothing. Collective.
 
         What older generations have not saved yet, they save no more.
         Raises: RunSuperseded on rank 0, where the store knows a newer attempt of the job; PeerLost, also where it knows
@@ -109,8 +112,8 @@ class Saving:
             which = CheckpointId(*newest)
             if not self._generation:
                 raise PeerLost("the store of checkpoints knows a newer generation than this, says the log of rank 0")
-            if not which.step:
-                return 0
+            if which.step < 0:
+                return None
             if which == before:
                 raise refused or PeerLost(f"another rank cannot load {self._writer.store.address(which)}: see its log")
             content, refused = self._load(which, training.device)
@@ -137,6 +140,7 @@ class Saving:
             training.optimizer.prepare_to_save()
             refuse_differing(training.optimizer, training.group, step)
             content = collect(training.model, training.optimizer, meter, training.registered)
+            content = replace(content, plain={**self.beside(), **content.plain})
             group, which = training.group, CheckpointId(self._generation, step)
             mark = torch.zeros(1, dtype=torch.int64, device=training.device)
             if group.rank == 0:
@@ -151,7 +155,10 @@ class Saving:
                 self._owed.append((ticket, owed))
 
     def _find(self, *, begins: bool) -> tuple[int, int, int]:
-        """This generation, and the newest checkpoint that is whole; zeros for none. On rank 0. Raises: OSError."""
+        """This generation, 0 where it is over, and the newest checkpoint that is whole, or a step of -1. On rank 0.
+
+        Raises: OSError.
+        """
         store, generation = self._writer.store, self._generation
         try:
             if begins or generation is None:
@@ -160,8 +167,8 @@ class Saving:
             raise RunSuperseded(f"{reason}; this attempt ends without a word") from reason
         except Superseded as reason:
             logger.warning("generation_superseded reason=%s", reason)
-            return 0, 0, 0
-        return generation, *(store.newest_whole() or (0, 0))
+            return 0, 0, -1
+        return generation, *(store.newest_whole() or (0, -1))
 
     def _load(self, which: CheckpointId, device: torch.device) -> tuple[Content | None, Exception | None]:
         """The checkpoint, or why this rank cannot load it."""

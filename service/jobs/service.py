@@ -35,7 +35,9 @@ from thinwire.service.errors import (
 from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.places import unshared
 from thinwire.service.jobs.repository import JobRepository, record, transition
+from thinwire.service.jobs.starts import Starts
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.log_files import read_part
@@ -81,11 +83,13 @@ class JobService:
         self._clock = clock
         self._new_suffix = new_suffix
         self._shared_folders = shared_folders
+        self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
     def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None) -> Job:
         """Accept a job: its row, then its run folder. The same key and spec again give the same job.
 
-        Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package that is not there).
+        Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
+        a start that is not there).
         """
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
@@ -95,11 +99,12 @@ class JobService:
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe)
         self._check_places(spec)
+        given, spec = spec, self._starts.found(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token)
             while row is None:  # the id is taken, or another request with this key was faster
-                earlier = self._earlier(idempotency_key, digest, spec)
+                earlier = self._earlier(idempotency_key, digest, given)
                 if earlier is not None:
                     return earlier
                 row = self._insert(spec, digest, idempotency_key, token)
@@ -303,7 +308,9 @@ class JobService:
     def _check_places(self, spec: TrainSpec | ScriptSpec) -> None:
         """Refuse data or checkpoints where the job's machines cannot reach them. Raises InvalidRequest."""
         if not self._launcher.own_cluster:  # data are on the cluster's machines, which this one cannot see
-            _check_store(spec.checkpoint.store, self._shared_folders)
+            if words := unshared(spec.checkpoint.store, self._shared_folders):
+                store = spec.checkpoint.store
+                raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=words)])
         elif isinstance(spec, TrainSpec):
             _check_data(spec)
 
@@ -352,20 +359,6 @@ def _found(session: Session, job_id: str) -> JobRow:
     if row is None:
         raise JobNotFound(job_id)
     return row
-
-
-def _check_store(store: str | None, shared: Sequence[Path]) -> None:
-    """Refuse a place of checkpoints that is a folder of one machine. Raises InvalidRequest."""
-    local = store is None or store.startswith(("/", "file://", "local://"))
-    path = Path(os.path.normpath((store or "").partition("://")[2] or store or ""))
-    if not local or any(path.is_relative_to(folder) for folder in shared):
-        return
-    known = f"; shared here: {', '.join(map(str, shared))}" if shared else ""
-    words = (
-        "must be a place that every machine of the cluster reaches, such as s3://bucket/folder, or a folder below one "
-        f"of THINWIRE_SHARED_FOLDERS{known}: a worker that starts on another machine would find no checkpoint"
-    )
-    raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=words)])
 
 
 def _check_data(spec: TrainSpec) -> None:

@@ -128,3 +128,44 @@ def test_a_service_without_room_is_told(thinwire: Callable[..., Run], live: Live
     run = thinwire("submit", str(folder / "src" / "Train_it.py"))
     assert run.code == 1
     assert "THINWIRE_PACKAGES_MAX_BYTES" in run.err
+
+
+def test_a_job_is_said_to_start_from_another_one_or_from_weights(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path
+) -> None:
+    script = str(folder / "src" / "Train_it.py")
+    other = live.service.submit()
+    for step in (9, 20):
+        made = live.service.run_dir(other) / "checkpoints" / f"step-{step:08d}-000000000007"
+        made.mkdir(parents=True)
+        (made / "manifest.json").write_text("{}")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"x")
+    for options, expected in (
+        (("--from", other[:-1]), {"job": other}),
+        (("--from", f"{other}@9"), {"job": other, "step": 9}),
+        (("--from", other, "--weights-only"), {"job": other, "what": "weights"}),
+        (("--weights", str(weights)), {"weights": str(weights)}),
+        (("--weights", "s3://bucket/m.safetensors"), {"weights": "s3://bucket/m.safetensors"}),
+    ):
+        run = thinwire("submit", script, *options)
+        assert run.code == 0, run.err
+        start = live.service.job(run.out.strip())["spec"]["start"]
+        assert expected.items() <= {key: value for key, value in start.items() if value is not None}.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--weights-only",), "--weights-only goes with --from"),
+        (("--from", "a-3f", "--weights", "/a"), "a job begins with one of them"),
+        (("--from", "a-3f@last"), "--from a-3f@last must be ID or ID@STEP"),
+        (("--weights", "/none/model.safetensors"), "start.weights"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused(
+    thinwire: Callable[..., Run], live: LiveService, folder: Path, options: tuple[str, ...], words: str
+) -> None:
+    run = thinwire("submit", str(folder / "src" / "Train_it.py"), *options)
+    assert run.code == 2
+    assert words in run.err

@@ -39,6 +39,7 @@ def script_job(
     name: str | None,
     workers: Mapping[str, int],
     store: str | None,
+    start: Mapping[str, JsonValue],
     pip: Sequence[str],
     env: Sequence[str],
     secrets: Sequence[str],
@@ -63,6 +64,8 @@ def script_job(
         job["workers"] = dict(workers)
     if store is not None:
         job["checkpoint"] = {"store": store}
+    if start:
+        job["start"] = dict(start)
     return job, folder
 
 

@@ -53,6 +53,30 @@ def submit(
         Path | None,
         typer.Option(help="The folder that is sent along. Default: the script's own.", rich_help_panel=_OF_SCRIPTS),
     ] = None,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="ID[@STEP]",
+            help="Go on from a checkpoint of another job, the newest or the one of that step.",
+            rich_help_panel=_OF_SCRIPTS,
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only",
+            help="With --from: the model alone, from step 0 with a fresh optimizer.",
+            rich_help_panel=_OF_SCRIPTS,
+        ),
+    ] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin with the weights of a safetensors file, which all boxes see under this path, or a URL.",
+            rich_help_panel=_OF_SCRIPTS,
+        ),
+    ] = None,
     pip: Annotated[
         list[str] | None,
         typer.Option(help="A requirement that each box installs; repeat it.", rich_help_panel=_OF_SCRIPTS),
@@ -77,7 +101,8 @@ def submit(
     checks the job before anything starts. If it refuses it, the command prints each problem with its path, its value
     and what is allowed (exit code 2).
 
-    Examples: `thinwire submit train.py --workers 4 -- --lr 1e-3`, `thinwire submit examples/quickstart.yaml --watch`
+    Examples: `thinwire submit train.py --workers 4 -- --lr 1e-3`, `thinwire submit train.py --from other-3f`,
+    `thinwire submit examples/quickstart.yaml --watch`
     """
     of_scripts = {
         "--workers": workers,
@@ -85,6 +110,9 @@ def submit(
         "--max": most,
         "--name": name,
         "--checkpoint-store": checkpoint_store,
+        "--from": origin,
+        "--weights-only": weights_only,
+        "--weights": weights,
         "--working-dir": working_dir,
         "--pip": pip,
         "--env": env,
@@ -98,6 +126,7 @@ def submit(
             name=name,
             workers=_workers(workers, least, most),
             store=checkpoint_store,
+            start=_start(origin, weights, weights_only=weights_only),
             pip=pip or (),
             env=env or (),
             secrets=secret or (),
@@ -123,8 +152,31 @@ def _workers(workers: int | None, least: int | None, most: int | None) -> dict[s
     return {limit: value for limit, value in limits.items() if value is not None}
 
 
+def _start(origin: str | None, weights: str | None, *, weights_only: bool) -> dict[str, JsonValue]:
+    """The field `start` of the job. Raises: Option."""
+    if origin is None and weights_only:
+        raise Option("--weights-only goes with --from: it says what is taken of that job's checkpoint")
+    if origin is not None and weights is not None:
+        raise Option("--from and --weights: a job begins with one of them")
+    if weights is not None:
+        return {"weights": weights if "://" in weights else str(Path(weights).absolute())}
+    if origin is None:
+        return {}
+    job, at, step = origin.partition("@")
+    if not job or (at and not step.isdecimal()):
+        raise Option(f"--from {origin} must be ID or ID@STEP, such as my-model-3f@500")
+    return {
+        "job": job,
+        **({"step": int(step)} if at else {}),
+        **({"what": "weights"} if weights_only else {}),
+    }
+
+
 def _submit(file: Path, job: dict[str, JsonValue], folder: Path | None, key: str, *, follow: bool) -> None:
     with Client() as client:
+        start = job.get("start")
+        if file.suffix == ".py" and isinstance(start, dict) and isinstance(start.get("job"), str):
+            job = {**job, "start": {**start, "job": client.resolve(str(start["job"])).id}}
         if folder is not None:
             job = packed_job(client, job, folder)
         try:

@@ -134,6 +134,7 @@ class EventKind(StrEnum):
     """
 
     RESUMED = "resumed"
+    STARTED_FROM = "started_from"
     REGROUPED = "regrouped"
     WAITING_FOR_WORKERS = "waiting_for_workers"
     WAITING_FOR_MEMBERSHIP = "waiting_for_membership"

@@ -23,8 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from thinwire.contract import script
+from thinwire.contract import script, start
 from thinwire.contract.script import ScriptRecipe
+from thinwire.contract.start import Start
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Whole = Annotated[int, Field(strict=True)]
@@ -291,6 +292,9 @@ class JobSpec(_Frozen):
     # own fields say.
     workers: Workers = Field(default_factory=Workers)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    start: Start | None = Field(
+        None, description="given weights, or a checkpoint of another job; null: the job begins with fresh values"
+    )
     network: Network = Field(default_factory=Network)
 
 
@@ -352,7 +356,7 @@ class ScriptSpec(JobSpec):
 
     @model_validator(mode="after")
     def _possible(self) -> ScriptSpec:
-        _refuse([*_impossible_workers(self), *script.impossible(self.recipe)])
+        _refuse([*_impossible_anywhere(self), *script.impossible(self.recipe)])
         return self
 
 
@@ -440,9 +444,20 @@ def _impossible_workers(spec: JobSpec) -> list[Impossible]:
     return found
 
 
+def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
+    """Of a job of either kind."""
+    found = _impossible_workers(spec)
+    store = spec.checkpoint.store
+    if store is not None and start.has_password(store):
+        found.append(("checkpoint.store", start.shown(store), start.misplaced(store) or ""))
+    if spec.start is not None:
+        found += start.impossible(spec.start)
+    return found
+
+
 def _impossible(spec: TrainSpec) -> list[Impossible]:
     """Fields that are each in range and cannot stand together."""
-    found = _impossible_workers(spec)
+    found = _impossible_anywhere(spec)
     recipe = spec.recipe
     if isinstance(recipe, TextRecipe) and recipe.width % recipe.heads:
         found.append(("recipe.width", recipe.width, f"a multiple of recipe.heads = {recipe.heads}"))

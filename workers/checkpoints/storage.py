@@ -44,7 +44,7 @@ class Storage(Protocol):
         """
 
     def read(self, folder: str, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file. Raises: FileNotFoundError."""
+        """Open a file; folder: "" for one beside the folders. Raises: FileNotFoundError."""
 
     def remove(self, folder: str, *names: str) -> None:
         """Remove files of a folder, or without names the folder; what is not there is no error."""
@@ -215,7 +215,7 @@ class RemoteStorage:
     @contextmanager
     def read(self, folder: str, name: str) -> Iterator[BinaryIO]:
         """As Storage says."""
-        path = f"{self._root}/{folder}/{name}"
+        path = f"{self._root}/{folder}/{name}" if folder else f"{self._root}/{name}"
         with _os_errors(path), self._filesystem.open(path, "rb") as file:
             yield cast(BinaryIO, file)
 

@@ -75,18 +75,37 @@ class CheckpointStore:
         self._look_around(begun)
         return begun
 
-    def newest_whole(self) -> CheckpointId | None:
+    def newest_whole(self, step: int | None = None) -> CheckpointId | None:
         """The newest checkpoint whose checksums hold, for rank 0 at a resume; None where there is none. Reads it all.
 
-        Those that are torn or corrupt are named in the log, with the reason. Raises: OSError where the place cannot be
-        listed.
+        step: of this step. Those that are torn or corrupt are named in the log, with the reason. Raises: OSError where
+        the place cannot be listed.
         """
         for which in reversed(checkpoints(self.storage.folders())):
+            if step not in (None, which.step):
+                continue
             reason = self._defect(which)
             if reason is None:
                 return which
             logger.warning("checkpoint_refused path=%s reason=%s", self.address(which), reason)
         return None
+
+    def sound(self) -> list[CheckpointId]:
+        """Those that are whole as far as sizes tell, oldest first; no shard is read. Raises: OSError."""
+        found = checkpoints(self.storage.folders())
+        return [which for which in found if self._is_sound(which, self.storage.files(folder_of(which)))]
+
+    def newest_plain(self) -> Mapping[str, object]:
+        """What the newest of these says beside its tensors; empty where there is none. Raises: OSError."""
+        found = self.sound()
+        if not found:
+            return {}
+        try:
+            plain = from_json(self._manifest(found[-1]).plain)
+        except (ValueError, KeyError) as error:
+            raise OSError(f"{self.address(found[-1])}: {error}") from error
+        assert isinstance(plain, dict)
+        return plain
 
     def load(self, which: CheckpointId, device: torch.device) -> Content:
         """What was saved, whole, its tensors on `device`, whatever number of ranks wrote it. Runs no code of it.

@@ -93,6 +93,14 @@ class Registered:
                 found.setdefault(id(param), []).append(weight_name(self.modules, module, name))
         return found
 
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The live tensors of the modules' state_dicts, by weight_name."""
+        found: dict[str, Tensor] = {}
+        for module, value in self._modules.items():
+            state = {name: x for name, x in value.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+            found.update({weight_name(self.modules, module, name): x for name, x in state.items()})
+        return found
+
     def add(self, name: str, value: Any, *, volatile: bool = True) -> None:
         """Raises: TypeError where nothing can be read from it or written to it."""
         read, write = _access(name, value, self._optimizer)
@@ -112,13 +120,17 @@ class Registered:
         tensors: dict[str, Tensor] = {}
         return {name: _take_apart(one.read(), name, tensors) for name, one in self._objects.items()}, tensors
 
-    def load(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Write what collected() or give() gave. Raises: ValueError where it was registered by another script."""
+    def refuse_others(self, plain: Any) -> None:
+        """Raises: ValueError where what collected() or give() gave was registered by another script."""
         if set(plain) != set(self._objects):
             raise ValueError(
                 f"what is to be loaded has {sorted(plain)} registered, and this script {sorted(self._objects)}: "
                 "register the same objects under the same names, or begin a new run in another folder"
             )
+
+    def load(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Write what collected() or give() gave. Raises: ValueError where it was registered by another script."""
+        self.refuse_others(plain)
         for name, one in self._objects.items():
             one.write(_put_together(plain[name], tensors))
 

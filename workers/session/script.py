@@ -45,7 +45,7 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
     PeerLost, MembershipError and RunEnded as workers.loop.train.
     """
     group: Group = SoloGroup() if ranks.elastic else ranks.form(0, False, {})
-    place = Place(ranks, device, run, reporter, spec.checkpoint, group, spec)
+    place = Place(ranks, device, run, reporter, spec.checkpoint, group, spec, spec.start)
     with placed(place) as begun:
         try:
             with _as_main(spec.recipe, _folder(spec.recipe)) as entry:

@@ -26,6 +26,7 @@ from thinwire.comm import CommError, NonFiniteInput, PeerLost
 from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint, ScriptSpec
+from thinwire.contract.start import Start
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.optim.kernels.compiled import compile_all
@@ -65,7 +66,10 @@ class Left(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a script runs: under python, torchrun or in a job. spec: of the job; None where there is none."""
+    """Where a script runs: under python, torchrun or in a job. spec: of the job; None where there is none.
+
+    start: what the run begins with.
+    """
 
     ranks: Ranks
     device: torch.device
@@ -74,6 +78,7 @@ class Place:
     checkpoint: Checkpoint | None
     group: Group
     spec: ScriptSpec | None = None
+    start: Start | None = None
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -341,7 +346,7 @@ class ScriptCourse(Course[Script]):
     def __init__(
         self, place: Place, optimizer: FlatOptimizer[Any], registered: Registered, feed: MapFeed | StreamFeed
     ) -> None:
-        super().__init__(place.run, place.ranks, place.device, place.reporter, place.checkpoint)
+        super().__init__(place.run, place.ranks, place.device, place.reporter, place.checkpoint, place.start)
         self._place, self._feed = place, feed
         self.last, self.evaluate_every = feed.last, 0
         self.evaluate: Callable[[], float] | None = None

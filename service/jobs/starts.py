@@ -1,0 +1,136 @@
+"""Where does a job begin that names another one? The service knows that one's store, its run folder and its events.
+
+In the job `start.checkpoints` then says where the checkpoints lie; which of them is the newest the workers find, when they
+begin. What is not there, or what the job's machines cannot reach, is refused at the submission.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from thinwire.contract.jobs import Problem
+from thinwire.contract.reports import EventKind
+from thinwire.contract.spec import ScriptSpec, TrainSpec
+from thinwire.contract.start import Start
+from thinwire.service.db import Database
+from thinwire.service.errors import InvalidRequest
+from thinwire.service.jobs.checkpoint_files import list_checkpoints
+from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.places import is_local, path_of, unshared
+from thinwire.service.jobs.repository import JobRepository
+
+MOST_EVENTS = 1000
+_FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
+_MANIFEST = "manifest.json"
+
+
+class Saved(NamedTuple):
+    """A whole checkpoint; the newest is the largest."""
+
+    generation: int
+    step: int
+
+
+class Starts:
+    """own_cluster: do the job's processes run on this machine? shared: folders of all machines, where they do not."""
+
+    def __init__(self, db: Database, folders: RunFolders, *, own_cluster: bool, shared: Sequence[Path]) -> None:
+        self._db, self._folders, self._own_cluster, self._shared = db, folders, own_cluster, shared
+
+    def found(self, spec: TrainSpec | ScriptSpec) -> TrainSpec | ScriptSpec:
+        """The same job, which says where the checkpoints lie that it starts from. Raises: InvalidRequest, Unavailable."""
+        start = spec.start
+        if start is None:
+            return spec
+        if start.job is not None and start.checkpoints is None:
+            start, whole = self._of_job(start, start.job)
+            _check_whole(spec, start, whole, "start.job")
+        else:
+            path, place = start.place
+            assert place is not None  # or the spec would have been refused
+            self._refuse_unreachable(path, place, place)
+            if self._own_cluster and is_local(place):
+                if start.weights is not None:
+                    _refuse_unreadable(path, place)
+                else:
+                    _check_whole(spec, start, _listed(path_of(place)), path)
+        return spec.model_copy(update={"start": start})
+
+    def _of_job(self, start: Start, job_id: str) -> tuple[Start, list[Saved]]:
+        """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
+        with self._db.read() as session:
+            jobs = JobRepository(session)
+            row = jobs.get(job_id)
+            if row is None:
+                raise _refused("start.job", job_id, "must be the ID of a job of this service: `thinwire jobs` lists them")
+            store = row.spec.get("checkpoint", {}).get("store")
+            told = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
+        place = str(self._folders.of(job_id).checkpoints) if store is None else f"{store.rstrip('/')}/{job_id}"
+        self._refuse_unreachable("start.job", job_id, place)
+        # What lies elsewhere this machine need not see: then it knows what the job has told.
+        whole = _listed(path_of(place)) if is_local(place) and self._own_cluster else _told(told)
+        return start.model_copy(update={"checkpoints": place}), whole
+
+    def _refuse_unreachable(self, path: str, value: str, place: str) -> None:
+        words = None if self._own_cluster else unshared(place, self._shared)
+        if words is not None:
+            where = "" if value == place else f"the checkpoints of {value} lie in {place}, which "
+            raise _refused(path, value, where + words)
+
+
+def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Saved], path: str) -> None:
+    """Raises: InvalidRequest where there is nothing to start from, or nothing left to train."""
+    name = start.job or start.checkpoints
+    if not whole:
+        raise _refused(
+            path,
+            name,
+            "must have a whole checkpoint, and has none: a job saves one every checkpoint.every_steps steps and at its end",
+        )
+    steps = sorted({one.step for one in whole})
+    if start.step is not None and start.step not in steps:
+        shown = ", ".join(map(str, steps[-20:]))
+        raise _refused("start.step", start.step, f"must be a step of which {name} has a whole checkpoint: {shown}")
+    step = max(whole).step if start.step is None else start.step
+    if not start.only_weights and spec.steps is not None and spec.steps <= step:
+        words = (
+            f"must be more than {step}, the step of the checkpoint that the job goes on from; or say start.what = weights, "
+            "which begins at step 0"
+        )
+        raise _refused("steps", spec.steps, words)
+
+
+def _listed(folder: Path) -> list[Saved]:
+    """The whole checkpoints in a folder of this machine. Raises: Unavailable."""
+    return _told(
+        [{"path": one.folder} for one in list_checkpoints(folder) if any(file.name == _MANIFEST for file in one.files)]
+    )
+
+
+def _told(events: Sequence[dict[str, object]]) -> list[Saved]:
+    """What the paths of events say."""
+    names = [str(fields.get("path", "")).rstrip("/").rpartition("/")[2] for fields in events]
+    return [Saved(int(match[2], 16), int(match[1])) for match in map(_FOLDER.fullmatch, names) if match]
+
+
+def _refuse_unreadable(path: str, place: str) -> None:
+    """Raises: InvalidRequest where this machine, on which the workers run, cannot read the file."""
+    file = path_of(place)
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        words = f"must be a file that the workers can read: {error.strerror}"
+    else:
+        if stat.S_ISREG(found.st_mode) and os.access(file, os.R_OK):
+            return
+        words = "must be a file that the workers may read, such as FOLDER/model.safetensors"
+    raise _refused(path, place, words)
+
+
+def _refused(path: str, value: object, words: str) -> InvalidRequest:
+    return InvalidRequest.of([Problem(path=path, value=value, message=words)])  # type: ignore[arg-type]
