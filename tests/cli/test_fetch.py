@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.command_line import Run
+from tests.s3_server import BUCKET, SECRET, S3Server, s3_session
 from tests.service.live_service import LiveService
 from tests.workers.test_saving import AT, saving_run
 from thinwire.cli import fetch as command
 from thinwire.workers.checkpoints import CheckpointStore
+
+__all__ = ["s3_session"]
 
 
 def trained(where: Path) -> dict[str, torch.Tensor]:
@@ -93,3 +96,22 @@ def test_the_service_gives_out_files_of_checkpoints_and_nothing_else(live: LiveS
     assert (
         client.get(f"{where}/{folder.name}/manifest.json", headers=live.service.job_headers(job_id)).status_code == 403
     )
+
+
+def test_the_weights_come_from_s3_with_credentials_of_the_environment_alone(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, s3_session: S3Server
+) -> None:
+    store = f"s3://{BUCKET}/{tmp_path.name}"
+    job_id = live.service.submit(checkpoint={"store": store})
+    run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
+    assert (run.code, f"{store}/{job_id}/ has no whole checkpoint" in run.err) == (1, True)
+    ((model, _), _), *_ = saving_run(CheckpointStore(f"{store}/{job_id}", keep=1), "onebit_adam", 2, torch.float32)
+    run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
+    assert run.code == 0, run.err
+    assert is_those(tmp_path / "out" / "model.safetensors", model)
+    s3_session.denies = lambda method, path: True
+    run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
+    s3_session.mend()
+    assert run.code == 1
+    assert "Access Denied" in run.err
+    assert SECRET not in run.err

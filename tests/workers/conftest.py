@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.s3_server import s3_session
 from tests.workers.telemetry.stub_service import TOKEN, Service
 from thinwire.workers.telemetry.delivery import ServiceClient
+
+__all__ = ["s3_session"]
 
 
 @pytest.fixture

@@ -10,13 +10,17 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.s3_server import BUCKET
 from tests.workers.checkpoints.states import CPU, assert_same, save, state
 from thinwire.workers.checkpoints import CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage, RemoteStorage, open_storage, through_pyarrow
 
 
-@pytest.fixture(params=["path", "file URL", "fsspec", "pyarrow"])
+@pytest.fixture(params=["path", "file URL", "fsspec", "pyarrow", "s3"])
 def storage(request, tmp_path):
+    if request.param == "s3":
+        request.getfixturevalue("s3_session")
+        return open_storage(f"s3://{BUCKET}/{uuid.uuid4()}/store")
     if request.param == "path":
         return open_storage(tmp_path / "store")
     if request.param == "file URL":
