@@ -156,7 +156,8 @@ class Course(ABC, Generic[T]):
         self._saving = None
         if checkpoint is not None:
             self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
-        self._origin = Origin(start, None if checkpoint is None else store_of(run.directory, checkpoint))
+        own = None if start is None or checkpoint is None else store_of(run.directory, checkpoint)
+        self._origin = Origin(start, own)
         if self._saving is not None:
             self._saving.beside = lambda: self._origin.kept
         self._meter = Meter(SoloGroup().stats)

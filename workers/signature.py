@@ -9,6 +9,7 @@ is told in which field; so a wrong worker ends by itself, before it has had any 
     spec.*                      the job file, field by field, less what may differ (below)
     data                        digest of what is trained on
     model                       number and digest of names, shapes and dtypes
+    start                       digest of given weights, where the job starts from a file (origin.py)
 
 Values of the model and the optimizer are not in it, for a newcomer is given them. Nor is what may differ between the
 workers and the attempts of one run: the name of the job, and how many workers it has, on what, and how patient it is.

@@ -20,6 +20,8 @@ import fsspec  # type: ignore[import-untyped]
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """What file systems without hard links say."""
+_OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
+"""Where a folder is there as soon as a file of it is, and to make one would make the bucket, which is not ours to make."""
 
 
 class Storage(Protocol):
@@ -176,6 +178,8 @@ class RemoteStorage:
 
     def __init__(self, filesystem: Any, root: str, shown: str) -> None:
         self._filesystem, self._root, self._shown = filesystem, root.rstrip("/"), shown.rstrip("/")
+        protocol = filesystem.protocol
+        self._makes_folders = _OF_BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def address(self, folder: str) -> str:
         """Its URL."""
@@ -193,7 +197,7 @@ class RemoteStorage:
         """As Storage says."""
         path = f"{self._root}/{folder}/{name}"
         with _os_errors(path):
-            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self._make(folder)
             try:
                 with self._filesystem.open(path, "wb") as file:
                     for chunk in chunks:
@@ -207,7 +211,7 @@ class RemoteStorage:
         """As Storage says, by fsspec's exclusive write. Where a client has none it looks first, and then overwrites."""
         path = f"{self._root}/{folder}/{name}"
         with _os_errors(path):
-            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self._make(folder)
             if self._filesystem.exists(path):  # a client may know no exclusive write, and overwrite
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             self._filesystem.pipe_file(path, b"".join(chunks), mode="create")
@@ -229,6 +233,10 @@ class RemoteStorage:
             if not names:
                 self._filesystem.rm(path, recursive=True)
 
+    def _make(self, folder: str) -> None:
+        if self._makes_folders:
+            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+
     def _list(self, folder: str) -> list[dict[str, Any]]:
         path = f"{self._root}/{folder}".rstrip("/")
         with _os_errors(path):
@@ -248,7 +256,12 @@ def _os_errors(path: str) -> Iterator[None]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     except FileExistsError as error:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-    except (OSError, ValueError):  # ValueError: of who reads and finds what is wrong
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        number = errno.EACCES if isinstance(error, PermissionError) else error.errno or errno.EIO
+        raise OSError(number, error.strerror or str(error), path) from error
+    except ValueError:  # of who reads and finds what is wrong
         raise
     except Exception as error:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
