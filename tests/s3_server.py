@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,9 +17,7 @@ from tests.conftest import missing
 
 KEY, SECRET = "AKIATHINWIRETESTS000", "not-a-secret-but-looks-like-one/0123456789"
 BUCKET = "runs"
-_DENIED = (
-    b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message><RequestId>1</RequestId></Error>'
-)
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message><RequestId>1</RequestId></Error>"
 
 
 class S3Server:
@@ -76,7 +74,7 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """One that this process's clients are sent to, by the environment alone, with an empty bucket."""
-    os.environ["MOTO_ALLOW_NONEXISTENT_REGION"] = "true"
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = S3Server()
     with pytest.MonkeyPatch.context() as patched:
         for name, value in {

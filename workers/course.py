@@ -415,8 +415,8 @@ class Course(ABC, Generic[T]):
         self._take_settings()
         if self.last is not None and step >= self.last:
             raise StartRefused(
-                f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. Give more steps, "
-                "or say start.what = weights, which begins at step 0"
+                f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. "
+                "Give more steps, or say start.what = weights, which begins at step 0"
             )
         return step
 

@@ -1,7 +1,7 @@
 """Given weights: a safetensors file, or those of a checkpoint, brought into the model that is trained.
 
-Names, shapes and types have to be those of the model's state_dict(). All of that is looked at before anything is written
-into the model. A file is read tensor by tensor, straight into the model; nothing is unpickled.
+Names, shapes and types have to be those of the model's state_dict(), which is looked at before anything is written into
+the model. A file is read tensor by tensor, straight into the model; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thinwire.contract.weights import MODEL
-from thinwire.workers.checkpoints.shard import CHUNK_BYTES, DTYPE_OF, DTYPES
+from thinwire.workers.checkpoints.shard import CHUNK_BYTES, DTYPES
 from thinwire.workers.checkpoints.storage import open_storage
 from thinwire.workers.trained import Trained
 
@@ -112,7 +112,7 @@ def model_tensors(training: Trained) -> dict[str, Tensor]:
 
 
 def refuse_misfits(given: Given, mine: Mapping[str, Tensor]) -> None:
-    """Raises: StartRefused where names, shapes or types differ, with some of each. A tied tensor is there once or more."""
+    """Raises: StartRefused where names, shapes or types differ, with some of each. Of tied tensors one is enough."""
     there = {id(mine[name]) for name in given.tensors if name in mine}
     both = [name for name in given.tensors if name in mine]
     types = {name: DTYPES.get(mine[name].dtype, str(mine[name].dtype)) for name in both}

@@ -1,18 +1,19 @@
 """Where does a run begin that has saved nothing so far? Afresh, with given weights, or at a checkpoint of another job.
 
-Given weights are read by each worker before it joins the others, so that their checksum is in its signature: whoever has
-another file is refused. A checkpoint is read when all have joined: rank 0 says which one, as at a resume.
+Given weights are read by each worker before it joins the others, so that their checksum is in its signature: whoever
+has another file is refused. A checkpoint is read when all have joined: rank 0 says which one, as at a resume.
 
-The run then saves at once, before its first step. As soon as that checkpoint is whole nobody needs the start any more: a
-restart goes on from it, and a worker that comes later takes the checksum from it and reads no file. Until then a restart
-begins at the start again.
+The run then saves at once, before its first step. As soon as that checkpoint is whole nobody needs the start any more:
+a restart goes on from it, and a worker that comes later takes the checksum from it and reads no file. Until then a
+restart begins at the start again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,8 @@ class Origin:
     @property
     def told(self) -> dict[str, Any]:
         """Where the run has begun, for people."""
-        return {"where": self._at, "what": "weights" if self._start is None or self._start.only_weights else "everything"}
+        only_weights = self._start is None or self._start.only_weights
+        return {"where": self._at, "what": "weights" if only_weights else "everything"}
 
     def look(self, training: Trained) -> None:
         """Before this worker joins: the model <- given weights, unless the run has saved something. Local.
@@ -87,8 +89,8 @@ class Origin:
             return self._begin_with(self._start.weights, training)
         if self._start.checkpoints is None:
             raise StartRefused(
-                f"start.job = {self._start.job}: the service alone knows where its checkpoints lie; submit the job to the "
-                "service, or name start.checkpoints"
+                f"start.job = {self._start.job}: the service alone knows where its checkpoints lie; submit the job to "
+                "the service, or name start.checkpoints"
             )
         try:
             store = CheckpointStore(self._start.checkpoints, keep=1)
@@ -104,7 +106,7 @@ class Origin:
         strangers = ranks_that_differ(training.group, bytes.fromhex(self._digest), training.device)
         if strangers:
             raise StartRefused(
-                f"start.weights = {weights}: what rank {', '.join(map(str, strangers))} has read is not what rank 0 has "
+                f"start.weights = {weights}: what rank {_listed(strangers)} has read is not what rank 0 has "
                 f"(here, rank {training.group.rank}: #{self._digest[:DIGITS]}); give all machines the same file"
             )
         self._at = weights
@@ -130,10 +132,14 @@ class Origin:
         """The checkpoint that rank 0 finds; a newer one where the other job removes that meanwhile. Collective."""
         held: dict[CheckpointId, Content] = {}
         tried: list[CheckpointId] = []
+
+        def load(which: CheckpointId) -> None:
+            held[which] = store.load(which, training.device)
+
         while True:
             which = self._found(store, training)
             try:
-                _on_all(training, lambda which=which: held.update({which: store.load(which, training.device)}))  # type: ignore[misc]
+                _on_all(training, partial(load, which))
             except (StartRefused, StartRefusedElsewhere):
                 if which in tried or len(tried) == TRIES:
                     raise
@@ -156,16 +162,18 @@ class Origin:
         step, where = self._start.step, store.storage.address("")
         try:
             which = store.newest_whole(step)
-            steps = sorted({one.step for one in store.sound()})
+            steps = [] if which is not None else sorted({one.step for one in store.sound()})
         except OSError as error:
             return f"start.checkpoints = {where} cannot be read: {error}"
         if which is not None:
             return which
-        wanted = f" of step {step}, and whole ones of steps {', '.join(map(str, steps))}" if step is not None and steps else ""
+        wanted = "" if step is None else f" of step {step}"
+        if step is not None and steps:
+            wanted += f", and whole ones of steps {_listed(steps)}"
         whose = "the job" if self._start.job is None else f"job {self._start.job}"
         return (
-            f"start.checkpoints = {where} has no whole checkpoint{wanted}: {whose} has saved none there, or it was deleted, "
-            "or removed when newer ones were saved (checkpoint.keep); name another one"
+            f"start.checkpoints = {where} has no whole checkpoint{wanted}: {whose} has saved none there, or it was "
+            "deleted, or removed when newer ones were saved (checkpoint.keep); name another one"
         )
 
     def _go_on_from(self, which: CheckpointId, content: Content, training: Trained, *, only_weights: bool) -> int:
@@ -185,15 +193,18 @@ class Origin:
             restore(content, training)
         except (ValueError, RuntimeError) as error:
             raise StartRefused(
-                f"{self._at} cannot be gone on from: {error}. To begin with its weights alone, with an optimizer that has "
-                "seen nothing, say start.what = weights"
+                f"{self._at} cannot be gone on from: {error}. To begin with its weights alone, with an optimizer that "
+                "has seen nothing, say start.what = weights"
             ) from error
         training.optimizer.agree_on_load()
         return which.step
 
 
 def _on_all(training: Trained, read: Callable[[], None]) -> None:
-    """Do it on every rank. Collective. Raises: StartRefused where this rank cannot; PeerLost where others alone cannot."""
+    """Do it on every rank. Collective.
+
+    Raises: StartRefused where this rank cannot; StartRefusedElsewhere where others alone cannot.
+    """
     told = ""
     try:
         read()
@@ -206,3 +217,7 @@ def _on_all(training: Trained, read: Callable[[], None]) -> None:
     failed = tuple(rank for rank, text in enumerate(answers) if text)
     if failed:
         raise StartRefusedElsewhere(f"rank {failed[0]} cannot begin: {answers[failed[0]]}", ranks=failed)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,7 +1,7 @@
 """Where does a job begin that names another one? The service knows that one's store, its run folder and its events.
 
-In the job `start.checkpoints` then says where the checkpoints lie; which of them is the newest the workers find, when they
-begin. What is not there, or what the job's machines cannot reach, is refused at the submission.
+In the job `start.checkpoints` then says where the checkpoints lie; which of them is the newest the workers find when
+they begin. What is not there, or what the job's machines cannot reach, is refused at the submission.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from thinwire.contract.jobs import Problem
 from thinwire.contract.reports import EventKind
+from thinwire.contract.run_folder import checkpoints_in
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.contract.start import Start
 from thinwire.service.db import Database
@@ -43,7 +44,7 @@ class Starts:
         self._db, self._folders, self._own_cluster, self._shared = db, folders, own_cluster, shared
 
     def found(self, spec: TrainSpec | ScriptSpec) -> TrainSpec | ScriptSpec:
-        """The same job, which says where the checkpoints lie that it starts from. Raises: InvalidRequest, Unavailable."""
+        """The same job, which says where the checkpoints lie. Raises: InvalidRequest, Unavailable."""
         start = spec.start
         if start is None:
             return spec
@@ -67,10 +68,10 @@ class Starts:
             jobs = JobRepository(session)
             row = jobs.get(job_id)
             if row is None:
-                raise _refused("start.job", job_id, "must be the ID of a job of this service: `thinwire jobs` lists them")
+                raise _refused("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
             store = row.spec.get("checkpoint", {}).get("store")
             told = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
-        place = str(self._folders.of(job_id).checkpoints) if store is None else f"{store.rstrip('/')}/{job_id}"
+        place = str(self._folders.of(job_id).checkpoints) if store is None else checkpoints_in(store, job_id)
         self._refuse_unreachable("start.job", job_id, place)
         # What lies elsewhere this machine need not see: then it knows what the job has told.
         whole = _listed(path_of(place)) if is_local(place) and self._own_cluster else _told(told)
@@ -90,7 +91,8 @@ def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Sav
         raise _refused(
             path,
             name,
-            "must have a whole checkpoint, and has none: a job saves one every checkpoint.every_steps steps and at its end",
+            "must have a whole checkpoint, and has none: a job saves one every checkpoint.every_steps steps, and at "
+            "its end",
         )
     steps = sorted({one.step for one in whole})
     if start.step is not None and start.step not in steps:
@@ -99,8 +101,8 @@ def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Sav
     step = max(whole).step if start.step is None else start.step
     if not start.only_weights and spec.steps is not None and spec.steps <= step:
         words = (
-            f"must be more than {step}, the step of the checkpoint that the job goes on from; or say start.what = weights, "
-            "which begins at step 0"
+            f"must be more than {step}, the step of the checkpoint that the job goes on from; or say start.what = "
+            "weights, which begins at step 0"
         )
         raise _refused("steps", spec.steps, words)
 

@@ -21,7 +21,7 @@ import fsspec  # type: ignore[import-untyped]
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """What file systems without hard links say."""
 _OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
-"""Where a folder is there as soon as a file of it is, and to make one would make the bucket, which is not ours to make."""
+"""Where a folder is there as soon as a file of it is, and to make one would make its bucket too: that is not ours."""
 
 
 class Storage(Protocol):
@@ -74,6 +74,8 @@ def open_storage(where: str | Path) -> Storage:
         return LocalStorage(Path(where).absolute())
     if where.startswith("file://"):
         return LocalStorage(Path(where.removeprefix("file://")))
+    if "?" in where and not _OF_BUCKETS.isdisjoint([urlsplit(where).scheme]):
+        return through_pyarrow(where)  # the one that reads settings there
     try:
         filesystem, root = fsspec.core.url_to_fs(where, use_listings_cache=False)
     except (ImportError, ValueError) as no_fsspec:

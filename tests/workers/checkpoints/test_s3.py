@@ -77,10 +77,11 @@ def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, where):
     with pytest.raises(OSError, match="no-such-bucket"):
         save(gone, 10)
     assert not fsspec.filesystem("s3").exists("no-such-bucket")
-    with pytest.raises(FetchFailed, match="s3://no-such-bucket/runs/ has no whole checkpoint"):
+    with pytest.raises(FetchFailed, match=r"s3://no-such-bucket/runs/ has no whole checkpoint"):
         fetch("s3://no-such-bucket/runs", None)
-    with pytest.raises(StartRefused, match=r"s3://no-such-bucket/m\.safetensors cannot be read from this machine"), opened(
-        "s3://no-such-bucket/m.safetensors"
+    with (
+        pytest.raises(StartRefused, match=r"s3://no-such-bucket/m\.safetensors cannot be read from this machine"),
+        opened("s3://no-such-bucket/m.safetensors"),
     ):
         pass
 
@@ -96,7 +97,7 @@ def test_a_store_that_denies_access_says_so(s3, where, method):
     else:
         with pytest.raises(OSError, match="Access Denied"):
             store.newest_whole()
-        with pytest.raises(FetchFailed, match="cannot be read: .*Access Denied"):
+        with pytest.raises(FetchFailed, match=r"cannot be read: .*Access Denied"):
             fetch(where, None)
     s3.mend()
     assert store.newest_whole().step == 10
@@ -180,6 +181,7 @@ def test_a_file_of_many_parts_is_the_same_when_it_is_read(where):
     assert storage.files("a") == {"large": 120 * len(chunk)}
     with storage.read("a", "large") as stream:
         assert all(stream.read(len(chunk)) == chunk for _ in range(120))
+
     def breaks():
         for number in range(120):
             if number == 100:
