@@ -191,6 +191,8 @@ class Origin:
             if weights:
                 refuse_misfits(given, model_tensors(training))
             restore(content, training)
+        except StartRefused:
+            raise
         except (ValueError, RuntimeError) as error:
             raise StartRefused(
                 f"{self._at} cannot be gone on from: {error}. To begin with its weights alone, with an optimizer that "

@@ -162,7 +162,7 @@ def test_a_job_saves_resumes_and_starts_from_there_and_no_secret_is_left_anywher
     found = fetch(f"{where}/run", tmp_path / "out")
     assert found.step == 32
     fsspec.filesystem("s3").put_file(str(found.path), f"{where}/given/model.safetensors")
-    tuned = small_spec(steps=4, start={"weights": f"{where}/given/model.safetensors"})
+    tuned = small_spec(steps=8, start={"weights": f"{where}/given/model.safetensors"})
     (_, samples, _), *_ = run_small(tmp_path / "tuned", tuned, 2)
     assert samples[0].validation_loss < 4.0
 

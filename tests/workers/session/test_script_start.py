@@ -61,10 +61,10 @@ def train(run, make=OneBitAdam, given=None, **more):
 def test_with_everything_all_that_is_registered_goes_on_at_the_next_sample(tmp_path, size):
     first = run_script(tmp_path / "first", size)
     second = run_script(tmp_path / "second", size, {"checkpoints": str(tmp_path / "first/checkpoints"), "step": 7})
-    for (losses, state, steps), (losses_too, state_too, steps_too) in zip(first, second, strict=True):
+    for (losses, _, steps), (losses_too, _, steps_too) in zip(first, second, strict=True):
         assert losses_too == {step: loss for step, loss in losses.items() if step > 7}
-        assert all(map(torch.equal, state, state_too))
         assert steps == steps_too == STEPS
+    assert all(map(torch.equal, first[0][1], second[0][1]))  # statistics of a batch norm are those of rank 0
 
 
 @pytest.mark.parametrize("size", [1, 2])
