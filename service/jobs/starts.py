@@ -135,4 +135,4 @@ def _refuse_unreadable(path: str, place: str) -> None:
 
 
 def _refused(path: str, value: object, words: str) -> InvalidRequest:
-    return InvalidRequest.of([Problem(path=path, value=value, message=words)])  # type: ignore[arg-type]
+    return InvalidRequest.of([Problem(path=path, value=value, message=words)])
