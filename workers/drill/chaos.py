@@ -22,7 +22,7 @@ from thinwire.workers.drill.cuts import Cuts, Network
 from thinwire.workers.drill.faults import TICK_S, Faults
 from thinwire.workers.drill.job import Job, Left, made_by, own_ray, small_gpt
 from thinwire.workers.drill.later import Later
-from thinwire.workers.drill.survivors import Survivors, lives
+from thinwire.workers.drill.survivors import Survivors, has_committed, lives
 from thinwire.workers.drill.verdict import Verdict, judge, read
 from thinwire.workers.telemetry.trace import FOLDER
 
@@ -120,7 +120,7 @@ def _disturb(chaos: Chaos, job: Job, faults: Faults, survivors: Survivors, say: 
             if (done := faults.look()) is not None:
                 logger.info("fault %s", done)
                 say(done, (now - began) / (60 * chaos.minutes))
-            survivors.look(lambda: _alive(job))
+            survivors.look(lambda: _training(job))
             time.sleep(TICK_S)
     finally:
         faults.end()
@@ -155,6 +155,11 @@ def _alive(job: Job) -> list[int]:
     """The processes of the trace that have not ended."""
     pids = [int(file.stem) for file in (job.run_dir / FOLDER).glob("*.jsonl")]
     return [pid for pid in pids if lives(pid)]
+
+
+def _training(job: Job) -> list[int]:
+    """Those of them that have committed a step: before that, a process grows by what it still loads and connects."""
+    return [pid for pid in _alive(job) if has_committed(job.run_dir / FOLDER / f"{pid}.jsonl")]
 
 
 def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:

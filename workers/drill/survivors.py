@@ -11,9 +11,10 @@ from statistics import median
 
 EVERY_S = 5.0
 LONG_S = 60.0
-"""A process that lived less has no trend: its first seconds are its start."""
+"""A process that has trained for less has no trend."""
 SETTLED = 0.34
 """The first and the last part of a life that are compared."""
+FIRST_CHARS = 1 << 16
 MORE_THREADS, MORE_FILES, MORE_MEMORY = 8, 16, 1.25
 """What is borne: threads and files more, memory times. A regroup keeps those of the group before for a while."""
 
@@ -73,6 +74,12 @@ def lives(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def has_committed(trace: Path) -> bool:
+    """Has the process of this trace made a step? Its first one stands near the beginning."""
+    with trace.open() as lines:
+        return '"committed"' in lines.read(FIRST_CHARS)
 
 
 def _look(pid: int, now: float) -> Look | None:

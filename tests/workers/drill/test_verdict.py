@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from thinwire.workers.drill.survivors import Look, grown
+from thinwire.workers.drill.survivors import Look, grown, has_committed
 from thinwire.workers.drill.verdict import Process, Touch, judge, read
 
 
@@ -144,6 +144,16 @@ def test_a_line_that_was_being_written_at_the_death_is_left_out(tmp_path):
     (tmp_path / "10.jsonl").write_text(whole + "\n" + whole[:20])
     (process,) = read(tmp_path)
     assert (process.pid, len(process.commits), process.ended) == (10, 1, None)
+
+
+def test_a_process_is_looked_at_from_its_first_step_on(tmp_path):
+    """On a busy machine it waits for minutes before that, with half of its files and libraries."""
+    trace = tmp_path / "10.jsonl"
+    trace.write_text(json.dumps({"kind": "fed", "step": 1, "rows": [1, 2]}) + "\n")
+    assert not has_committed(trace)
+    with trace.open("a") as file:
+        file.write(json.dumps({"kind": "committed", **committed(1.0, 1)}) + "\n")
+    assert has_committed(trace)
 
 
 def test_a_process_that_grows_is_told_and_one_that_does_not_is_not():

@@ -45,9 +45,15 @@ class Telling(Recording):
 
         self.rank = group.rank
         if group.rank == 0 and self._history is None:
-            self._history = history.History(RunFolder(self._run_dir).history)
+            path = RunFolder(self._run_dir).history
+            self._history = history.History(path)
+            told = {sample.step for sample in history.read(path)}
+            for sample in self.samples:  # as ServiceReporter: the rank 0 before may have died before it told them
+                if sample.step not in told:
+                    self._history.append(sample)
 
     def went_back(self, step):
+        super().went_back(step)
         if self._history is not None:
             self._history.truncate_after(step)
 
