@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from tests.workers.loop import elastic_job
 from tests.workers.loop.elastic_job import ElasticJob
-from tests.workers.loop.growth import answer_looks
+from tests.workers.loop.growth import look, watched_work
 from tests.workers.loop.test_elastic_loop import OPTIMIZERS
 from thinwire.workers.membership import Limits
 
@@ -31,15 +30,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "survivors"
 STAY, GOES = (0, 1), 2
 BY_LOOK, WAIT_S = 5, 300.0
 """Goings and comings from one look to the next; for whatever is to come, in seconds."""
-_plain_work = elastic_job._work
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-def watched(run_dir: Path, *rest: Any) -> None:
-    """A worker that answers looks."""
-    answer_looks(run_dir)
-    _plain_work(run_dir, *rest)
 
 
 @app.command()
@@ -50,7 +42,7 @@ def main(
     width: Annotated[int, typer.Option(help="Of the model.")] = 32,
 ) -> None:
     """Train, let the third worker go and come, and print what a stayer holds every five goings."""
-    elastic_job._work = watched
+    elastic_job._work = watched_work
     looks: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="thinwire-survivors-") as folder:
         run_dir = Path(folder)
@@ -61,7 +53,7 @@ def main(
             _wait_size(job, 3, 0)
             for number in range(goings + 1):
                 if number % BY_LOOK == 0:
-                    looks.append(_look(job, run_dir, number))
+                    looks.append({"goings": number, "of": look(job, STAY, number)})
                     typer.echo(_line(looks[-1]))
                 if number < goings:
                     _one_going(job, leaves=leaves)
@@ -107,17 +99,6 @@ def _until(there: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"it did not come in {WAIT_S:g} s: see the logs of the workers")
         time.sleep(0.05)
-
-
-def _look(job: ElasticJob, run_dir: Path, number: int) -> dict[str, Any]:
-    """What each stayer holds, after it has had time to let go."""
-    time.sleep(3.0)
-    (run_dir / "looks").write_text(str(number))
-    files = {slot: run_dir / f"look-{number}-{job.workers[slot].pid}.json" for slot in STAY}
-    for slot in STAY:
-        job.kill(slot, signal.SIGUSR1)
-    _until(lambda: all(file.exists() for file in files.values()))
-    return {"goings": number, "of": {slot: json.loads(file.read_text()) for slot, file in files.items()}}
 
 
 def _line(look: dict[str, Any]) -> str:

@@ -11,8 +11,13 @@ import json
 import os
 import signal
 import threading
+import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
+
+from tests.workers.loop import elastic_job
 
 STATES = {
     "01": "ESTABLISHED",
@@ -34,6 +39,23 @@ class _Mallinfo2(ctypes.Structure):
         ("fordblks", ctypes.c_size_t),
         ("keepcost", ctypes.c_size_t),
     ]
+
+
+def watched_work(run_dir: Path, *rest: object) -> None:
+    """elastic_job._work of a worker that answers looks."""
+    answer_looks(run_dir)
+    elastic_job._work(run_dir, *rest)
+
+
+def look(job: elastic_job.ElasticJob, slots: Collection[int], number: int) -> dict[int, dict[str, Any]]:
+    """By slot, what each of these holds, after it has had time to let go of its last group."""
+    time.sleep(3.0)
+    (job.run_dir / "looks").write_text(str(number))
+    files = {slot: job.run_dir / f"look-{number}-{job.workers[slot].pid}.json" for slot in slots}
+    for slot in slots:
+        job.kill(slot, signal.SIGUSR1)
+    job.until(lambda: all(file.exists() for file in files.values()))
+    return {slot: json.loads(file.read_text()) for slot, file in files.items()}
 
 
 def answer_looks(run_dir: Path) -> None:
