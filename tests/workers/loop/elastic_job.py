@@ -104,7 +104,7 @@ class Times:
         )
 
 
-LATE_S = 0.15
+LATE_S = 0.5
 QUICK = Times(beat_s=0.2, collective_s=20.0)
 
 

@@ -10,7 +10,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Limits
 from thinwire.workers.telemetry import history
 
-STEPS = 60
+STEPS = 55
 pytestmark = pytest.mark.slow
 
 
