@@ -111,7 +111,7 @@ def submit(
         "--name": name,
         "--checkpoint-store": checkpoint_store,
         "--from": origin,
-        "--weights-only": weights_only,
+        "--weights-only": weights_only or None,
         "--weights": weights,
         "--working-dir": working_dir,
         "--pip": pip,
