@@ -7,6 +7,7 @@ Read by `ray start` through RAY_START_HOOK.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import socket
@@ -55,6 +56,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _telling(start_raylet: Any) -> Any:
+    @functools.wraps(start_raylet)  # it may be told to again, by the next node that this process starts
     def start(*arguments: Any, **options: Any) -> Any:
         given = inspect.signature(start_raylet).bind(*arguments, **options).arguments
         port = given["dashboard_agent_listen_port"]

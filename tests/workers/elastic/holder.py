@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import ray
 from ray._private.state import actors
@@ -16,12 +17,21 @@ from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group_table
 
+from thinwire.service.launch import start_hook
 from thinwire.workers.elastic.plan import NAMESPACE
+
+
+def patient(**arguments):
+    """Of a node that bears agents which start slowly, where other work holds the cores."""
+    given = SimpleNamespace()
+    start_hook.patient(given, False)
+    return {**arguments, **vars(given)}
 
 
 class Holder:
     def __init__(self, num_cpus):
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus, "include_dashboard": False})
+        head = patient(num_cpus=num_cpus, include_dashboard=False)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.nodes = {}
 
@@ -29,7 +39,7 @@ class Holder:
         return self.cluster.address
 
     def add_node(self, name, **arguments):
-        self.nodes[name] = self.cluster.add_node(**arguments)
+        self.nodes[name] = self.cluster.add_node(**patient(**arguments))
 
     def kill_node(self, name):
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
