@@ -1,10 +1,14 @@
-"""A Hugging Face Trainer that one more line makes send one bit a value. The model is tiny and made on the spot.
+"""A Hugging Face Trainer that sends one bit a value, and that a lost worker costs no step. The model is made on the spot.
 
-torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine
 python examples/transformers_trainer.py                         one worker, nothing is sent
+torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine
+thinwire submit examples/transformers_trainer.py --min 1 --max 4    a job, whose workers may die, come and leave
 
 - trainer = Trainer(model, args, train_dataset=data)
-+ trainer = with_thinwire(Trainer(model, args, train_dataset=data), OneBitAdam, warmup=20)
++ with session() as run:
++     trainer = with_thinwire(Trainer(model, args, train_dataset=data), OneBitAdam, run=run, warmup=20)
+
+A step has per_device_train_batch_size samples, however many workers share them.
 """
 
 import tempfile
@@ -14,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from thinwire.integrations.transformers import with_thinwire
 from thinwire.optim import OneBitAdam
+from thinwire.train import session
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -27,7 +32,8 @@ class Bytes(TrainerCallback):
             stats = optimizer.optimizer.stats()
             print(
                 f"step {state.global_step:3d}  next phase {stats['phase']:10s}  loss {logs['loss']:.4f}  "
-                f"sent {stats['sent_bytes']:,} bytes"
+                f"sent {stats['sent_bytes']:,} bytes",
+                flush=True,
             )
 
 
@@ -37,14 +43,13 @@ def sequences(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-with tempfile.TemporaryDirectory() as folder:
+with session() as run, tempfile.TemporaryDirectory() as folder:
     args = TrainingArguments(
         folder,
         max_steps=80,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=16,
         learning_rate=5e-3,
         logging_steps=20,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -53,10 +58,6 @@ with tempfile.TemporaryDirectory() as folder:
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    model = GPT2LMHeadModel(config)
-    trainer = with_thinwire(
-        Trainer(model, args, train_dataset=sequences(256), callbacks=[Bytes()]), OneBitAdam, warmup=20
-    )
+    trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=sequences(256), callbacks=[Bytes()])
+    trainer = with_thinwire(trainer, OneBitAdam, run=run, warmup=20)
     trainer.train()
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +24,9 @@ from thinwire.integrations.shares import write_share
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.variance.warmup import WarmupOptimizer
+
+if TYPE_CHECKING:
+    from thinwire.integrations.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +49,15 @@ OVERRIDDEN = (
 """Methods of Trainer that this file builds on: another version may not have them."""
 
 
-def with_thinwire(trainer: Any, optimizer_class: type[FlatOptimizer[Any]] | None = None, **settings: Any) -> Any:
+def with_thinwire(
+    trainer: Any, optimizer_class: type[FlatOptimizer[Any]] | None = None, *, run: Run | None = None, **settings: Any
+) -> Any:
     """The same trainer, trained by this optimizer, which does all communication. Call it before train().
 
     optimizer_class: of thinwire.optim; None where the trainer has one, Trainer(..., optimizers=(optimizer, None)), or
-    a subclass of Trainer makes one. settings: keywords of the class, before what TrainingArguments say. Every
-    rank alike. Modifies the trainer. Raises: TypeError, ValueError saying which argument cannot be.
+    a subclass of Trainer makes one. run: a thinwire.train.session, whose batches are trained on; then workers may be
+    lost and come. settings: keywords of the class, before what TrainingArguments say. Every rank alike.
+    Modifies the trainer. Raises: TypeError, ValueError saying which argument cannot be.
     """
     import transformers
 
@@ -62,7 +68,9 @@ def with_thinwire(trainer: Any, optimizer_class: type[FlatOptimizer[Any]] | None
         )
     if isinstance(trainer, TrainsTogether):
         raise ValueError("with_thinwire() was called with this trainer before: once is enough")
-    missing = [name for name in OVERRIDDEN if not hasattr(trainer, name)]
+    if run is not None:
+        from thinwire.integrations import transformers_session as session
+    missing = [name for name in (*OVERRIDDEN, *(session.OVERRIDDEN if run else ())) if not hasattr(trainer, name)]
     if missing:
         raise ValueError(
             f"transformers {transformers.__version__} has a Trainer without {missing}: use 5.23 or another that has "
@@ -72,7 +80,11 @@ def with_thinwire(trainer: Any, optimizer_class: type[FlatOptimizer[Any]] | None
     _refuse_other_optimizers(trainer, optimizer_class, settings)
     accelerate.leave_unwrapped(trainer.accelerator)
     trainer._thinwire_class, trainer._thinwire_settings = optimizer_class, dict(settings)
-    return mixed(trainer, TrainsTogether)
+    if run is None:
+        return mixed(trainer, TrainsTogether)
+    session.feed(trainer, run)
+    trainer._thinwire_settings.setdefault("group", run.group)
+    return mixed(mixed(trainer, TrainsTogether), session.FedBySession)
 
 
 class TrainsTogether:

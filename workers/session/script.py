@@ -66,17 +66,17 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
 
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
-    words = _in_words(error)
+    words = _in_words(error, recipe)
     where = _where(error, recipe)
     text = words if not where else f"{words}\n{where}"
     return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
 
 
-def _in_words(error: BaseException) -> str:
+def _in_words(error: BaseException, recipe: ScriptRecipe) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install it on every box, or name it under recipe.pip of the job"
     if isinstance(error, SyntaxError):
-        return "".join(traceback.format_exception_only(error)).strip()
+        return _as_the_owner_sees("".join(traceback.format_exception_only(error)).strip(), recipe)
     return str(error) or type(error).__name__
 
 
@@ -87,12 +87,21 @@ def _where(error: BaseException, recipe: ScriptRecipe) -> str:
     first = next((i for i, frame in enumerate(frames) if Path(frame.filename).name == name), None)
     if first is None:
         return ""
-    return "".join(traceback.format_list(frames[first : first + MOST_FRAMES])).rstrip()
+    return _as_the_owner_sees("".join(traceback.format_list(frames[first : first + MOST_FRAMES])).rstrip(), recipe)
+
+
+def _as_the_owner_sees(trace: str, recipe: ScriptRecipe) -> str:
+    """Its files as seen from the folder that was packed: where that lies on a box says nothing to its owner."""
+    return trace.replace(f'File "{_root(recipe)}{os.sep}', 'File "')
+
+
+def _root(recipe: ScriptRecipe) -> Path:
+    return Path.cwd() if recipe.working_dir is None else Path(recipe.working_dir)
 
 
 def _folder(recipe: ScriptRecipe) -> Path:
     """Where its files are on this box. Raises: ScriptError where they are not."""
-    folder = Path.cwd() if recipe.working_dir is None else Path(recipe.working_dir)
+    folder = _root(recipe)
     if not (folder / recipe.entry).is_file():
         raise ScriptError(
             f"recipe.entry = {recipe.entry!r} is no file below {folder} on this box"

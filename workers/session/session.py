@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -112,6 +112,7 @@ class Session:
         self._optimizer: FlatOptimizer[Any] | None = None
         self._registered: Registered | None = None
         self._course: ScriptCourse | None = None
+        self._batches: Generator[Any, None, None] | None = None
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
         self.has_finished = self.told = False
@@ -126,9 +127,13 @@ class Session:
         try:
             if course is not None and not self.has_finished:
                 self._end(course, error)
+        except (MembershipError, RunEnded) as left:
+            error = left
         finally:
             if self._optimizer is not None:
                 self._optimizer.undone = None
+            if self._batches is not None:
+                self._batches.close()
             self._place.close()
         if isinstance(error, MembershipError | RunEnded):
             raise Left(error) from None
@@ -168,6 +173,11 @@ class Session:
     def step_number(self) -> int:
         """Steps that count so far; in the loop's body, without the one that is being made."""
         return 0 if self._course is None else self._course.step
+
+    @property
+    def step_is_lost(self) -> bool:
+        """In the loop's body, after optimizer.step(): was the step lost, so that it will be given out again?"""
+        return self._course is not None and self._course.is_undone
 
     def register(self, **objects: Any) -> None:
         """Name what the loop changes: models, the optimizer, schedulers, averages, counters, generators.
@@ -234,6 +244,16 @@ class Session:
                 raise TypeError(f"run.report({name}=...): got {what}; give a number or a tensor of one element")
         self._running("report").numbers.update(found)
 
+    def finish(self) -> None:
+        """In the body of the last step, after it was made: evaluate, save, compare the replicas, and end the run.
+
+        For loops that count their steps themselves, and draw no further batch. Nothing happens anywhere else. Leaving
+        `with session()` does it too. Raises: as batches().
+        """
+        course = self._course
+        if course is not None and course.has_made_all and self._batches is not None:
+            next(self._batches, None)
+
     def step(self, loss: Tensor) -> None:
         """Backward, the optimizer's step, gradients to zero, and the loss reported. loss: the mean over the batch."""
         optimizer = self._running("step").training.optimizer
@@ -279,7 +299,8 @@ class Session:
         self._course = course = ScriptCourse(self._place, optimizer, registered, feed)
         if self._evaluation is not None:
             course.evaluate_every, course.evaluate = self._evaluation
-        return self._loop(course)
+        self._batches = self._loop(course)
+        return self._batches
 
     def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: MapFeed | StreamFeed) -> None:
         for name, value in self._given.items():
@@ -292,7 +313,7 @@ class Session:
             registered.add("place in the dataset", feed, volatile=False)
         registered.refuse_unwritable()
 
-    def _loop(self, course: ScriptCourse) -> Iterator[Any]:
+    def _loop(self, course: ScriptCourse) -> Generator[Any, None, None]:
         while True:
             try:
                 try:
@@ -310,11 +331,19 @@ class Session:
             # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
 
     def _end(self, course: ScriptCourse, error: BaseException | None) -> None:
-        """The loop was left before its end."""
+        """The loop was left: by an error, after its last step, or before that."""
         if error is not None:
-            self.told = True
-            course.close(course.failed(error))
+            self._fail(course, error)
             return
+        try:
+            self.finish()
+        except BaseException as raised:
+            self._fail(course, raised)
+            raise
+        if self.has_finished:
+            return
+        if self._batches is not None:
+            self._batches.close()
         logger.warning("loop_left step=%d of=%s", course.step, course.last)
         try:
             self.summary = course.leave_early()
@@ -322,6 +351,10 @@ class Session:
             course.close(LEAVE_S)
         course.ended(None)
         self.has_finished = True
+
+    def _fail(self, course: ScriptCourse, error: BaseException) -> None:
+        self.told = True
+        course.close(course.failed(error))
 
     def _running(self, call: str) -> ScriptCourse:
         if self._course is None:
@@ -357,7 +390,7 @@ class ScriptCourse(Course[Script]):
         self._stepless, self._pid = 0, os.getpid()
         self.numbers: dict[str, Tensor] = {}
         optimizer.undone = self._note_undone
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def is_new(self) -> bool:
@@ -449,12 +482,12 @@ class ScriptCourse(Course[Script]):
                 STEPLESS,
             )
 
-    def _before_step(self) -> None:
-        """The optimizer's step begins, in a body."""
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The optimizer's step begins, in a body. Where it was given a closure, the body's backward is yet to come."""
         body = self._open
         self.refuse_fork("batches()")
         if body is None:
-            return
+            return None
         if body.has_stepped:
             raise ScriptError(
                 f"optimizer.step() for a second time with one batch, at step {self.step + 1}: a step of the run is one "

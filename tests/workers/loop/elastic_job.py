@@ -130,6 +130,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.saving import floor_of
     from thinwire.workers.session.script import run_script
+    from thinwire.workers.session.session import ScriptCourse
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
@@ -163,6 +164,14 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         return plain(training, step, meter)
 
     loop.train_step = slow
+    opens = ScriptCourse._open_body
+
+    def waits(course, body):  # in the body: whoever dies here is missed in the script's own step
+        opens(course, body)
+        while course.step + 1 > int((run_dir / "allowed").read_text() or 0):
+            time.sleep(0.005)
+
+    ScriptCourse._open_body = waits
     deliver = CheckpointStore.deliver
 
     def held(store, snapshot):

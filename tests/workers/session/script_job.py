@@ -10,11 +10,12 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class ScriptJob(ElasticJob):
-    """As ElasticJob, with `entry` of SCRIPTS; its first argument is the job's folder."""
+    """As ElasticJob, with `entry` of a folder. told: its first argument is the job's folder."""
 
-    def __init__(self, run_dir, limits, entry, *args, steps, folder=SCRIPTS, server=None, **spec):
+    def __init__(self, run_dir, limits, entry, *args, steps, folder=SCRIPTS, told=True, server=None, **spec):
         super().__init__(run_dir, limits, steps=steps, server=server)
-        recipe = {"name": "script", "entry": entry, "working_dir": str(folder), "args": [str(run_dir), *map(str, args)]}
+        given = [str(run_dir), *map(str, args)] if told else list(map(str, args))
+        recipe = {"name": "script", "entry": entry, "working_dir": str(folder), "args": given}
         workers = {"min": limits.min, "max": 7}
         self.spec = {"recipe": recipe, "workers": workers, "checkpoint": {"every_steps": 10}, **spec}
 

@@ -96,6 +96,7 @@ def test_the_failure_says_what_the_script_did(tmp_path, what):
     assert failure.kind == kind
     assert all(words in failure.message for words in told), failure.message
     assert "runpy" not in failure.message
+    assert str(tmp_path) not in failure.message  # but as seen from the folder
     assert failure.message.index(told[0]) < 200
 
 
