@@ -28,6 +28,7 @@ OVERRIDDEN = (
     "_get_collator_with_removed_columns",
     "_init_training_state",
     "_save_checkpoint",
+    "get_batch_samples",
     "get_train_dataloader",
     "set_initial_training_values",
     "training_step",
@@ -42,6 +43,7 @@ class FedBySession:
     """Mixed into a Trainer, in front of TrainsTogether: where batches come from, and how many there are."""
 
     args: Any
+    control: Any
     train_dataset: Any
     _thinwire_run: Run
 
@@ -63,6 +65,13 @@ class FedBySession:
         samples = len(self.train_dataset) if known else args.max_steps * size
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * samples / size)
         return 1, sys.maxsize, samples, steps * size, size, math.ceil(samples / size), steps
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer. Where no batch is left, as in a run that was over when it was started again, it stops."""
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if not found[0]:
+            self.control.should_training_stop = True
+        return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer. The loss is reported, as the mean over all workers."""
@@ -194,7 +203,7 @@ class _Last(TrainerCallback):  # type: ignore[misc]
 
 
 def feed(trainer: Any, run: Run) -> None:
-    """Let the session feed the trainer, before train(). Modifies its callbacks.
+    """Let the session feed the trainer, before train(). Modifies its callbacks and arguments.
 
     Raises: ValueError for TrainingArguments that cannot be kept, with what to say instead.
     """
@@ -211,6 +220,7 @@ def feed(trainer: Any, run: Run) -> None:
     for name, (is_wrong, remedy) in wrong.items():
         if is_wrong:
             raise ValueError(f"TrainingArguments({name}={_word(getattr(args, name))!r}) inside of a session: {remedy}")
+    args.average_tokens_across_devices = False  # a collective of Trainer's; the session weighs shares by their samples
     trainer._thinwire_run = run
     trainer.callback_handler.callbacks.insert(0, _First(trainer))
     trainer.add_callback(_Last(trainer))
