@@ -64,6 +64,7 @@ REPORT_EVERY_STEPS = 5
 class Run:
     """Which run this is: its folder, when it was asked for (unix seconds), which submission.
 
+    shared: do all workers see the folder?
     adopted_by: a later submission that this worker belongs to by now; 0 for none.
     """
 
@@ -71,6 +72,7 @@ class Run:
     created_at: float
     attempt: int = 1
     adopted_by: Callable[[], int] = lambda: 0
+    shared: bool = True
 
     def attempt_now(self) -> int:
         """The submission that this worker belongs to."""

@@ -81,13 +81,13 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     place.begin()
     job = json.loads(folder.job.read_text())
     spec = read_spec(job["spec"])
-    run = Run(run_dir, created_at=job["created_at"], attempt=config["attempt"], adopted_by=adopted_by)
+    remote = place.run if isinstance(place, RemotePlace) else None
+    run = Run(run_dir, job["created_at"], config["attempt"], adopted_by, shared=remote is None)
     address = own_address(spec.network.interface)
     use_interface_of(address)
     device = ray.train.torch.get_device()
     ranks, number = _ranks(config, spec, address, device, place)
     adopt_s = ADOPT_S if ranks.elastic else 0.0
-    remote = place.run if isinstance(place, RemotePlace) else None
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:

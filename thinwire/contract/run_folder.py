@@ -5,6 +5,7 @@ workers.json   a WantedWorkers: the limits that hold now, where job.json has tho
 token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
 service_url    where the service listens now; rewritten when the service starts again
 checkpoints/   written by the workers
+script/        what a script keeps that draws no batch of the session: its own checkpoints
 buckets.json   the size of buckets that the run keeps, written by rank 0 at its first start
 history.jsonl  one Sample a line, written by rank 0
 events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
@@ -55,6 +56,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints, where the spec names no other place."""
         return self.path / "checkpoints"
+
+    @property
+    def script(self) -> Path:
+        """The folder of a script with a loop and checkpoints of its own."""
+        return self.path / "script"
 
     @property
     def buckets(self) -> Path:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from thinwire.comm import SoloGroup
+from thinwire.comm import CommError, PeerLost, SoloGroup
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import Failure
 from thinwire.contract.script import ScriptRecipe, SecretSource
@@ -60,8 +61,22 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
                 and not any(one.told for one in begun)
             ):
                 ranks.fail(f"{type(error).__name__}: {error}")
+            if not ranks.elastic and group.size > 1 and _tells_of_a_peer(error):
+                raise PeerLost(f"the script's own collective failed: {error}") from error
             raise
     return begun[0].summary
+
+
+def _tells_of_a_peer(error: BaseException) -> bool:
+    """Is it what torch.distributed raises in a collective of the script's own where another rank has gone?
+
+    Gloo and NCCL say it in a RuntimeError, in Python below torch/distributed or out of a backward.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, CommError | ScriptError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    in_collective = bool(frames) and "torch/distributed/" in frames[-1].filename
+    return in_collective or isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:

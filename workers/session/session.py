@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from thinwire.comm import CommError, NonFiniteInput, PeerLost
 from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint, ScriptSpec
 from thinwire.contract.start import Start
 from thinwire.contract.summary import Summary
@@ -38,6 +40,7 @@ from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer, ranks_that_differ
 from thinwire.workers.session.feed import MapFeed, Share, StreamFeed, feed_of
+from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
 from thinwire.workers.telemetry.reporter import Reporter
@@ -113,6 +116,7 @@ class Session:
         self._registered: Registered | None = None
         self._course: ScriptCourse | None = None
         self._batches: Generator[Any, None, None] | None = None
+        self._own: OwnLoop | None = None
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
         self.has_finished = self.told = False
@@ -127,11 +131,16 @@ class Session:
         try:
             if course is not None and not self.has_finished:
                 self._end(course, error)
+            elif self._own is not None and self._own.has_begun and error is None:
+                self.summary = self._own.finish()
+                self.has_finished = True
         except (MembershipError, RunEnded) as left:
             error = left
         finally:
             if self._optimizer is not None:
                 self._optimizer.undone = None
+            if self._own is not None:
+                self._own.close()
             if self._batches is not None:
                 self._batches.close()
             self._place.close()
@@ -160,12 +169,16 @@ class Session:
 
     @property
     def has_begun(self) -> bool:
-        """Was a batch ever drawn?"""
+        """Was a batch ever drawn, or a step made without?"""
+        if self._own is not None:
+            return self._own.has_begun
         return self._course is not None and not self._course.is_new
 
     @property
     def progress(self) -> str:
         """How far it has come, in words."""
+        if self._own is not None:
+            return f"after step {self._own.step}"
         last = None if self._course is None else self._course.last
         return f"after step {self.step_number} of {'an unknown number' if last is None else last}"
 
@@ -178,6 +191,26 @@ class Session:
     def step_is_lost(self) -> bool:
         """In the loop's body, after optimizer.step(): was the step lost, so that it will be given out again?"""
         return self._course is not None and self._course.is_undone
+
+    @property
+    def folder(self) -> Path:
+        """Where a loop of its own keeps its checkpoints: the same folder on all workers, and in all attempts of a job.
+
+        Raises: ScriptError where there is none; OSError.
+        """
+        place = self._place
+        if place.spec is None:
+            if place.checkpoint is None:
+                raise ScriptError("run.folder: there is none: say session(folder=...)")
+            return place.run.directory
+        if not place.run.shared:
+            raise ScriptError(
+                "run.folder: the workers of this job share no folder: keep checkpoints in a place that all boxes see, and "
+                "give the script its path or URL"
+            )
+        folder = RunFolder(place.run.directory).script
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def register(self, **objects: Any) -> None:
         """Name what the loop changes: models, the optimizer, schedulers, averages, counters, generators.
@@ -200,12 +233,32 @@ class Session:
                         "step of one optimizer; give it the parameters of both, as two groups"
                     )
                 self._optimizer = value
+                self._watch(value)
             elif isinstance(value, Optimizer):
                 raise TypeError(
                     f"run.register({name}=...): a {type(value).__name__} sends no gradient to the other workers: use "
                     "one of thinwire.optim, such as Adam(params, lr=...) or OneBitAdam(params, lr=...)"
                 )
             self._given[name] = value
+
+    def _watch(self, optimizer: FlatOptimizer[Any]) -> None:
+        """In a job: of steps that are made without batches() the job has to know too."""
+        place = self._place
+        if place.spec is None:
+            return
+        if not place.ranks.elastic:
+            self._own = OwnLoop(optimizer, place.device, place.run, place.reporter, place.spec.global_batch)
+            return
+
+        def refuse(*_: Any) -> None:
+            if self._course is None:
+                raise ScriptError(
+                    "optimizer.step() before run.batches(): in this job workers come and go, and nobody would make that "
+                    "step with you. Draw from run.batches(); or say workers.elastic: restart in the job's file, and all "
+                    "start the script again when one is lost"
+                )
+
+        optimizer.register_step_pre_hook(refuse)
 
     def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
         """Call it on every rank after each so many steps, before the first and after the last.
@@ -242,7 +295,10 @@ class Session:
             else:
                 what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(f"run.report({name}=...): got {what}; give a number or a tensor of one element")
-        self._running("report").numbers.update(found)
+        if self._own is not None:
+            self._own.take(found)
+        else:
+            self._running("report").numbers.update(found)
 
     def finish(self) -> None:
         """In the body of the last step, after it was made: evaluate, save, compare the replicas, and end the run.
@@ -294,6 +350,9 @@ class Session:
         if batch is None:
             raise ValueError("run.batches(global_batch=...) is missing: how many samples has a step, over all workers?")
         feed = feed_of(dataset, batch, steps=last, epochs=epochs, shuffle=shuffle, seed=drawn or 0, loader=loader or {})
+        if self._own is not None:
+            self._own.close()
+            self._own = None
         self._registered = registered = Registered(optimizer)
         self._add_all(registered, optimizer, feed)
         self._course = course = ScriptCourse(self._place, optimizer, registered, feed)
