@@ -130,6 +130,24 @@ def test_a_script_goes_on_through_a_kill_and_a_resize_and_its_weights_can_be_fet
     assert "tokens.weight" in thinwire_weights(server, job_id, tmp_path / "weights")
 
 
+@pytest.mark.slow
+def test_a_loop_of_its_own_starts_again_on_all_workers_when_one_is_killed(server, tmp_path):
+    own = ROOT / "tests" / "workers" / "session" / "scripts"
+    recipe = {"name": "script", "entry": "own_loop.py", "working_dir": str(own), "args": [str(tmp_path), "40"]}
+    (tmp_path / "allowed").write_text("17")
+    spec = {"name": "own", "recipe": recipe, "workers": {"min": 2, "max": 2, "elastic": "restart"}}
+    job_id = server.call("POST", "/v1/jobs", json=spec).json()["id"]
+    server.wait_for_step(job_id, 15)
+    os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
+    (tmp_path / "allowed").write_text("40")
+    job = server.wait_for_end(job_id)
+    assert (job["state"], job["attempt"]) == ("SUCCEEDED", 1), job["reason"]
+    assert (job["summary"]["steps"], job["summary"]["replicas_bit_equal"]) == (40, True)
+    made = [int(line) for line in (tmp_path / "steps-0").read_text().split()]
+    assert made[-25:] == list(range(16, 41))  # from the script's own checkpoint after step 15
+    assert len(pids(server, job_id, 0)) == 2
+
+
 def thinwire_weights(server, job_id, to):
     """The names of what `thinwire fetch` writes."""
     from safetensors import safe_open

@@ -109,6 +109,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         trainer, args = self._trainer, self._trainer.args
+        trainer.callback_handler.callbacks.sort(key=lambda one: (isinstance(one, _Last), not isinstance(one, _First)))
         run: Run = trainer._thinwire_run
         run.register(
             model=trainer.model,
@@ -222,7 +223,7 @@ def feed(trainer: Any, run: Run) -> None:
             raise ValueError(f"TrainingArguments({name}={_word(getattr(args, name))!r}) inside of a session: {remedy}")
     args.average_tokens_across_devices = False  # a collective of Trainer's; the session weighs shares by their samples
     trainer._thinwire_run = run
-    trainer.callback_handler.callbacks.insert(0, _First(trainer))
+    trainer.add_callback(_First(trainer))
     trainer.add_callback(_Last(trainer))
 
 
