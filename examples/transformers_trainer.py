@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that sends one bit a value, and that a lost worker costs no step. The model is made on the spot.
+"""A Hugging Face Trainer that sends one bit a value, and that a lost worker costs no step.
 
 python examples/transformers_trainer.py                         one worker, nothing is sent
 torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine

@@ -159,5 +159,3 @@ def _refuse_foreign(optimizer: Optimizer, world_size: int) -> None:
             f"{kind} exchanges with {optimizer.group.size} ranks, and the trainer has {world_size}: make it inside "
             "configure_optimizers, when the process group is there, and leave its `group` out"
         )
-
-

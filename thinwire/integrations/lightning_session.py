@@ -5,9 +5,9 @@
         trainer.fit(module, DataLoader(dataset, batch_size=64, shuffle=True))
 
 Trainer is alone in its process, and knows nothing of other workers. Its data loader says what a step is: batch_size
-samples of a dataset, which the workers share. run.batches() gives out this worker's part, and a step that was lost again.
-What Trainer has counted of a lost step is taken back with it, for that is registered with the session; it neither
-validates after one nor ends an epoch.
+samples of a dataset, which the workers share. run.batches() gives out this worker's part, and a step that was lost
+again. What Trainer has counted of a lost step is taken back with it, for that is registered with the session; it
+neither validates after one nor ends an epoch.
 
 Written against lightning 2.6; needs `lightning`.
 """
@@ -271,8 +271,8 @@ def _refuse_foreign(optimizers: list[Optimizer], group: Group) -> None:
     kinds = ", ".join(type(one).__name__ for one in optimizers)
     if len(optimizers) != 1 or not isinstance(optimizers[0], FlatOptimizer):
         raise ValueError(
-            f"configure_optimizers gave {kinds or 'no optimizer'}: in a session there is one, of thinwire.optim (Adam is "
-            "the uncompressed one); give it all parameters"
+            f"configure_optimizers gave {kinds or 'no optimizer'}: in a session there is one, of thinwire.optim (Adam "
+            "is the uncompressed one); give it all parameters"
         )
     if optimizers[0].group.size != group.size:
         raise ValueError(
@@ -300,12 +300,10 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.sampler, RandomSampler):
         return True
     raise ValueError(
-        f"the train_dataloader has a {type(loader.sampler).__name__}: in a session the order of the samples follows from "
-        "a seed, so that workers may come and go: say shuffle=True or shuffle=False"
+        f"the train_dataloader has a {type(loader.sampler).__name__}: in a session the order of the samples follows "
+        "from a seed, so that workers may come and go: say shuffle=True or shuffle=False"
     )
 
 
 def _nothing() -> None:
     pass
-
-

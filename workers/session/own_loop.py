@@ -1,8 +1,8 @@
 """A loop of a script's own in a job whose workers all start again when one is lost: it draws no batch of the session.
 
 Its data, its place in them and its checkpoints are the script's affair. What the job has to know of it follows from the
-optimizer that it has registered: a step of that is a step of the run. So the history has them, the losses are those that
-the script reports after each, and at the end the replicas are compared.
+optimizer that it has registered: a step of that is a step of the run. So the history has them, the losses are those
+that the script reports after each, and at the end the replicas are compared.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OwnLoop:
         )
 
     def _stepped(self) -> None:
-        """The optimizer's step() is over. One that was left out, as of a gradient that is not finite, does not count."""
+        """The optimizer's step() is over. One that was left out, as of an infinite gradient, does not count."""
         own, number, now = self._own, self._own.optimizer.num_steps, time.perf_counter()
         if self._last is not None and number == self._last.number:
             return

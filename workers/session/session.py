@@ -205,8 +205,8 @@ class Session:
             return place.run.directory
         if not place.run.shared:
             raise ScriptError(
-                "run.folder: the workers of this job share no folder: keep checkpoints in a place that all boxes see, and "
-                "give the script its path or URL"
+                "run.folder: the workers of this job share no folder: keep checkpoints in a place that all boxes see, "
+                "and give the script its path or URL"
             )
         folder = RunFolder(place.run.directory).script
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,9 +253,9 @@ class Session:
         def refuse(*_: Any) -> None:
             if self._course is None:
                 raise ScriptError(
-                    "optimizer.step() before run.batches(): in this job workers come and go, and nobody would make that "
-                    "step with you. Draw from run.batches(); or say workers.elastic: restart in the job's file, and all "
-                    "start the script again when one is lost"
+                    "optimizer.step() before run.batches(): in this job workers come and go, and nobody would make "
+                    "that step with you. Draw from run.batches(); or say workers.elastic: restart in the job's file, "
+                    "and all start the script again when one is lost"
                 )
 
         optimizer.register_step_pre_hook(refuse)
@@ -455,6 +455,17 @@ class ScriptCourse(Course[Script]):
     def is_new(self) -> bool:
         """Has it not joined anybody so far?"""
         return self._training is None
+
+    @property
+    def is_undone(self) -> bool:
+        """Was the step of the open body lost?"""
+        return self._undone is not None
+
+    @property
+    def has_made_all(self) -> bool:
+        """Has the open body made the last step?"""
+        body = self._open
+        return body is not None and body.has_stepped and not self.is_undone and self.step + 1 == self.last
 
     def refuse_fork(self, call: str) -> None:
         """Raises: ScriptError in a process that the script has forked."""

@@ -112,7 +112,10 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("seed", "style"),
-    [*((3, style) for style in STYLES), *(pytest.param(s, STYLES[s % 3], marks=pytest.mark.slow) for s in range(4, 13))],
+    [
+        *((3, style) for style in STYLES),
+        *(pytest.param(s, STYLES[s % 3], marks=pytest.mark.slow) for s in range(4, 13)),
+    ],
 )
 def test_all_that_is_registered_ends_bit_equal_to_an_undisturbed_run(tmp_path, monkeypatch, seed, style):
     faults = Plan()
