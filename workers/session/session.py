@@ -565,7 +565,18 @@ class ScriptCourse(Course[Script]):
             )
         body.has_stepped = True
         body.lr = float(self._script.optimizer.param_groups[0]["lr"])
-        self._script.registered.before_step()
+        registered, (this, *given) = self._script.registered, args
+        closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
+        if closure is None:
+            registered.before_step()
+            return None
+
+        def computed() -> Any:
+            loss = closure()
+            registered.before_step()
+            return loss
+
+        return (this, computed), {}
 
     def _note_undone(self, error: CommError) -> None:
         """A step of this optimizer was undone: the body goes on, and the step is made again."""
