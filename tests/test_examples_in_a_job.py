@@ -14,6 +14,10 @@ from thinwire.workers.telemetry import history
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 KILLED_AT, RESIZED_AT = 5, 10
+PATIENCE_S = 300.0
+"""To import a trainer takes long on a busy machine, and each worker does."""
+
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +38,15 @@ def test_it_goes_on_through_a_kill_and_a_resize(tmp_path, monkeypatch, script, n
     with ScriptJob(tmp_path, Limits(1, 2), script, *arguments, steps=steps, folder=EXAMPLES, told=False) as job:
         job.allow(KILLED_AT)
         job.start(0, 1)
-        job.until(lambda: job.server.snapshot().last_step == KILLED_AT)
+        job.until(lambda: job.server.snapshot().last_step == KILLED_AT, PATIENCE_S)
         job.kill(1)
         job.allow(RESIZED_AT)
-        job.until(lambda: job.server.snapshot().last_step == RESIZED_AT)
+        job.until(lambda: job.server.snapshot().last_step == RESIZED_AT, PATIENCE_S)
         job.server.set_limits(Limits(1, 3))
         job.start(1, 2)
-        job.until(lambda: job.joined(1) == 2 and job.joined(2) == 1)
+        job.until(lambda: job.joined(1) == 2 and job.joined(2) == 1, PATIENCE_S)
         job.allow(steps)
-        job.wait()
+        job.wait(PATIENCE_S)
         sizes = job.regroups()
         assert (sizes[0], sizes[-1]) == (1, 3)
         assert all(one["redone"] == 0 for one in job.events("regrouped"))

@@ -32,6 +32,8 @@ from thinwire.workers.telemetry.reporter import Silent
 
 STEPS, LOST = 18, 75
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def spec_of(run_dir):
     recipe = {"name": "script", "entry": "own_loop.py", "working_dir": str(SCRIPTS), "args": [str(run_dir), str(STEPS)]}
@@ -76,7 +78,7 @@ def logs(run_dir):
 
 def ended(processes, run_dir):
     for process in processes:
-        process.join(100)
+        process.join(200)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.exitcode is None:
@@ -88,7 +90,7 @@ def ended(processes, run_dir):
 def test_all_start_again_from_the_scripts_own_checkpoint_with_as_many_as_there_are(tmp_path):
     (tmp_path / "allowed").write_text("7")
     first = started(tmp_path, 2)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while [steps_of(tmp_path, rank)[-1:] for rank in (0, 1)] != [[8], [8]]:
         assert time.monotonic() < until, logs(tmp_path)
         assert all(process.is_alive() for process in first), logs(tmp_path)

@@ -13,11 +13,15 @@ from thinwire.workers.membership import Limits
 from thinwire.workers.telemetry import history
 
 STEPS = 16
+PATIENCE_S = 300.0
+"""To import a trainer takes long on a busy machine, and each worker does."""
 NEEDS = {"exact_trainer.py": "transformers", "exact_lightning.py": "lightning"}
 SCRIPTS = [
     pytest.param("exact.py", False),
     *(pytest.param(script, last, marks=pytest.mark.slow) for script in NEEDS for last in (False, True)),
 ]
+
+pytestmark = pytest.mark.timeout(1200)
 
 
 def same(one, other):
@@ -33,7 +37,7 @@ def same(one, other):
 def undisturbed(folder, *script):
     with ScriptJob(folder, Limits(1, 1), *script, steps=STEPS) as job:
         job.start(0)
-        job.wait()
+        job.wait(PATIENCE_S)
         (state,) = job.finals()
         return state
 
@@ -48,18 +52,18 @@ def test_a_script_whose_worker_is_killed_ends_bit_equal_to_one_that_was_not_dist
     with ScriptJob(tmp_path / "job", Limits(1, 2), *script, steps=STEPS) as job:
         job.allow(5)
         job.start(0, 1)
-        job.until(lambda: job.server.snapshot().last_step == 5)
+        job.until(lambda: job.server.snapshot().last_step == 5, PATIENCE_S)
         job.kill(1)
         job.allow(10)
-        job.until(lambda: job.server.snapshot().last_step == 10)
+        job.until(lambda: job.server.snapshot().last_step == 10, PATIENCE_S)
         job.start(1)
-        job.until(lambda: job.joined(1) == 2)
+        job.until(lambda: job.joined(1) == 2, PATIENCE_S)
         if last:
             job.allow(STEPS - 1)
-            job.until(lambda: job.server.snapshot().last_step == STEPS - 1)
+            job.until(lambda: job.server.snapshot().last_step == STEPS - 1, PATIENCE_S)
             job.kill(1)
         job.allow(STEPS)
-        job.wait()
+        job.wait(PATIENCE_S)
         assert job.regroups() == ([1, 2, 1] if last else [1, 2])
         finals = job.finals()
         assert len(finals) == (1 if last else 2)
