@@ -53,7 +53,7 @@ def test_a_loop_over_a_session_learns_and_goes_on_from_its_folder(launcher, tmp_
     command = (sys.executable, *launcher, str(EXAMPLES / "nanogpt.py"), "--folder", str(tmp_path), "--steps", "60")
     told = run(*command)
     assert f"{2 if launcher else 1} workers" in told
-    assert float(re.search(r"validation loss (\d\.\d+)", told)[1]) < 3.6
+    assert float(re.search(r"validation loss (\d\.\d+)", told)[1]) < 5.6  # 6.2 where nothing is known
     assert run(*command).count("step 50") == 0  # it was at its end
 
 
@@ -71,6 +71,20 @@ def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
         assert warmup / compressed > 20
     else:
         assert sent[-1] == 0
+
+
+@pytest.mark.slow  # each is run as a job by test_examples_in_a_job.py
+@pytest.mark.parametrize(
+    ("script", "needs", "told"),
+    [
+        ("images.py", "torch", r"at the end: (100|9\d|8\d)% of the other images are told right"),
+        ("accelerate_loop.py", "accelerate", r"step 100: loss 0\.00\d+, 1 workers"),
+        ("lightning_session.py", "lightning", r"epoch 2: validation loss 0\.01\d+"),
+    ],
+)
+def test_a_script_of_a_session_runs_under_python_as_it_stands(script, needs, told):
+    pytest.importorskip(needs)
+    assert re.search(told, run(sys.executable, str(EXAMPLES / script)))
 
 
 @pytest.mark.slow  # as of transformers
