@@ -143,7 +143,7 @@ class _Told:
             return math.ceil(len(dataset) / (self._loader.batch_size or 1))
         if self._trainer.max_steps < 1:
             raise ValueError("a train_dataloader whose dataset has no length: say Trainer(max_steps=...)")
-        return self._trainer.max_steps
+        return int(self._trainer.max_steps)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -175,7 +175,7 @@ class _Feed:
     def done(self) -> bool:
         """Is the batch that was given out the last of its epoch?"""
         ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return ready + 1 >= self._trainer.num_training_batches
+        return bool(ready + 1 >= self._trainer.num_training_batches)
 
     def _begun(self) -> Iterator[Any]:
         trainer, strategy, loader = self._trainer, self.strategy, self.strategy.loader
@@ -226,7 +226,7 @@ class _FedBySession:
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """As Lightning's. After a lost step never."""
         lost = self._thinwire_feed.strategy.run.step_is_lost
-        return not lost and super()._should_check_val_fx(data_fetcher)  # type: ignore[misc, no-any-return]
+        return not lost and super()._should_check_val_fx(data_fetcher)  # type: ignore[misc]
 
 
 class _Counted:

@@ -22,6 +22,7 @@ from thinwire.workers.course import REPORT_EVERY_STEPS, Run
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry import history, report
+from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import StepLog
@@ -134,7 +135,7 @@ class OwnLoop:
         """Before the first step that this process tells of: an attempt before it may have come further."""
         self._reporter.seated(self._own.group, self._own.device)
         self._reporter.resumed(number - 1)
-        log = StepLog(self._own, self._meter, self._reporter, number - 1)
+        log = StepLog(self._own, self._meter, self._reporter, number - 1, Waits(self._own.group, None))
         if number == 1:
             log.before_training(None)
         return log
