@@ -53,6 +53,7 @@ class _Step:
     """The last step that was made: what is reported until the next one is of it."""
 
     number: int
+    phase: str
     seconds: float
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -71,7 +72,11 @@ class OwnLoop:
         self._log: StepLog | None = None
         self._last: _Step | None = None
         self._began, self._sent = time.perf_counter(), group.stats.sent_bytes
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._phase = optimizer.phase.value
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._steps()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+        ]
 
     @property
     def has_begun(self) -> bool:
@@ -90,7 +95,8 @@ class OwnLoop:
 
     def close(self) -> None:
         """Look no more. Safe to call twice."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def finish(self) -> Summary | None:
         """The loop is at its end: tell the rest, and compare the replicas. Returns the summary on rank 0. Collective.
@@ -117,6 +123,9 @@ class OwnLoop:
             attempts=self._run.attempt,
         )
 
+    def _steps(self) -> None:
+        self._phase = self._own.optimizer.phase.value
+
     def _stepped(self) -> None:
         """The optimizer's step() is over. One that was left out, as of an infinite gradient, does not count."""
         own, number, now = self._own, self._own.optimizer.num_steps, time.perf_counter()
@@ -128,7 +137,7 @@ class OwnLoop:
             self._log = self._begun(number)
         self._meter.sent_bytes["optimizer"] += sent
         self._meter.seconds["forward_backward"] += now - self._began
-        self._last = _Step(number, now - self._began)
+        self._last = _Step(number, self._phase, now - self._began)
         self._began, self._sent = time.perf_counter(), own.group.stats.sent_bytes
 
     def _begun(self, number: int) -> StepLog:
@@ -145,8 +154,7 @@ class OwnLoop:
         last, log, own = self._last, self._log, self._own
         if last is None or log is None:
             return
-        phase = own.optimizer.plan(last.number).phase.value
         nothing = torch.zeros((), device=own.device)
-        log.record(last.number, phase, nothing, last.seconds, numbers=last.numbers)
+        log.record(last.number, last.phase, nothing, last.seconds, numbers=last.numbers)
         if flush or last.number % REPORT_EVERY_STEPS == 0:
             log.flush(last.number, None, None)
