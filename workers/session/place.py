@@ -18,7 +18,8 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.session import Place, ScriptError, Session
+from thinwire.workers.session.course import Place, ScriptError
+from thinwire.workers.session.session import Session
 from thinwire.workers.telemetry.reporter import Silent
 
 _place: ContextVar[Place | None] = ContextVar("place of a script", default=None)

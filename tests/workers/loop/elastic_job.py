@@ -129,8 +129,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.membership.commit_lease import CommitLease
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.saving import floor_of
+    from thinwire.workers.session.course import ScriptCourse
     from thinwire.workers.session.script import run_script
-    from thinwire.workers.session.session import ScriptCourse
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 

@@ -11,8 +11,8 @@ from tests.workers.loop.threads_job import Plan, Telling, ThreadsJob
 from thinwire.comm import SoloGroup
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.course import Run
+from thinwire.workers.session.course import Left, Place
 from thinwire.workers.session.place import placed
-from thinwire.workers.session.session import Left, Place
 
 
 class ScriptThreads(ThreadsJob):

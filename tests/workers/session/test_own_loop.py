@@ -23,9 +23,9 @@ from thinwire.optim import Adam
 from thinwire.train import session
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.place import placed
 from thinwire.workers.session.script import run_script
-from thinwire.workers.session.session import Place, ScriptError
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report
 from thinwire.workers.telemetry.reporter import Silent

@@ -11,8 +11,8 @@ from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.place import placed
-from thinwire.workers.session.session import Place, ScriptError
 from thinwire.workers.telemetry.reporter import Silent
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]
