@@ -94,11 +94,19 @@ def s3_server() -> Iterator[S3Server]:
             fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+_running: list[S3Server] = []
+
+
 @pytest.fixture(scope="session")
 def s3_session() -> Iterator[S3Server]:
-    """The one of this test session."""
+    """The one of this process: clients are kept by it, and so is what moto holds."""
+    if _running:  # another file has imported this fixture too
+        yield _running[0]
+        return
     for module in ("moto", "s3fs"):
         if importlib.util.find_spec(module) is None:
             missing(f"{module} is not installed: pip install 'thinwire[dev]'")
     with s3_server() as server:
+        _running.append(server)
         yield server
+        _running.clear()
