@@ -6,7 +6,7 @@ import pytest
 
 from tests.workers.elastic.conftest import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PLACE = "place_for_a_worker"
 
