@@ -150,8 +150,9 @@ class Rules:
         """A member has the process group of that generation."""
         self._hear(id, None, 0.0, now)
         worker = self._attendance.workers[id]
-        if worker.rank is not None and generation == self._attendance.present.generation:
+        if worker.rank is not None and generation == self._attendance.present.generation and not worker.formed:
             worker.formed = True
+            self._stuck.forget_reports()  # each pair is proved before anybody has the group: they can talk again
 
     def unreachable(self, id: str, generation: int, ranks: dict[int, str], now: float) -> None:
         """A member cannot talk to these ranks of that generation."""

@@ -43,7 +43,7 @@ class Stuck:
         self._reports[rank] = told
 
     def forget_reports(self) -> None:
-        """Another generation is the present one."""
+        """They are of another generation, or of a disturbance that is over."""
         self._reports = {}
 
     def judge(self, now: float) -> None:

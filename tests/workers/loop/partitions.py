@@ -48,7 +48,7 @@ class Outcome:
     went_on: the slots that made a new generation during the cut. after_s: to its first step; None where there was none.
     trained: slots that committed steps during the cut, in whatever generation, and until when.
     fenced: slots that had to end. again_s: from the mending to the next step of whoever is left. given_up: committed
-    steps that were committed again in another generation. events: of the membership, with their times.
+    steps after the one with which a later generation began. events: of the membership, with their times.
     """
 
     went_on: list[int]
@@ -61,8 +61,11 @@ class Outcome:
     reasons: list[str]
 
 
-def cut_for(cut: Cut, seconds: float, times: Times, folder, *, pause_s=0.02, settle_steps=10) -> Outcome:
-    """Train, cut, wait so long, mend, and train on. Raises: LabError where no lab can be made."""
+def cut_for(cut: Cut, seconds: float | None, times: Times, folder, *, pause_s=0.02, settle_steps=10) -> Outcome:
+    """Train, cut, wait so long, mend, and train on. Raises: LabError where no lab can be made.
+
+    seconds: None: until others go on without whoever is left out.
+    """
     host = {SERVER: 0, **{slot: slot + 1 for slot in range(cut.size)}}
     directions = [(host[a], host[b]) for a, b in cut.directions]
     spec = LabSpec(hosts=cut.size + 1, rate_mbit=1000, delay_ms=0)
@@ -72,10 +75,13 @@ def cut_for(cut: Cut, seconds: float, times: Times, folder, *, pause_s=0.02, set
     ):
         job.start(*range(cut.size))
         job.until(lambda: job.server.snapshot().last_step >= settle_steps, 300.0)
-        began = time.time()
+        first, began = job.server.snapshot().generation, time.time()
         for sender, receiver in directions:
             lab.cut(sender, receiver)
-        time.sleep(seconds)
+        if seconds is None:
+            job.until(lambda: _settled(job, began, 1, after=first), 120.0, tolerate="Fenced")
+        else:
+            time.sleep(seconds)
         mended = time.time()
         for sender, receiver in directions:
             lab.mend(sender, receiver)
@@ -83,14 +89,13 @@ def cut_for(cut: Cut, seconds: float, times: Times, folder, *, pause_s=0.02, set
         return _outcome(job, began, mended)
 
 
-def _settled(job, mended, steps):
-    """All that still live are of one generation, and have made steps in it since."""
+def _settled(job, since, steps, *, after=0):
+    """All that still live are of one generation, a later one than `after`, and have made steps in it since."""
     alive = {slot for slot, process in job.workers.items() if process.is_alive()}
-    after = [one for one in job.commits() if one[0] > mended]
-    newest = max((one[2] for one in after), default=0)
-    return alive and all(
-        sum(slot == other and generation == newest for _, other, generation, _ in after) >= steps for slot in alive
-    )
+    made = [one for one in job.commits() if one[0] > since]
+    newest = max((one[2] for one in made), default=0)
+    of_newest = [slot for _, slot, generation, _ in made if generation == newest]
+    return alive and newest > after and all(of_newest.count(slot) >= steps for slot in alive)
 
 
 def _outcome(job, began, mended):
@@ -98,9 +103,11 @@ def _outcome(job, began, mended):
     first = max(generation for at, _, generation, _ in commits if at < began)
     during = [one for one in commits if began < one[0] < mended]
     newer = [one for one in during if one[2] > first]
-    generations: dict[int, set[int]] = {}
+    of_step: dict[int, set[int]] = {}
     for _, _, generation, step in commits:
-        generations.setdefault(step, set()).add(generation)
+        of_step.setdefault(step, set()).add(generation)
+    start = {one["generation"]: one["step"] for one in job.events("regrouped")}
+    again = [step for step, of in of_step.items() if any(step > start.get(one, 0) for one in of - {min(of)})]
     told = [one for one in job.said if one.time > began]
     return Outcome(
         went_on=sorted({slot for _, slot, _, _ in newer}),
@@ -108,7 +115,7 @@ def _outcome(job, began, mended):
         trained_until_s={slot: max(at for at, s, _, _ in during if s == slot) - began for _, slot, _, _ in during},
         fenced=sorted({one["slot"] for one in job.events("failed")}),
         again_s=min(at for at, *_ in commits if at > mended) - mended,
-        given_up=sum(len(of) > 1 for of in generations.values()),
+        given_up=len(again),
         events=[(one.time - began, one.kind, str(one.fields)) for one in told],
         reasons=[one["error"] for one in job.events("failed")],
     )

@@ -30,7 +30,7 @@ LEFT_OUT = {
 def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
     """Nobody is silent: a collective's time-out ends the generation, and forming the next one finds the pair."""
     times = replace(Times(), beat_s=0.2, collective_s=1.0, connect_s=0.3)
-    found = cut_for(CUTS["one pair of three, one direction"], 3.0, times, tmp_path, settle_steps=3)
+    found = cut_for(CUTS["one pair of three, one direction"], None, times, tmp_path, settle_steps=3)
     assert found.fenced in ([1], [2])  # the higher rank of the two
     assert "cannot reach it (w" in found.reasons[0]
     assert found.given_up == 0
@@ -38,7 +38,7 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
 
 def test_a_pair_that_is_cut_in_a_step_does_not_wait_for_the_time_out_of_a_collective(tmp_path):
     times = replace(Times().of(SHARE), collective_s=600.0, unreachable_s=1.0)
-    found = cut_for(CUTS["one pair of three"], 8.0, times, tmp_path, settle_steps=3)
+    found = cut_for(CUTS["one pair of three"], None, times, tmp_path, settle_steps=3)
     assert (found.went_on, found.fenced) == ([0, 1], [2])
     assert "gives no answer (ETIMEDOUT)" in found.reasons[0]
     assert found.given_up == 0

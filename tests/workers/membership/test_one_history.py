@@ -383,6 +383,20 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named():
     assert a.state.seat.lost[0].why == why(c)
 
 
+def test_of_a_pair_that_can_talk_again_and_has_its_group_nobody_is_left_out():
+    net = Net(1, 3)
+    a, b, c = net.add(0, 1, 2)
+    for node in (a, b, c):
+        node.forms = False
+    net.run(10.0)
+    a.say(Unreachable(generation=1, ranks={2: "timed out"}))
+    for node in (a, b, c):
+        node.forms = True
+    net.run(5.0)
+    assert [node.generation for node in (a, b, c)] == [1, 1, 1]
+    assert not net.said("fenced")
+
+
 def test_the_one_in_most_broken_pairs_is_left_out_whatever_its_rank():
     net = Net(1, 4)
     a, b, c, d = net.formed(4)
