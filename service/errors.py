@@ -6,7 +6,7 @@
       +- NotFound             404
       |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound
       +- Conflict             409
-      |    +- JobOver, JobNotOver, IdempotencyKeyReused, StaleAttempt
+      |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 MOST_PROBLEMS = 50
 """Told in one answer. Telling costs more than finding, and nobody reads on."""
+
+MOST_NAMED = 5
+"""Of the jobs in the way of something."""
 
 
 class ServiceError(Exception):
@@ -217,6 +220,21 @@ class JobNotOver(Conflict):
 
     def __init__(self, job_id: str, state: JobState) -> None:
         super().__init__(f"job {job_id} is {state}: cancel it, wait until it is over, and then delete it")
+
+
+class JobNeeded(Conflict):
+    """Other jobs are still to begin from what lies in its folder."""
+
+    code = "job_needed"
+
+    def __init__(self, job_id: str, heirs: Sequence[str]) -> None:
+        more = f" and {len(heirs) - MOST_NAMED} more" if len(heirs) > MOST_NAMED else ""
+        begin = "begins" if len(heirs) == 1 else "begin"
+        super().__init__(
+            f"job {job_id} is needed: {', '.join(heirs[:MOST_NAMED])}{more} {begin} from what it has saved, and has no "
+            "checkpoint of its own yet; wait for the event checkpoint_saved there, or cancel what you do not want, and "
+            "delete this one again"
+        )
 
 
 class IdempotencyKeyReused(Conflict):

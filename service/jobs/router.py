@@ -33,6 +33,7 @@ from thinwire.service.errors import (
     Forbidden,
     IdempotencyKeyReused,
     InvalidRequest,
+    JobNeeded,
     JobNotFound,
     JobNotOver,
     JobOver,
@@ -211,9 +212,12 @@ def cancel(job_id: str, jobs: Jobs) -> Job:
     return jobs.cancel(job_id)
 
 
-@operators.delete("/jobs/{job_id}", status_code=204, responses=documented(JobNotFound, JobNotOver))
+@operators.delete("/jobs/{job_id}", status_code=204, responses=documented(JobNotFound, JobNotOver, JobNeeded))
 def delete(job_id: str, jobs: Jobs) -> None:
-    """Remove a job that is over, with its run folder: checkpoints, history, logs. A store elsewhere stays."""
+    """Remove a job that is over, with its run folder: checkpoints, history, logs. A store elsewhere stays.
+
+    A job from which others are still to begin is a conflict.
+    """
     jobs.delete(job_id)
 
 

@@ -26,6 +26,7 @@ from thinwire.service.db import Database
 from thinwire.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
+    JobNeeded,
     JobNotFound,
     JobNotOver,
     JobOver,
@@ -33,6 +34,7 @@ from thinwire.service.errors import (
     Unavailable,
 )
 from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
+from thinwire.service.jobs.heirs import heirs_of
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.places import unshared
@@ -174,13 +176,16 @@ class JobService:
     def delete(self, job_id: str) -> None:
         """Remove a job that is over: its run folder with checkpoints, history and logs, then its rows.
 
-        A checkpoint.store outside of the run folder stays. Raises: JobNotFound, JobNotOver; Unavailable where the
-        folder cannot be removed: the job is then still there, and can be deleted again.
+        A checkpoint.store outside of the run folder stays. Raises: JobNotFound, JobNotOver, JobNeeded; Unavailable
+        where the folder cannot be removed: the job is then still there, and can be deleted again.
         """
         with self._db.read() as session:
             state = JobState(_found(session, job_id).state)
+            heirs = heirs_of(self._folders.of(job_id).path, session)
         if not state.terminal:  # and from there it moves no more
             raise JobNotOver(job_id, state)
+        if heirs:
+            raise JobNeeded(job_id, heirs)
         self._confirm_owner()
         try:
             self._folders.of(job_id).remove()  # outside of a transaction: a folder of checkpoints takes its time

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.service.control_plane_harness import Service, sample
+from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings
 from thinwire.service.jobs import retention
 
@@ -49,6 +50,36 @@ def test_a_job_that_runs_is_not_deleted(service: Service) -> None:
     assert (answer.status_code, answer.json()["code"]) == (409, "job_not_over")
     assert "cancel it" in answer.json()["message"]
     assert service.run_dir(job).exists()
+
+
+def test_a_job_is_kept_until_those_that_begin_from_it_have_a_checkpoint_of_their_own(service: Service) -> None:
+    first = over(service)
+    folder = service.run_dir(first) / "checkpoints"
+    put(folder, 20)
+    (folder / "model.safetensors").write_bytes(b"x")
+    runs = service.running(start={"job": first})
+    waits = service.submit(start={"weights": f"file://{folder}/../checkpoints/model.safetensors"})
+    service.submit(start={"checkpoints": "s3://bucket/runs/another"})
+    answer = service.client.delete(f"/v1/jobs/{first}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "job_needed")
+    assert f"job {first} is needed: {runs}, {waits} begin from" in answer.json()["message"]
+    assert "wait for the event checkpoint_saved there, or cancel" in answer.json()["message"]
+    assert folder.exists()
+    saved(service, runs, 20, "/anywhere")
+    answer = service.client.delete(f"/v1/jobs/{first}")
+    assert f"needed: {waits} begins from" in answer.json()["message"]
+    service.client.post(f"/v1/jobs/{waits}/cancel")  # from then on it begins nothing
+    assert service.client.delete(f"/v1/jobs/{first}").status_code == 204
+
+
+def test_a_job_whose_checkpoints_lie_elsewhere_is_not_kept_for_others(service: Service, tmp_path: Path) -> None:
+    first = service.running(checkpoint={"store": str(tmp_path / "store")})
+    put(tmp_path / "store" / first, 20)
+    service.client.post(f"/v1/jobs/{first}/cancel")
+    service.turn(4)
+    service.submit(start={"job": first})
+    assert service.client.delete(f"/v1/jobs/{first}").status_code == 204
+    assert (tmp_path / "store" / first).exists()
 
 
 def test_a_folder_that_cannot_be_removed_keeps_its_job(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
