@@ -30,7 +30,7 @@ from thinwire.workers.run_place import Place, RemotePlace, place_of
 from thinwire.workers.telemetry.log_copy import LogCopy
 from thinwire.workers.telemetry.remote import ClaimRefused, Papers, claim
 from thinwire.workers.telemetry.waiting import MembershipTeller
-from thinwire.workers.worker import ADOPT_S, TrainWithPapers, failure_of, train_worker
+from thinwire.workers.worker import ADOPT_S, ALONE_S, TrainWithPapers, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +211,7 @@ def _fit_in_place(
         resources_per_worker=_resources(use_gpu),
         use_gpu=use_gpu,
         lease_s=ADOPT_S,
+        alone_s=ALONE_S,
         grace_s=workers.grace_s,
         attempt=attempt,
         interface=interface,

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADOPT_S = 60.0
-"""How long workers go on without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
+"""How long workers train without a driver: that of the next attempt takes up to 20 s to start, and adopts them."""
+ALONE_S = 300.0
+"""How long they wait where the membership is away too, or a later attempt is there and has not adopted them: they
+commit nothing then, and one of them may be the last that holds the state."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     use_interface_of(address)
     device = ray.train.torch.get_device()
     ranks, number = _ranks(config, spec, address, device, place)
-    adopt_s = ADOPT_S if ranks.elastic else 0.0
+    adopt_s = ALONE_S if ranks.elastic else 0.0
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     try:

@@ -2,8 +2,8 @@
 
 It is detached and pinned to the head node: it outlives driver and controller, and no worker's node takes it along.
 Ray restarts it when it dies; what it must not forget (limits, port, the generation, and whether anybody of it may still
-commit) is in Ray's key-value store. While nobody renews its lease it waits a little longer than the workers do, then
-removes what is left of the job, and itself.
+commit) is in Ray's key-value store. Where nobody renews its lease it lets the workers go, waits until they
+may have saved, then removes what is left of the job, and itself.
 
 The worker group asks it at each poll over a MembershipLink, and never waits for it. Ray restarts it when it dies, and
 the link when it was ended for good; meanwhile the last answer stands.

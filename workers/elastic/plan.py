@@ -19,8 +19,10 @@ class Plan:
 
     limits: at its start; the membership actor holds the present ones. attempt: which submission of the job; workers of
     an earlier one that are adopted belong to it from then on. known: of the signature of its workers, before there are
-    any (workers/signature.py). lease_s: a worker that nobody has asked for so long ends, after grace_s in which its
-    train function may save. leave_s: how long the process of a worker may go on that is no member any more. A slot that
+    any (workers/signature.py). lease_s: workers that no driver has asked for so long are let go by the membership, and
+    save together. alone_s: a worker that neither a driver nor the membership has answered for so long ends, after
+    grace_s. It commits nothing by then, and cannot save: so it waits much longer, for what it holds may be the last.
+    leave_s: how long the process of a worker may go on that is no member any more. A slot that
     dies more than max_early_deaths times in a row within early_s of its start
     ends the job.
     Of errors of train functions (failures.py): a slot is filled again max_slot_failures times within failures_s. Three
@@ -35,6 +37,7 @@ class Plan:
     limits: Limits
     attempt: int = 0
     lease_s: float = 10.0
+    alone_s: float = 300.0
     grace_s: float = 5.0
     leave_s: float = 30.0
     early_s: float = 30.0
@@ -50,7 +53,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.job):
             raise ValueError(f"job = {self.job!r} becomes part of actor names: use letters, digits, _, . and - only")
-        for name in ("lease_s", "grace_s", "leave_s", "early_s", "failures_s"):
+        for name in ("lease_s", "alone_s", "grace_s", "leave_s", "early_s", "failures_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be above 0: give seconds")
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseExpired(RuntimeError):
-    """This worker is ending: nobody has asked for it in time."""
+    """This worker is ending: neither a driver nor the membership has been heard of in time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         self._slot = slot
         self._unit = unit
         self._running = False
-        self._lease = Lease(plan.lease_s, self._end)
+        self._lease = Lease(plan.alone_s, self._end)
         worker_side.seat(plan.facts(slot), self._lease)
         heed_sigterm(plan.grace_s, self._train_function_runs)
 
@@ -69,7 +69,7 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         self._lease.renew()
         worker_side.adopt(attempt)
         if lease_expired.is_set():
-            raise LeaseExpired(f"slot {self._slot} is ending: nobody asked for it in {self._plan.lease_s:g} s")
+            raise LeaseExpired(f"slot {self._slot} is ending: nobody asked for it in {self._plan.alone_s:g} s")
         return Hello(self._slot, self._unit)
 
     def get_metadata(self) -> Any:
@@ -105,7 +105,7 @@ class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
         return status
 
     def _end(self) -> None:
-        logger.warning("lease_expired slot=%d pid=%d lease_s=%g", self._slot, os.getpid(), self._plan.lease_s)
+        logger.warning("lease_expired slot=%d pid=%d alone_s=%g", self._slot, os.getpid(), self._plan.alone_s)
         lease_expired.set()
         until = time.monotonic() + self._plan.grace_s
         while time.monotonic() < until and self._train_function_runs():

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.workers.elastic.conftest import alive, until
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
@@ -51,6 +53,38 @@ def test_workers_whom_nobody_asks_for_are_told_and_end_and_the_janitor_frees_the
     life.drivers[0].wait()
     life.nothing_is_left(within_s=40)
     print(f"nothing left {time.time() - killed:.1f} s after the driver's death, lease 12 s, grace 3 s")
-    told = {line["slot"]: line["time"] - killed for line in life.lines("lease")}
-    assert set(told) == set(first)  # the train functions were told, and could save
+    told = {line["slot"]: line["time"] - killed for line in life.lines("left")}
+    assert set(told) == set(first)  # the train functions were asked to leave in order, and could save
     assert min(told.values()) > 11.0
+
+
+def test_workers_that_neither_driver_nor_membership_answers_wait_and_are_found_again(job):
+    """They can save nothing then, and one may be the last that holds the state."""
+    life = job(min=1, max=2, lease_s=8.0, patience={"grace_s": 2.0, "alone_s": 120.0})
+    life.drive()
+    first = life.wait_training(2)
+    away = [life.drivers[0].pid, life.pid_of("controller"), life.pid_of("membership")]
+    for pid in away:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(16.0)  # the lease, and the grace, and some
+    for pid in reversed(away):
+        os.kill(pid, signal.SIGCONT)
+    assert life.wait_training(2, since=time.time()) == first
+    assert not life.lines("left") + life.lines("lease")
+    assert life.stop() == 0, life.tail()
+    life.nothing_is_left()
+
+
+def test_workers_that_nobody_answers_at_all_end(job):
+    life = job(min=1, max=2, lease_s=60.0, patience={"grace_s": 2.0, "alone_s": 8.0})
+    life.drive()
+    first = life.wait_training(2)
+    away = [life.drivers[0].pid, life.pid_of("controller"), life.pid_of("membership")]
+    for pid in away:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: not any(map(alive, first.values())), "the workers' end", 60.0)
+    for pid in reversed(away):
+        os.kill(pid, signal.SIGCONT)
+    assert {line["slot"] for line in life.lines("lease")} == set(first)  # the train functions were told
+    assert life.wait() == 1, life.tail()  # whoever restarts jobs hears of it
+    life.nothing_is_left()
