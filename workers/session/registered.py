@@ -224,9 +224,20 @@ def _access(name: str, value: Any, optimizer: FlatOptimizer[Any]) -> tuple[Calla
     )
 
 
-def _refill(mapping: dict[Any, Any], state: dict[Any, Any]) -> None:
-    mapping.clear()
-    mapping.update(state)
+def _refill(mine: Any, state: Any) -> Any:
+    """`state`, in the containers and tensors that are there: the script holds these by names of its own."""
+    if isinstance(mine, dict) and isinstance(state, dict):
+        filled = {key: _refill(mine.get(key), value) for key, value in state.items()}
+        mine.clear()
+        mine.update(filled)
+        return mine
+    if isinstance(mine, list) and isinstance(state, list):
+        mine[:] = [_refill(mine[at] if at < len(mine) else None, value) for at, value in enumerate(state)]
+        return mine
+    if isinstance(mine, Tensor) and isinstance(state, Tensor) and (mine.shape, mine.dtype) == (state.shape, state.dtype):
+        with torch.no_grad():
+            return mine.copy_(state)
+    return state
 
 
 def _module_state(module: nn.Module, optimizer: FlatOptimizer[Any]) -> dict[str, Any]:

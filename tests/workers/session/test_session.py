@@ -9,10 +9,12 @@ import torch
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
+from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.place import placed
+from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.reporter import Silent
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]
@@ -185,3 +187,16 @@ def test_what_is_wrong_with_a_script_is_said_with_what_to_write(what, told):
 def test_importing_it_imports_no_torch():
     code = "import sys, thinwire.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_lies_within_a_registered_dict_is_filled_where_it_is():
+    registered = Registered(OneBitAdam(net().parameters()))
+    losses, mean, nested = [1.0, 2.0], torch.zeros(3), {"best": [5]}
+    registered.add("state", {"losses": losses, "mean": mean, "nested": nested})
+    plain, tensors = registered.collected()
+    kept = from_json(to_json(plain)), {name: x.clone() for name, x in tensors.items()}
+    losses.append(3.0)
+    mean += 1.0
+    nested["best"][0] = 7
+    registered.load(*kept)
+    assert (losses, mean.tolist(), nested) == ([1.0, 2.0], [0.0] * 3, {"best": [5]})
