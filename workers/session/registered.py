@@ -234,7 +234,11 @@ def _refill(mine: Any, state: Any) -> Any:
     if isinstance(mine, list) and isinstance(state, list):
         mine[:] = [_refill(mine[at] if at < len(mine) else None, value) for at, value in enumerate(state)]
         return mine
-    if isinstance(mine, Tensor) and isinstance(state, Tensor) and (mine.shape, mine.dtype) == (state.shape, state.dtype):
+    if (
+        isinstance(mine, Tensor)
+        and isinstance(state, Tensor)
+        and (mine.shape, mine.dtype) == (state.shape, state.dtype)
+    ):
         with torch.no_grad():
             return mine.copy_(state)
     return state

@@ -21,7 +21,7 @@ SECRET = "a secret of the tests only"
 BEAT_S = 0.05
 
 
-def eventually(ask: Callable[[], T], within_s: float = 5.0) -> T:
+def eventually(ask: Callable[[], T], within_s: float = 60.0) -> T:
     """What ask() says, as soon as it is true."""
     until = time.monotonic() + within_s
     while not (answer := ask()):
