@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -58,17 +59,25 @@ def test_workers_whom_nobody_asks_for_are_told_and_end_and_the_janitor_frees_the
     assert min(told.values()) > 11.0
 
 
+@contextmanager
+def driver_and_membership_stopped(life):
+    pids = [life.drivers[0].pid, life.pid_of("controller"), life.pid_of("membership")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_workers_that_neither_driver_nor_membership_answers_wait_and_are_found_again(job):
     """They can save nothing then, and one may be the last that holds the state."""
     life = job(min=1, max=2, lease_s=8.0, patience={"grace_s": 2.0, "alone_s": 120.0})
     life.drive()
     first = life.wait_training(2)
-    away = [life.drivers[0].pid, life.pid_of("controller"), life.pid_of("membership")]
-    for pid in away:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(16.0)  # the lease, and the grace, and some
-    for pid in reversed(away):
-        os.kill(pid, signal.SIGCONT)
+    with driver_and_membership_stopped(life):
+        time.sleep(16.0)  # the lease, and the grace, and some
     assert life.wait_training(2, since=time.time()) == first
     assert not life.lines("left") + life.lines("lease")
     assert life.stop() == 0, life.tail()
@@ -79,12 +88,8 @@ def test_workers_that_nobody_answers_at_all_end(job):
     life = job(min=1, max=2, lease_s=60.0, patience={"grace_s": 2.0, "alone_s": 8.0})
     life.drive()
     first = life.wait_training(2)
-    away = [life.drivers[0].pid, life.pid_of("controller"), life.pid_of("membership")]
-    for pid in away:
-        os.kill(pid, signal.SIGSTOP)
-    until(lambda: not any(map(alive, first.values())), "the workers' end", 60.0)
-    for pid in reversed(away):
-        os.kill(pid, signal.SIGCONT)
+    with driver_and_membership_stopped(life):
+        until(lambda: not any(map(alive, first.values())), "the workers' end", 60.0)
     assert {line["slot"] for line in life.lines("lease")} == set(first)  # the train functions were told
     assert life.wait() == 1, life.tail()  # whoever restarts jobs hears of it
     life.nothing_is_left()
