@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import PeerLost
+from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
@@ -40,6 +41,7 @@ from thinwire.workers.checkpoints import (
     Superseded,
     Writer,
 )
+from thinwire.workers.checkpoints.probe import StoreRefused, prove
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
 from thinwire.workers.membership import Seat
@@ -96,12 +98,16 @@ class Saving:
     def resume(self, training: Trained, meter: Meter) -> int | None:
         """Load what rank 0 finds, on every rank. Returns its step, None where there is nothing. Collective.
 
-        What older generations have not saved yet, they save no more.
-        Raises: RunSuperseded on rank 0, where the store knows a newer attempt of the job; PeerLost, also where it knows
-        a newer generation than this, or another rank cannot load what rank 0 has found twice; FileNotFoundError where
-        this rank does not see it, CheckpointRefused where it reads something else; OSError.
+        What older generations have not saved yet, they save no more. Before a run that has saved nothing begins, each
+        rank looks whether it can.
+        Raises: StoreRefused where it cannot; RunSuperseded on rank 0, where the store knows a newer attempt of the job;
+        PeerLost, also where another rank cannot save, where the store knows a newer generation than this, or another
+        rank cannot load what rank 0 has found twice; FileNotFoundError where this rank does not see it,
+        CheckpointRefused where it reads something else; OSError.
         """
         group, refused, before = training.group, None, None
+        with meter.part("control"):
+            self._prove(training)
         while True:
             with meter.part("control"):
                 found = torch.zeros(3, dtype=torch.int64, device=training.device)
@@ -127,6 +133,23 @@ class Saving:
         with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
             training.optimizer.agree_on_load()
         return which.step
+
+    def _prove(self, training: Trained) -> None:
+        """Can every rank save? Collective. Raises: StoreRefused where this one cannot; PeerLost where others cannot."""
+        told = ""
+        try:
+            prove(self._writer.store.storage)
+        except StoreRefused as error:
+            told = str(error)
+            logger.error("store_refused reason=%s", told)
+        answers = [
+            text.decode(errors="replace") for text in gather_texts(training.group, told.encode(), training.device)
+        ]
+        if told:
+            raise StoreRefused(told)
+        refused = tuple(rank for rank, text in enumerate(answers) if text)
+        if refused:
+            raise PeerLost(f"rank {refused[0]} cannot save: {answers[refused[0]]}", ranks=refused)
 
     def save(self, training: Trained, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.

@@ -13,7 +13,7 @@ from rich.console import Console
 from thinwire.cli.client import Client, NotFound, Unreachable
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
 from thinwire.contract.jobs import Job, JobState, WaitingForWorkers, Wanted
-from thinwire.contract.reports import Event, Sample
+from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.spec import TrainSpec
 
 SPEC = TrainSpec.model_validate({"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}})
@@ -52,8 +52,9 @@ class ScriptedClient(Client):
         self._events, self._polls = events or {}, 0
 
     def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
-        self._polls += 1
-        return [event for poll, known in self._events.items() if poll <= self._polls for event in known]
+        self._polls += kinds != (EventKind.CHECKPOINT_SAVED,)
+        found = [event for poll, known in self._events.items() if poll <= self._polls for event in known]
+        return [event for event in found if event.kind in kinds]
 
     def job(self, job_id: str) -> Job:
         answer = next(self._script)
@@ -337,6 +338,29 @@ def test_what_stands_still_before_the_watch_is_told_and_what_is_over_is_not() ->
     assert first(event("stalled", 12, told="no step for 60 s")) == []  # there was a step since
     assert first(still, event("regrouped", 60)) == []
     assert first(slow, event("slow_worker", 18, told="no more", over=True)) == []
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_saves_that_fail_are_told_with_what_that_costs_and_so_is_their_end(terminal: bool) -> None:
+    events = {
+        1: [event("checkpoint_saved", 10)],
+        2: [event("checkpoint_failed", 20, reason="OSError: No space left on device")],
+        3: [event("checkpoint_failed", 30, reason="OSError: No space left on device")],
+        4: [event("checkpoint_saved", 40)],
+    }
+    _, text = watched([job(step=step) for step in (10, 20, 30, 40)] + [END], terminal=terminal, events=events)
+    told = "at step 20: no checkpoint: OSError: No space left on device; the job trains on, and a crash costs the steps"
+    assert text.replace("\n", " ").count(f"{told} after 10") == 1
+    assert "checkpoints fail since step 20" in text
+    assert text.count("at step 40: checkpoints are saved again") == 1
+    assert "fail since" not in text.rpartition("100/100")[2]
+
+
+def test_saves_that_failed_before_the_watch_are_told_where_none_was_saved_since() -> None:
+    failed, saved = event("checkpoint_failed", 20, reason="away"), event("checkpoint_saved", 30)
+    (told,) = View(started_s=0.0).saw(job(step=21), [failed])
+    assert told == "at step 20: no checkpoint: away; the job trains on, and a crash costs all of its steps"
+    assert View(started_s=0.0).saw(job(step=31), [failed, saved]) == []
 
 
 @pytest.mark.parametrize("terminal", [False, True])

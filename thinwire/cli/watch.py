@@ -31,11 +31,13 @@ from thinwire.cli.news import (
     workers_text,
 )
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text, steps_text
+from thinwire.cli.saves import Saves
 from thinwire.contract.jobs import Job, JobState
-from thinwire.contract.reports import Event, Sample
+from thinwire.contract.reports import Event, EventKind, Sample
 
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
+WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
 ETA_WINDOW = 30
 """Samples from which the speed is taken for the ETA."""
 
@@ -51,6 +53,7 @@ class View:
     restarts: Restarts = field(default_factory=Restarts)
     regroups: Regroups = field(default_factory=Regroups)
     troubles: Troubles = field(default_factory=Troubles)
+    saves: Saves = field(default_factory=Saves)
     stalled: bool = False
     """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
 
@@ -63,7 +66,8 @@ class View:
         self.unreachable = None
         self.job = job
         self._measure(job)
-        return self.restarts.saw(job, events) + self.regroups.saw(events) + self.troubles.saw(job, events)
+        changes = self.restarts.saw(job, events) + self.regroups.saw(events)
+        return changes + self.troubles.saw(job, events) + self.saves.saw(events)
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -109,7 +113,9 @@ def watch(
             news: list[str] = []
             try:
                 # The events first: what they tell is then part of the job that is shown.
-                events = client.events(job_id, RESTART_KINDS + REGROUP_KINDS + TROUBLE_KINDS)
+                events = client.events(job_id, WATCHED_KINDS)
+                if view.saves.is_in_doubt(events):
+                    events += client.events(job_id, (EventKind.CHECKPOINT_SAVED,))
                 news = view.saw(client.job(job_id), events)
             except Unreachable as error:
                 view.unreachable = str(error)
@@ -138,7 +144,7 @@ def progress_line(view: View) -> str:
         return "waiting for the first answer"
     if job.progress is None:
         return _standing(view, job)
-    figures = [f"{name} {value}" for name, value in _figures(job, job.progress)]
+    figures = [f"{name} {value}" for name, value in _figures(view, job, job.progress)]
     line = "  ".join([f"step {steps_text(job.progress.step, job.steps)}", *figures])
     if job.state.terminal or view.stalled:
         return f"{line}  {_standing(view, job)}"
@@ -199,7 +205,7 @@ def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
     sample = job.progress
     if sample is not None:
         rows.append(_bar(view, job, sample))
-        rows.append(_table(job, sample))
+        rows.append(_table(view, job, sample))
     if view.unreachable is not None:
         rows.append(Text(f"control plane not reachable, waiting ({view.unreachable})", "yellow"))
     elif sample is None or job.reason or view.stalled:
@@ -223,17 +229,18 @@ def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
     return grid
 
 
-def _table(job: Job, sample: Sample) -> RenderableType:
+def _table(view: View, job: Job, sample: Sample) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    figures = [pair for pair in _figures(job, sample) if pair[0] != "phase"]
+    figures = [pair for pair in _figures(view, job, sample) if pair[0] != "phase"]
     for start in range(0, len(figures), 3):
         cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 3]]
         grid.add_row(*cells)
     return grid
 
 
-def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
+def _figures(view: View, job: Job, sample: Sample) -> list[tuple[str, str]]:
     """The figures of both displays, as (name, value), in their order."""
+    failing = view.saves.failing_since
     return [
         ("phase", sample.phase),
         ("loss", loss_text(sample.loss)),
@@ -242,6 +249,7 @@ def _figures(job: Job, sample: Sample) -> list[tuple[str, str]]:
         ("payload/step", bytes_text(sample.payload_bytes)),
         ("compression", "nothing sent" if sample.skipped_round else ratio_text(sample.compression_ratio)),
         ("workers", workers_text(job, sample.world_size if job.world_size is None else job.world_size)),
+        *([] if failing is None else [("checkpoints", f"fail since step {failing}")]),
     ]
 
 

@@ -125,6 +125,12 @@ METRICS: dict[str, Metric] = {
             "",
             "1 while this worker may commit no step, as the membership of its job was not heard of for 45 s, else 0",
         ),
+        Metric(
+            "thinwire_checkpoint_age_seconds",
+            MetricKind.GAUGE,
+            "seconds",
+            "Since the last checkpoint became whole, or since this worker began to save; of rank 0 alone",
+        ),
         Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
         Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),

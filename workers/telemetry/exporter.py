@@ -7,6 +7,7 @@ under exactly the name of its row and a metric without a value yet is absent, no
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class WorkerMetrics:
         self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         self._lock = threading.Lock()
         self._num_regroups = self._num_given_up = 0
+        self._saved_at: float | None = None
         self._stop: Callable[[], None] | None = None
         self._address: str | None = None
         # Its own registry: other libraries in the process use the global one.
@@ -110,6 +112,19 @@ class WorkerMetrics:
         with self._lock:
             self._set("thinwire_waits_for_membership", float(waits))
 
+    def checkpoints(self, *, told_here: bool) -> None:
+        """This worker is the one that knows when a checkpoint becomes whole; or it is so no more."""
+        with self._lock:
+            if not told_here:
+                self._saved_at = None
+            elif self._saved_at is None:
+                self._saved_at = time.monotonic()
+
+    def checkpoint_saved(self) -> None:
+        """One has become whole."""
+        with self._lock:
+            self._saved_at = time.monotonic()
+
     def _set_wire(self, wire: WireAccount) -> None:
         self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)
         self._set("thinwire_wire_predicted_bytes_total", wire.predicted_bytes)
@@ -140,6 +155,8 @@ class WorkerMetrics:
 
         with self._lock:
             values = {name: dict(by_label) for name, by_label in self._values.items()}
+            if self._saved_at is not None:
+                values["thinwire_checkpoint_age_seconds"] = {(): time.monotonic() - self._saved_at}
         for name, metric in METRICS.items():
             if not values[name]:
                 continue

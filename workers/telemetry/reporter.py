@@ -196,6 +196,7 @@ class ServiceReporter:
         boxes = exchange_boxes(group, device=device)
         self.ranks_here = len(boxes.ranks_in(boxes.of_rank[group.rank].id))
         self._wire = wire_meter(group.stats, boxes, group.rank)
+        self._metrics.checkpoints(told_here=group.rank == 0)
         if group.rank == 0 and self._history is None:
             self._begin_to_tell()
 
@@ -305,6 +306,8 @@ class ServiceReporter:
 
     def event(self, kind: EventKind, step: int, **fields: JsonValue) -> None:
         """Post it, and write it into the run folder. A disk that refuses is logged."""
+        if kind is EventKind.CHECKPOINT_SAVED:
+            self._metrics.checkpoint_saved()
         if self._poster is None:
             return
         told = Event(kind=kind, step=step, time=time.time(), fields=fields)

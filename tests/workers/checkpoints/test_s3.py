@@ -15,7 +15,8 @@ from tests.workers.checkpoints.states import CPU, assert_same, save, state
 from tests.workers.small_job import run_small, small_spec
 from thinwire.contract.weights import FetchFailed
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Writer
-from thinwire.workers.checkpoints.storage import open_storage
+from thinwire.workers.checkpoints.probe import StoreRefused
+from thinwire.workers.checkpoints.storage import RemoteStorage, open_storage
 from thinwire.workers.given import StartRefused, opened
 from thinwire.workers.weights import fetch
 
@@ -101,6 +102,42 @@ def test_a_store_that_denies_access_says_so(s3, where, method):
             fetch(where, None)
     s3.mend()
     assert store.newest_whole().step == 10
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "words"),
+    [
+        ("s3://no-such-bucket/runs", None, "cannot be written to from .* make the bucket .*"),
+        (None, "PUT", "cannot be written to from .*Access Denied.* give the workers of this machine the right .*"),
+        (None, "GET", "cannot be listed from .*Access Denied.* the right to list, write, read and delete .*"),
+    ],
+)
+def test_a_job_does_not_train_whose_store_will_refuse_each_save(s3, where, tmp_path, place, method, words):
+    s3.denies = lambda asked, path: asked == method
+    spec = small_spec(checkpoint={"every_steps": 8, "store": place or where})
+    with pytest.raises(StoreRefused, match=rf"{place or where}/run/ {words}, or name another checkpoint\.store"):
+        run_small(tmp_path / "run", spec, 2)
+    assert not (tmp_path / "run" / "history.jsonl").stat().st_size
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for_before_a_job_trains(s3, where, tmp_path, monkeypatch):
+    folders, back = RemoteStorage.folders, threading.Event()
+
+    def listed(storage):
+        if back.is_set():
+            return folders(storage)
+        s3.stop()
+        try:
+            return folders(storage)
+        finally:
+            s3.start()
+            back.set()
+
+    monkeypatch.setattr(RemoteStorage, "folders", listed)
+    (summary, *_), *_ = run_small(tmp_path / "run", small_spec(steps=8, checkpoint={"store": where}), 1)
+    assert back.is_set()
+    assert summary["steps"] == 8
+    assert not [name for name in objects(where) if "probe" in name]
 
 
 def test_a_job_trains_on_while_its_store_is_away_and_saves_when_it_is_back(s3, where, tmp_path, monkeypatch):

@@ -155,8 +155,12 @@ def test_a_loss_that_is_nan_on_one_rank_is_told_by_rank():
 
 
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    write = LocalStorage.write
+
+    def full(storage, folder, *rest):
+        if folder.startswith("step-"):
+            raise OSError(28, "No space left on device")
+        write(storage, folder, *rest)
 
     monkeypatch.setattr(LocalStorage, "write", full)
     (summary, _, events), *_ = run_small(tmp_path, small_spec(steps=8), 1)

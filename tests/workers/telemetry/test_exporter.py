@@ -73,6 +73,7 @@ def test_every_declared_metric_is_exported_under_exactly_its_name(metrics: Worke
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
     metrics.waits_for_membership(waits=True)
     metrics.waits(0.5, 0.1)
+    metrics.checkpoint_saved()
     assert set(scrape(metrics)) == set(METRICS)
 
 
@@ -81,6 +82,7 @@ def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None
     metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
     metrics.waits_for_membership(waits=True)
     metrics.waits(0.5, 0.1)
+    metrics.checkpoint_saved()
     answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
@@ -111,6 +113,28 @@ def test_steps_that_were_given_up_add_up_and_a_wait_ends(metrics: WorkerMetrics)
     for waits in (True, False):
         metrics.waits_for_membership(waits=waits)
         assert scrape(metrics)["thinwire_waits_for_membership"] == {(): float(waits)}
+
+
+def test_the_age_of_the_last_checkpoint_grows_until_the_next_one(
+    metrics: WorkerMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("thinwire.workers.telemetry.exporter.time.monotonic", lambda: now_s)
+
+    def age() -> float | None:
+        families = {family.name: family.samples[0].value for family in metrics.collect()}
+        return families.get("thinwire_checkpoint_age_seconds")
+
+    assert age() is None
+    metrics.checkpoints(told_here=True)
+    now_s = 130.0
+    metrics.checkpoints(told_here=True)  # with other ranks: it goes on
+    assert age() == 30.0
+    metrics.checkpoint_saved()
+    now_s = 137.0
+    assert age() == 7.0
+    metrics.checkpoints(told_here=False)
+    assert age() is None
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup, run_threads
-from thinwire.contract.reports import Health, Sample
+from thinwire.contract.reports import EventKind, Health, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.reporter import ServiceReporter
@@ -41,6 +41,20 @@ def test_skipped_rounds_are_counted_and_leave_the_last_ratio_standing(service: S
     assert kept == posted
     assert [one.compression_ratio for one in posted] == [None, 32, None, 32, None, None]
     assert posted[3].health == health
+
+
+def test_rank_0_alone_exports_the_age_of_the_last_checkpoint(service: Service) -> None:
+    reporters = [ServiceReporter(service.run_dir, "j-1", rank, attempt=2, address="127.0.0.1") for rank in range(2)]
+    run_threads(2, lambda group: reporters[group.rank].seated(group, torch.device("cpu")))
+    ages = ["thinwire_checkpoint_age_seconds" in exported(reporter) for reporter in reporters]
+    reporters[0]._metrics._saved_at = 0.0
+    assert exported(reporters[0])["thinwire_checkpoint_age_seconds"] > 0
+    before = reporters[0]._metrics._saved_at
+    reporters[0].event(EventKind.CHECKPOINT_SAVED, 8, path="/a")
+    assert reporters[0]._metrics._saved_at > before
+    for reporter in reporters:
+        reporter.close()
+    assert ages == [True, False]
 
 
 def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
