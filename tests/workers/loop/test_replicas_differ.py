@@ -44,7 +44,7 @@ def test_those_that_hold_what_most_do_not_hold_leave_and_the_others_go_on(tmp_pa
     (error,) = job.errors
     assert error.ranks == (1,)
     assert str(error).startswith(f"after step {SAVED}, of worker 1 (rank 1) on ")
-    assert "2 of 3 ranks hold the same, and rank 1 something else" in str(error)
+    assert "2 of 3 ranks hold the same, and rank 1 something else, of parameters. " in str(error)
     assert [fields["world_size"] for kind, _, fields in job.events if kind == "regrouped"] == [2]
     assert [step for kind, step, _ in job.events if kind == "checkpoint_saved"] == [8, 16, 24]
     assert [sample.step for sample in history.read(RunFolder(tmp_path).history)] == list(range(STEPS + 1))
