@@ -1,4 +1,8 @@
-"""Do processes that live long grow? Threads, open files and memory of a job's workers, looked at now and then."""
+"""Do processes that live long grow? Threads, open files and memory of a job's workers, looked at now and then.
+
+What a worker holds also depends on how many there are: it is connected to each of the others more than once. So only
+looks at times with as many workers are compared.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from statistics import median
 EVERY_S = 5.0
 LONG_S = 60.0
 """A process that has trained for less has no trend."""
-SETTLED = 0.34
-"""The first and the last part of a life that are compared."""
+FEWEST_LOOKS = 4
+"""In each half of a life, with as many workers."""
 FIRST_CHARS = 1 << 16
 MORE_THREADS, MORE_FILES, MORE_MEMORY = 8, 16, 1.25
 """What is borne: threads and files more, memory times. A regroup keeps those of the group before for a while."""
@@ -21,9 +25,10 @@ MORE_THREADS, MORE_FILES, MORE_MEMORY = 8, 16, 1.25
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At one process. time: monotonic. memory: resident, in bytes."""
+    """At one process. time: monotonic. workers: how many train. memory: resident, in bytes."""
 
     time: float
+    workers: int
     threads: int
     files: int
     memory: int
@@ -42,8 +47,9 @@ class Survivors:
         if now < self._next:
             return
         self._next = now + EVERY_S
-        for pid in pids():
-            if (seen := _look(pid, now)) is not None:
+        living = pids()
+        for pid in living:
+            if (seen := _look(pid, now, len(living))) is not None:
                 self._seen[pid].append(seen)
 
     def grown(self) -> tuple[str, ...]:
@@ -52,19 +58,29 @@ class Survivors:
 
 
 def grown(pid: int, looks: Sequence[Look]) -> list[str]:
-    """Of one process: the median of the last third of its life against that of the first."""
+    """Of one process: the second half of its life against the first, by medians, with each number of workers."""
     if not looks or looks[-1].time - looks[0].time < LONG_S:
         return []
-    part = max(1, int(SETTLED * len(looks)))
-    early, late = looks[:part], looks[-part:]
+    middle = (looks[0].time + looks[-1].time) / 2
+    found = []
+    for workers in sorted({one.workers for one in looks}):
+        alike = [one for one in looks if one.workers == workers]
+        early = [one for one in alike if one.time <= middle]
+        late = [one for one in alike if one.time > middle]
+        if min(len(early), len(late)) >= FEWEST_LOOKS:
+            found += [f"process {pid}: {words} with {workers} workers" for words in _grown(early, late)]
+    return found
+
+
+def _grown(early: Sequence[Look], late: Sequence[Look]) -> list[str]:
     found = []
     for name, more in (("threads", MORE_THREADS), ("files", MORE_FILES)):
         before, after = (median(getattr(one, name) for one in some) for some in (early, late))
         if after > before + more:
-            found.append(f"process {pid}: {name} grew from {before:g} to {after:g}")
+            found.append(f"{name} grew from {before:g} to {after:g}")
     before, after = (median(one.memory for one in some) for some in (early, late))
     if after > MORE_MEMORY * before:
-        found.append(f"process {pid}: memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB")
+        found.append(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB")
     return found
 
 
@@ -82,7 +98,7 @@ def has_committed(trace: Path) -> bool:
         return '"committed"' in lines.read(FIRST_CHARS)
 
 
-def _look(pid: int, now: float) -> Look | None:
+def _look(pid: int, now: float, workers: int) -> Look | None:
     """None where it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -92,4 +108,4 @@ def _look(pid: int, now: float) -> Look | None:
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     if "VmRSS" not in fields:  # it has ended, and nobody has asked how
         return None
-    return Look(now, int(fields["Threads"]), files, 1024 * int(fields["VmRSS"].split()[0]))
+    return Look(now, workers, int(fields["Threads"]), files, 1024 * int(fields["VmRSS"].split()[0]))

@@ -1,6 +1,7 @@
 """What a chaos drill concludes from traces: each violation is found, and a run without one is not accused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -157,12 +158,20 @@ def test_a_process_is_looked_at_from_its_first_step_on(tmp_path):
 
 
 def test_a_process_that_grows_is_told_and_one_that_does_not_is_not():
-    flat = [Look(5.0 * i, 40, 60, 500 << 20) for i in range(30)]
+    flat = [Look(5.0 * i, 3, 40, 60, 500 << 20) for i in range(30)]
     assert grown(10, flat) == []
-    leaks = [Look(5.0 * i, 40 + i, 60 + 2 * i, (500 + 20 * i) << 20) for i in range(30)]
+    leaks = [Look(5.0 * i, 3, 40 + i, 60 + 2 * i, (500 + 20 * i) << 20) for i in range(30)]
     assert [words.split(" grew")[0] for words in grown(10, leaks)] == [
         "process 10: threads",
         "process 10: files",
         "process 10: memory",
     ]
     assert grown(10, leaks[:10]) == []  # too short a life for a trend
+
+
+def test_what_more_workers_need_is_no_growth_and_what_grows_beside_it_is():
+    sizes = [2 if i < 20 or i % 3 == 0 else 7 for i in range(40)]
+    connected = [Look(5.0 * i, size, 30 + 5 * size, 40 + 8 * size, 500 << 20) for i, size in enumerate(sizes)]
+    assert grown(10, connected) == []
+    leaks = [replace(one, files=one.files + i) for i, one in enumerate(connected)]
+    assert grown(10, leaks) == ["process 10: files grew from 65.5 to 86 with 2 workers"]
