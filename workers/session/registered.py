@@ -30,14 +30,19 @@ from thinwire.comm.protocol import Group
 from thinwire.optim import FlatOptimizer
 from thinwire.optim.regroup import give
 from thinwire.workers.checkpoints.manifest import from_json, to_json
+from thinwire.workers.checkpoints.shard import DTYPES
 
 logger = logging.getLogger(__name__)
 
 State = tuple[Any, dict[str, Tensor]]
 """Plain values by name, and the tensors that were taken out of them, by their place."""
 
-_TENSOR, _ARRAY = "thinwire.tensor", "thinwire.array"
-"""Keys of what stands in a structure where a tensor or an array of numpy was taken out."""
+_TENSOR, _ARRAY, _DTYPE = "thinwire.tensor", "thinwire.array", "dtype"
+"""Keys of what stands in a structure where a tensor or an array of numpy was taken out; its type, where no checkpoint
+holds that."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what holds the bits of one of any other type, as the states of generators have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +271,15 @@ def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     while where in tensors:  # of keys 1 and "1"
         where += "'"
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {_TENSOR: where}
+        return {_TENSOR: where, **_take_out(value.detach(), where, tensors)}
     if type(value).__module__ == "numpy":
         if getattr(value, "shape", ()) == ():
             return value.item()
-        tensors[where] = torch.from_numpy(value.copy())
-        return {_ARRAY: where}
+        try:
+            taken = torch.from_numpy(value.copy())
+        except TypeError as error:
+            raise TypeError(f"run.register(): {where} is an array of {value.dtype}, which torch has not") from error
+        return {_ARRAY: where, **_take_out(taken, where, tensors)}
     if isinstance(value, dict):
         return {key: _take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -281,13 +288,33 @@ def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
+def _take_out(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Put it into `tensors`, as one of the same memory that a checkpoint can hold. Returns what tells its own type."""
+    if tensor.dtype in DTYPES:
+        tensors[where] = tensor
+        return {}
+    plain = (
+        torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.view(_BITS[tensor.element_size()])
+    )
+    tensors[where] = plain
+    return {_DTYPE: str(tensor.dtype).removeprefix("torch.")}
+
+
+def _put_in(tensor: Tensor, dtype: str | None) -> Tensor:
+    """What `_take_out` was given."""
+    if dtype is None:
+        return tensor
+    own: torch.dtype = getattr(torch, dtype)
+    return torch.view_as_complex(tensor) if own.is_complex else tensor.view(own)
+
+
 def _put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The structure again, with these tensors. Shares memory with them."""
     if isinstance(value, dict):
-        if value.keys() == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        if value.keys() == {_ARRAY}:
-            return tensors[value[_ARRAY]].cpu().numpy()
+        if value.keys() - {_DTYPE} == {_TENSOR}:
+            return _put_in(tensors[value[_TENSOR]], value.get(_DTYPE))
+        if value.keys() - {_DTYPE} == {_ARRAY}:
+            return _put_in(tensors[value[_ARRAY]], value.get(_DTYPE)).cpu().numpy()
         return {key: _put_together(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [_put_together(item, tensors) for item in value]

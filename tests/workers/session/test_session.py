@@ -1,8 +1,11 @@
 """The session of one process: what it resumes, what it reports, and how it says that a script is wrong."""
 
+import json
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import from_json, to_json
+from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place, ScriptError
@@ -200,3 +204,82 @@ def test_what_lies_within_a_registered_dict_is_filled_where_it_is():
     nested["best"][0] = 7
     registered.load(*kept)
     assert (losses, mean.tolist(), nested) == ([1.0, 2.0], [0.0] * 3, {"best": [5]})
+
+
+class Held:
+    """Any value, as the state of an object."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+RANDOM = [
+    *(pytest.param(kind, id=f"Generator of {kind.__name__}") for kind in (np.random.PCG64, np.random.MT19937)),
+    *(np.random.Philox, np.random.SFC64, np.random.RandomState, random.Random),
+    pytest.param(lambda seed: torch.Generator().manual_seed(seed), id="torch.Generator"),
+]
+
+
+def drawn(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [float(generator.random()) for _ in range(3)]
+
+
+def through_a_checkpoint(registered):
+    """What a checkpoint, or a newcomer, is given of it; as it comes back from there."""
+    plain, tensors = registered.collected()
+    assert all(tensor.dtype in DTYPES for tensor in tensors.values())
+    return from_json(json.loads(json.dumps(to_json(plain)))), {name: x.clone() for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_registered_generator_goes_on_where_it_was_saved(kind):
+    made = kind(7)
+    generator = np.random.Generator(made) if isinstance(made, np.random.BitGenerator) else made
+    registered = Registered(OneBitAdam(net().parameters()))
+    registered.add("rng", generator)
+    registered.refuse_unwritable()
+    drawn(generator)
+    kept = through_a_checkpoint(registered)
+    after = drawn(generator)
+    registered.load(*kept)
+    assert drawn(generator) == after
+
+
+REAL = ["bool", "uint8", "int8", "uint16", "uint32", "uint64", "int64", "float16", "float64"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(dtype, shape) for dtype in (*REAL, "complex64", "complex128") for shape in ((5,), (2, 3))]
+    + [(dtype, ()) for dtype in REAL],
+)
+def test_arrays_and_tensors_of_any_type_come_back_as_they_were(dtype, shape):
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    held = Held({"array": array, "tensor": torch.from_numpy(np.array(array)), 3: [array, (1, None, "x")]})
+    registered = Registered(OneBitAdam(net().parameters()))
+    registered.add("held", held)
+    kept, before = through_a_checkpoint(registered), held.value
+    held.value = None
+    registered.load(*kept)
+    assert held.value["tensor"].dtype == before["tensor"].dtype
+    assert torch.equal(held.value["tensor"], before["tensor"])
+    assert held.value[3][1] == (1, None, "x")
+    for back in (held.value["array"], held.value[3][0]):
+        assert np.array_equal(back, array)
+        assert shape == () or back.dtype == array.dtype
+
+
+@pytest.mark.parametrize("value", [{1, 2}, np.array(["a"]), np.datetime64("2026-01-01"), object()])
+def test_what_no_checkpoint_can_hold_is_refused_when_it_is_registered(value):
+    registered = Registered(OneBitAdam(net().parameters()))
+    registered.add("held", Held(value))
+    with pytest.raises((TypeError, ValueError), match=r"held"):
+        registered.refuse_unwritable()
