@@ -164,7 +164,8 @@ class Course(ABC, Generic[T]):
             self._saving.beside = lambda: self._origin.kept
         self._meter = Meter(SoloGroup().stats)
         self._due = False  # an evaluation that waits for a sync
-        self._save_due = False  # a checkpoint that was asked for beside those of the plan
+        self._asks_to_save = False  # on this rank, beside what the plan saves
+        self._save_due = False  # some rank has asked for it, as all know
         self._training: T | None = None
         self._signature: dict[str, str] = {}
         self._log: StepLog | None = None
@@ -494,7 +495,8 @@ class Course(ABC, Generic[T]):
         found = self._health() if evaluating else None
         if evaluating or saving is not None or _passed(REPORT_EVERY_STEPS, self.attended, step):
             self._where.at(f"the report of the steps up to {step}")
-            self.log.flush(step, validation_loss, found)
+            asked = self.log.flush(step, validation_loss, found, asks_to_save=self._asks_to_save)
+            self._asks_to_save, self._save_due = False, self._save_due or asked
         frozen_at = training.optimizer.frozen_at
         if frozen_at is not None and self.attended - self.left_out < frozen_at <= step - self.left_out:
             self._reporter.event(EventKind.PHASE_CHANGE, frozen_at, **training.optimizer.stats())

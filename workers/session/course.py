@@ -6,7 +6,6 @@ registered is taken back, and the same step is given out again, cut for the rank
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire.comm import CommError, PeerLost
 from thinwire.comm.calls import calls_of
+from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint, ScriptSpec
 from thinwire.contract.start import Start
@@ -31,7 +31,6 @@ from thinwire.optim.regroup import regroup
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.ranks import Ranks
-from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.session.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
@@ -141,8 +140,9 @@ class ScriptCourse(Course[Script]):
             )
 
     def ask_to_save(self) -> None:
-        """A checkpoint after this step."""
-        self._save_due = True
+        """A checkpoint as soon as all know of it: alone at once, else with the next report."""
+        self._asks_to_save = True
+        self._save_due = self._save_due or self.training.group.size == 1
 
     def batches(self) -> Iterator[Any]:
         """Join the others, and give out the batch of each step. Raises: as join() and steps(); PeerLost of the body."""
@@ -304,11 +304,13 @@ class ScriptCourse(Course[Script]):
         return self._script
 
     def _refuse_other_data(self, group: Group) -> None:
-        strangers = ranks_that_differ(group, hashlib.sha256(self._told.encode()).digest(), self._device)
-        if strangers:
+        texts = texts_if_they_differ(group, self._told, self._device)
+        if texts is not None:
+            strangers = [rank for rank, text in enumerate(texts) if text != texts[0]]
             raise ScriptError(
-                f"rank {', '.join(map(str, strangers))} has another dataset than rank 0, or has registered other "
-                f"objects; here, rank {group.rank}: {self._told}. Give all nodes the same files"
+                f"rank {', '.join(map(str, strangers))} does not draw the samples that rank 0 draws, or has registered "
+                f"other objects: rank {strangers[0]} has {texts[strangers[0]]}; rank 0 has {texts[0]}. Give all ranks "
+                "the same files and arguments"
             )
 
     @property
@@ -330,7 +332,14 @@ class ScriptCourse(Course[Script]):
         if self.evaluate is None:
             return None
         with self._meter.part("evaluation"):
-            found = torch.full((1,), float(self.evaluate()), dtype=torch.float64, device=self._device)
+            loss = self.evaluate()
+            try:
+                found = torch.full((1,), float(loss), dtype=torch.float64, device=self._device)
+            except (TypeError, ValueError) as error:
+                raise ScriptError(
+                    f"the function of run.evaluate_every returned {type(loss).__name__} {str(loss)[:100]!r}: return "
+                    "the validation loss of this rank's part, a number"
+                ) from error
             self.training.group.mean_(found)
             return float(found)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 import os
 import stat
 import time
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from thinwire.workers.data.batches import Order, generator, share
 
@@ -72,15 +73,23 @@ def feed_of(
             "run.batches() was given a DataLoader: give it the dataset itself, and what the loader was made with as "
             "loader=dict(num_workers=..., collate_fn=...); it makes one for this worker's share"
         )
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            "run.batches() was given a dict, which has no sample 0: give a list of samples, or for columns of tensors "
+            "torch.utils.data.StackDataset(**columns)"
+        )
     own = sorted(set(_OWN) & set(loader))
     if own:
         raise ValueError(
             f"run.batches(loader=...) has {', '.join(own)}: these follow from global_batch=, shuffle= and seed= of "
             "run.batches(); leave them out"
         )
+    global_batch = _whole("global_batch", global_batch)
+    steps, epochs = (None if n is None else _whole(name, n) for name, n in (("steps", steps), ("epochs", epochs)))
     if global_batch < 1 or (steps is not None and steps < 1) or (epochs is not None and epochs < 1):
         raise ValueError(f"global_batch = {global_batch}, steps = {steps}, epochs = {epochs}: give numbers from 1")
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    # An IterableDataset inherits a [i] that raises, and may tell its length.
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         return MapFeed(dataset, global_batch, steps, epochs, shuffle, seed, loader)
     if isinstance(dataset, Iterable):
         if isinstance(dataset, Iterator):
@@ -92,6 +101,14 @@ def feed_of(
     raise TypeError(
         f"run.batches() was given a {type(dataset).__name__}: a dataset has len() and [i], or can be iterated over"
     )
+
+
+def _whole(name: str, value: Any) -> int:
+    """Of Python, numpy or torch. Raises: TypeError for what is no whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"run.batches({name}={value!r}): give a whole number") from None
 
 
 def own_part(samples: int, rank: int, size: int) -> tuple[range, float]:
@@ -120,6 +137,7 @@ class MapFeed:
         if not self._num_samples:
             raise ValueError("run.batches() was given a dataset of no samples")
         self._dataset, self._global_batch, self._loader = dataset, global_batch, dict(loader)
+        self._seed = seed
         self._order = (Order if shuffle else InOrder)(self._num_samples, global_batch, seed)
         self._end: int | None = None  # samples of the whole run
         if epochs is not None or steps is None:
@@ -131,7 +149,10 @@ class MapFeed:
     @property
     def told(self) -> str:
         """In which workers must agree."""
-        return f"{type(self._dataset).__name__} of {self._num_samples} samples"
+        return (
+            f"{type(self._dataset).__name__} of {self._num_samples} samples, global_batch = {self._global_batch}, "
+            f"shuffle = {not isinstance(self._order, InOrder)}, seed = {self._seed}, {self.last} steps"
+        )
 
     def samples(self, step: int) -> int:
         """As Feed.samples."""
@@ -220,7 +241,7 @@ class StreamFeed:
     @property
     def told(self) -> str:
         """In which workers must agree."""
-        return f"{type(self._dataset).__name__}, read from its beginning"
+        return f"{type(self._dataset).__name__}, read from its beginning, global_batch = {self._global_batch}"
 
     def samples(self, step: int) -> int:
         """As Feed.samples; of a step that was not read here, all of a batch."""

@@ -63,6 +63,8 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
     group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+    if save_every < 1 or keep < 1:
+        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
     checkpoint = None if folder is None else Checkpoint(every_steps=save_every, keep=keep)
     directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
     if folder is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -45,6 +47,7 @@ class Session:
         self._course: ScriptCourse | None = None
         self._batches: Generator[Any, None, None] | None = None
         self._own: OwnLoop | None = None
+        self._broken: BaseException | None = None
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
         self.has_finished = self.told = False
@@ -56,6 +59,9 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         course, self._evaluation = self._course, None
+        swallowed = None
+        if error is None and self._broken is not None:
+            error = swallowed = self._swallowed(self._broken)
         try:
             if course is not None and not self.has_finished:
                 self._end(course, error)
@@ -74,6 +80,8 @@ class Session:
             self._place.close()
         if isinstance(error, MembershipError | RunEnded):
             raise Left(error) from None
+        if swallowed is not None:
+            raise swallowed from self._broken
 
     @property
     def group(self) -> Group:
@@ -194,15 +202,16 @@ class Session:
         What the ranks return is averaged and reported as the validation loss. A peer that is lost in it is not the
         script's affair: it is called again. Raises: ValueError for less than one step.
         """
-        if steps < 1:
-            raise ValueError(f"run.evaluate_every({steps}, ...): give a number of steps from 1")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"run.evaluate_every({steps!r}, ...): give a whole number of steps from 1")
         self._evaluation = steps, evaluate
         if self._course is not None:
             self._course.evaluate_every, self._course.evaluate = steps, evaluate
 
     def save(self) -> None:
-        """Write a checkpoint after this step, on whichever ranks call it; on all, or on none.
+        """Write a checkpoint, on whichever ranks call it: alone after this step, else within the next 6.
 
+        The ranks hear of it with the report that they make together every 5 steps.
         Raises: ScriptError where there is nowhere to save to.
         """
         if self._place.checkpoint is None:
@@ -218,7 +227,7 @@ class Session:
         for name, value in numbers.items():
             if isinstance(value, Tensor) and value.numel() == 1:
                 found[name] = value.detach().reshape(())
-            elif isinstance(value, int | float):
+            elif isinstance(value, Real) or (isinstance(value, np.ndarray | np.generic) and value.size == 1):
                 found[name] = torch.tensor(float(value), dtype=torch.float64)
             else:
                 what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else repr(value)
@@ -266,7 +275,10 @@ class Session:
         one cannot go on without them: PeerLost; NonFiniteInput.
         """
         if self._course is not None:
-            raise ScriptError("run.batches() for a second time: a run is one loop; make one dataset of both")
+            raise ScriptError(
+                "run.batches() for a second time: a run is one loop. To go over a dataset more than once say "
+                "run.batches(..., epochs=N) in one loop; of two datasets make one"
+            )
         optimizer = self._its_optimizer()
         spec = self._place.spec
         of_job = (None, None, None) if spec is None else (spec.global_batch, spec.steps, spec.seed)
@@ -311,17 +323,36 @@ class Session:
                 course.ended(None)
                 self.has_finished = True
                 return
+            except GeneratorExit:
+                raise
             except PeerLost as error:
                 if not self._place.ranks.elastic:
+                    self._broken = error
                     raise
                 logger.warning("peer_lost step=%d reason=%r", course.step, str(error))
+            except BaseException as error:
+                self._broken = error
+                raise
             # Outside of `except`, whose traceback would keep the group, and so its connections, alive.
+
+    def _swallowed(self, error: BaseException) -> BaseException:
+        """What batches() has raised and the script has caught is no end of the run, though the loop is over."""
+        if isinstance(error, MembershipError | RunEnded):
+            return error
+        return ScriptError(
+            f"run.batches() raised {type(error).__name__} {self.progress}: {error}. The script caught it, but no batch "
+            "follows one that raises: catch it in the dataset and give another sample, or let it end the run"
+        )
 
     def _end(self, course: ScriptCourse, error: BaseException | None) -> None:
         """The loop was left: by an error, after its last step, or before that."""
         if error is not None:
             self._fail(course, error)
             return
+        if course.is_new:
+            raise ScriptError(
+                "run.batches() was called and no batch was drawn from it: write `for batch in run.batches(...):`"
+            )
         try:
             self.finish()
         except BaseException as raised:

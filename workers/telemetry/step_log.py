@@ -122,16 +122,22 @@ class StepLog:
         waited_s = self.waits.of_step()
         self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {}, self.waits, waited_s)
 
-    def flush(self, step: int, validation_loss: float | None, health: Health | None) -> None:
+    def flush(
+        self, step: int, validation_loss: float | None, health: Health | None, *, asks_to_save: bool = False
+    ) -> bool:
         """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
 
+        Returns whether any rank asks for a checkpoint: a script may, on whichever of them.
         Raises: NonFiniteLoss, alike on every rank, and nothing is reported; PeerLost, and then they are still to be.
         """
         numbers = range(self.reported + 1, step + 1)
         if not numbers:
-            return
+            return False
+        asked = False
         with self._meter.part("control"), calls_of(self.training.group).within(f"the report of the steps up to {step}"):
-            names = self._agreed_names() if self._is_script else None
+            names = None
+            if self._is_script:
+                names, asked = self._agreed(asks_to_save)
             means = torch.stack([self._row(number, names or []) for number in numbers])
             finite = torch.isfinite(means).all()
             self.training.group.mean_(means)
@@ -153,17 +159,22 @@ class StepLog:
         self._steps.clear()
         self._report(samples)
         self._tell_waits(step)
+        return asked
 
     @property
     def _is_script(self) -> bool:
         """Does a script say what is reported? Its ranks need not all say the same."""
         return self.training.registered is not None
 
-    def _agreed_names(self) -> list[str]:
-        """What any rank has reported since the last time. Collective. Raises: PeerLost."""
+    def _agreed(self, asks_to_save: bool) -> tuple[list[str], bool]:
+        """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
+
+        Raises: PeerLost.
+        """
         mine = sorted({name for part in self._steps.values() for name in part.numbers})
-        told = gather_texts(self.training.group, json.dumps(mine).encode(), self.training.device)
-        return sorted({name for text in told for name in json.loads(text)})
+        texts = gather_texts(self.training.group, json.dumps([mine, asks_to_save]).encode(), self.training.device)
+        told = [json.loads(text) for text in texts]
+        return sorted({name for names, _ in told for name in names}), any(asked for _, asked in told)
 
     def _row(self, number: int, names: list[str]) -> torch.Tensor:
         """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.

@@ -146,9 +146,25 @@ def test_a_step_that_is_given_out_again_is_not_read_again():
         (Map(0), {}, "no samples"),
         (Map(3), {"loader": {"batch_size": 3}}, "batch_size"),
         (Map(3), {"steps": 0}, "steps = 0"),
+        (Map(3), {"steps": 2.5}, "steps=2.5.*whole number"),
+        ({"x": torch.zeros(3), "y": torch.zeros(3)}, {}, "was given a dict.*StackDataset"),
         (Stream(3), {"loader": {"num_workers": 2}}, "num_workers = 2"),
     ],
 )
 def test_what_cannot_be_fed_is_refused_with_what_to_do(dataset, given, told):
     with pytest.raises((TypeError, ValueError), match=told):
         feed(dataset, 2, **given)
+
+
+class Counted(torch.utils.data.IterableDataset):
+    """As many iterable datasets are: it tells its length."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_an_iterable_dataset_that_tells_its_length_is_iterated_over():
+    assert [share.batch.tolist() for share in feed(Counted(), 2).shares(1, 0, 1)] == [[0, 1], [2, 3], [4]]

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from thinwire.comm import run_threads
+from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.spec import Checkpoint
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import from_json, to_json
+from thinwire.workers.checkpoints.names import checkpoints
 from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
@@ -67,13 +70,15 @@ def test_a_run_that_is_started_again_goes_on_at_the_next_sample_with_all_that_wa
 
 def test_another_script_does_not_go_on_from_a_checkpoint(tmp_path):
     trained(tmp_path, steps=8)
-    with session(tmp_path) as run:
-        model = net()
-        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=6, group=run.group)
-        run.register(model=model, optimizer=optimizer)
-        batches = run.batches(DATA, global_batch=6, steps=8)
-        with pytest.raises(ValueError, match="register the same objects"):
-            next(batches)
+
+    def another():
+        with session(tmp_path) as run:
+            model = net()
+            run.register(model=model, optimizer=OneBitAdam(model.parameters(), lr=1e-2, warmup=6, group=run.group))
+            next(run.batches(DATA, global_batch=6, steps=8))
+
+    with pytest.raises(ValueError, match="register the same objects"):
+        another()
 
 
 def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_path):
@@ -139,6 +144,94 @@ def test_a_loop_may_be_left_and_its_last_step_is_saved(tmp_path):
         assert run.step_number == 4
 
 
+def on_threads(tmp_path, size, script):
+    """What script(run, optimizer, model) gives, by rank."""
+
+    def work(group):
+        checkpoint = Checkpoint(every_steps=100, keep=9)
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Silent(), checkpoint, group)
+        with placed(place), session() as run:
+            model = torch.nn.Linear(4, 1)
+            optimizer = Adam(model.parameters(), lr=0.01, group=run.group)
+            run.register(model=model, optimizer=optimizer)
+            return script(run, model)
+
+    return run_threads(size, work)
+
+
+def test_one_rank_alone_may_ask_for_a_checkpoint(tmp_path):
+    def script(run, model):
+        for x, y in run.batches(DATA, global_batch=6, steps=20):
+            run.step((model(x) - y).square().mean())
+            if run.rank == 1 and run.step_number + 1 == 7:
+                run.save()
+
+    on_threads(tmp_path, 2, script)
+    saved = checkpoints(one.name for one in RunFolder(tmp_path).checkpoints.iterdir())
+    assert [one.step for one in saved] == [11, 20]  # all hear of it with the report of step 10
+
+
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [
+        ({"global_batch": 8}, "global_batch = 8.*global_batch = 6"),
+        ({"seed": 5}, "seed = 5.*seed = 0"),
+        ({"shuffle": False}, "shuffle = False.*shuffle = True"),
+        ({"steps": 9}, "9 steps.*20 steps"),
+    ],
+)
+def test_ranks_that_would_draw_other_samples_are_told_what_differs(tmp_path, differs, told):
+    def script(run, model):
+        given = {"global_batch": 6, "steps": 20, **(differs if run.rank == 1 else {})}
+        with pytest.raises(ScriptError, match=rf"rank 1 does not draw the samples.*{told}"):
+            next(run.batches(DATA, **given))
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        on_threads(tmp_path, 2, script)
+
+
+class Stopped(Exception):
+    pass
+
+
+class Broken:
+    """A dataset whose sample 9 cannot be read."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 9:
+            raise OSError(5, "Input/output error")
+        return DATA[index % len(DATA)]
+
+
+def test_an_error_of_the_dataset_that_the_script_catches_is_no_end_of_the_run(tmp_path):
+    def script(run, model):
+        batches = run.batches(Broken(), global_batch=4, shuffle=False)
+        while True:
+            try:
+                x, y = next(batches)
+            except (OSError, StopIteration):
+                break
+            run.step((model(x) - y).square().mean())
+
+    with pytest.raises(ScriptError, match=r"raised OSError after step 2 of 10: .*Input/output error.*another sample"):
+        on_threads(tmp_path, 1, script)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.array, torch.tensor])
+def test_any_number_may_be_reported_and_be_a_batch(tmp_path, kind):
+    def script(run, model):
+        for x, y in run.batches(DATA, global_batch=np.int64(6), steps=np.int32(3)):
+            run.step((model(x) - y).square().mean())
+            run.report(accuracy=kind(3))
+        return run.step_number
+
+    assert on_threads(tmp_path, 1, script) == [3]
+
+
 def wrong(what):
     with session() as run:
         model = net()
@@ -156,6 +249,11 @@ def wrong(what):
         else:
             run.register(optimizer=optimizer, model=model)
         other = torch.optim.SGD(net().parameters(), lr=0.1)
+        if what == "no loss":
+            run.evaluate_every(2, lambda: None)
+        if what == "never drawn":
+            run.batches(DATA, global_batch=6)
+            return
         for x, y in run.batches(DATA, global_batch=6, steps=3):
             (model(x) - y).square().mean().backward()
             optimizer.step()
@@ -180,7 +278,9 @@ def wrong(what):
         ("twice", "for a second time with one batch, at step 1"),
         ("a stranger", "SGD made a step and is not registered"),
         ("no number", "a tensor of 2 elements"),
-        ("again", "for a second time"),
+        ("again", "for a second time.*epochs=N"),
+        ("never drawn", "no batch was drawn from it"),
+        ("no loss", "returned NoneType 'None': return the validation loss"),
     ],
 )
 def test_what_is_wrong_with_a_script_is_said_with_what_to_write(what, told):
