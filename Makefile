@@ -3,6 +3,7 @@
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
 # make test-fast set up, run the laws, until the first that fails: about a minute
 # make check     formatting, lint, types, import rules, spelling
+# make manifests render deploy/chart with its own values into deploy/manifests/
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,7 +16,7 @@ TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 
-.PHONY: run serve test test-fast test-all check clean
+.PHONY: run serve test test-fast test-all check manifests clean
 
 run: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
@@ -47,6 +48,9 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+
+manifests: .venv/.dev
+	@$(BIN)/helm template thinwire deploy/chart --namespace thinwire > deploy/manifests/thinwire.yaml
 
 # Compiled once, before processes that run side by side would each do it.
 .venv/.loops: .venv/.dev $(wildcard comm/kernels/*.py optim/kernels/*.py)

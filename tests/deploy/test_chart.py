@@ -1,0 +1,124 @@
+"""The chart renders what Kubernetes and KubeRay take, refuses values that cannot work, and says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from tests.deploy.rendering import CHART, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
+from tests.deploy.schemas import NEWEST, OLDEST, complaints
+from thinwire.service.config import Settings
+
+OF_THE_LAUNCHER = {"kuberay_namespace", "kuberay_template", "kuberay_image"}
+NO_SCHEMA = {"ServiceMonitor", "PodMonitor"}
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("name", VALUES)
+def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(name, version):
+    for found in with_jobs(objects(rendered(name))):
+        if found["kind"] not in NO_SCHEMA:
+            assert complaints(found, version) == [], found["kind"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--set", "replica=2"], "replica is not allowed"),
+        (["--set", "image.tga=1"], "tga is not allowed"),
+        (["--set", "image.tag=latest"], "image.tag"),
+        (["--set", "kuberay.image=worker:latest"], "kuberay.image"),
+        (["--set", "replicas=0"], "greater than or equal to 1"),
+        (["--set", "resources.limits=null"], "limits is required"),
+        (["--set", "podSecurity.user=0"], "podSecurity.user"),
+        (["--set", "replicas=2"], "replicas: 2 needs PostgreSQL"),
+        (["--set", "replicas=2,database.secret.name=a"], "replicas: 2 needs tokenSecret.name"),
+        (["--set", "replicas=2,database.secret.name=a,tokenSecret.name=b"], "needs home.accessMode: ReadWriteMany"),
+        (["--set", "launcher=ray"], "launcher: ray needs ray.address"),
+        (["--set", "ray.address=http://head:8265"], "launcher is kuberay"),
+        (["--set", "kuberay.template=kind: Pod"], "its kind is Pod"),
+        (["--set", "checkpoints.claim=a"], "must have a volume with claimName: a"),
+        (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
+        (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
+        (["--set", "monitoring.serviceMonitor=true"], "needs tokenSecret.name"),
+        (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
+        (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
+        (["--kube-version", "1.28.0"], "kubeVersion"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
+    with pytest.raises(RenderRefused, match=reason):
+        render(arguments)
+
+
+def test_every_value_is_in_the_schema_and_has_its_line():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def same(values, schema, path):
+        assert schema["additionalProperties"] is False, path
+        assert set(values) == set(schema["properties"]) - {"global"}, path
+        for key, below in schema["properties"].items():
+            if "properties" in below:
+                same(values[key], below, f"{path}.{key}")
+
+    same(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_service_knows_each_setting_and_takes_its_value(name, tmp_path, monkeypatch):
+    deployment = next(found for found in objects(rendered(name)) if found["kind"] == "Deployment")
+    environment = deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    settings = {
+        env["name"].removeprefix("THINWIRE_").lower(): env.get("value", "postgresql+psycopg://a@b/c")
+        for env in environment
+        if env["name"].startswith("THINWIRE_")
+    }
+    assert set(settings) - OF_THE_LAUNCHER <= set(Settings.model_fields)
+    if settings["launcher"] == "ray":
+        for key, value in settings.items():
+            monkeypatch.setenv(f"THINWIRE_{key.upper()}", value)
+        taken = Settings()
+        assert (taken.host, taken.port, taken.keep_days) == ("0.0.0.0", 8400, 30)
+        assert [str(folder) for folder in taken.shared_folders] == ["/mnt/shared"]
+
+
+def test_the_home_has_the_token_of_the_secret_for_its_owner_alone(tmp_path):
+    pod = next(found for found in objects(rendered("postgresql")) if found["kind"] == "Deployment")["spec"]["template"]
+    step = pod["spec"]["initContainers"][0]
+    home, shared = tmp_path / "run/home", tmp_path / "shared"
+    (tmp_path / "secret").write_text("a token of the operator\n")
+    (tmp_path / "run").mkdir()
+    environment = {"THINWIRE_HOME": home, "SHARED_FOLDER": shared, "TOKEN_FILE": tmp_path / "secret"}
+    assert {env["name"] for env in step["env"]} == set(environment)
+    for _ in range(2):  # a container may start twice
+        subprocess.run([*step["command"], *step["args"]], env={"PATH": "/usr/bin:/bin", **environment}, check=True)
+    assert (home / "token").read_text() == "a token of the operator\n"
+    assert [path.stat().st_mode & 0o777 for path in (home, home / "token", shared / "runs")] == [0o700, 0o600, 0o700]
+    (home / "runs/a-job").mkdir()
+    assert (shared / "runs/a-job").is_dir()
+
+
+def test_the_plain_manifests_are_what_the_chart_renders():
+    manifest = ROOT / "deploy/manifests/thinwire.yaml"
+    assert manifest.read_text() == render(), "make manifests"
+
+
+def test_monitors_look_for_labels_and_ports_that_are_there():
+    found = objects(rendered("ingress"))
+    service = next(each for each in found if each["kind"] == "Service")
+    monitor = next(each for each in found if each["kind"] == "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [each["port"] for each in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
+    assert (
+        next(each for each in found if each["kind"] == "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"]
+        == "metrics"
+    )
+
+
+def test_another_template_starts_the_pods_anew():
+    hashes = [re.findall(r"thinwire/template: (.*)", rendered(name))[0] for name in ("as-it-is", "template")]
+    assert hashes[0] != hashes[1]
