@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 
@@ -11,6 +12,7 @@ import yaml
 
 from tests.deploy.rendering import CHART, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
+from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
 
 OF_THE_LAUNCHER = {"kuberay_namespace", "kuberay_template", "kuberay_image"}
@@ -86,20 +88,38 @@ def test_the_service_knows_each_setting_and_takes_its_value(name, tmp_path, monk
         assert [str(folder) for folder in taken.shared_folders] == ["/mnt/shared"]
 
 
-def test_the_home_has_the_token_of_the_secret_for_its_owner_alone(tmp_path):
+def make_home(home, shared, secret):
+    """Do what the pod of a replica does before the service starts."""
     pod = next(found for found in objects(rendered("postgresql")) if found["kind"] == "Deployment")["spec"]["template"]
     step = pod["spec"]["initContainers"][0]
-    home, shared = tmp_path / "run/home", tmp_path / "shared"
-    (tmp_path / "secret").write_text("a token of the operator\n")
-    (tmp_path / "run").mkdir()
-    environment = {"THINWIRE_HOME": home, "SHARED_FOLDER": shared, "TOKEN_FILE": tmp_path / "secret"}
+    environment = {"THINWIRE_HOME": home, "SHARED_FOLDER": shared, "TOKEN_FILE": secret}
     assert {env["name"] for env in step["env"]} == set(environment)
-    for _ in range(2):  # a container may start twice
-        subprocess.run([*step["command"], *step["args"]], env={"PATH": "/usr/bin:/bin", **environment}, check=True)
-    assert (home / "token").read_text() == "a token of the operator\n"
-    assert [path.stat().st_mode & 0o777 for path in (home, home / "token", shared / "runs")] == [0o700, 0o600, 0o700]
-    (home / "runs/a-job").mkdir()
-    assert (shared / "runs/a-job").is_dir()
+    subprocess.run([*step["command"], *step["args"]], env={"PATH": os.environ["PATH"], **environment}, check=True)
+
+
+def test_replicas_share_the_run_folders_and_the_token_of_the_secret(tmp_path):
+    shared, secret = tmp_path / "shared", tmp_path / "secret"
+    secret.write_text("a token of the operator\n")
+    homes = [tmp_path / name for name in ("first", "second")]
+    of_both = {"database_url": f"sqlite:///{tmp_path / 'db'}", "packages_folder": shared / "packages"}
+    for home in (*homes, *homes):  # a container may start twice
+        make_home(home, shared, secret)
+        assert [path.stat().st_mode & 0o777 for path in (home, home / "token")] == [0o700, 0o600]
+    first = Service(homes[0], **of_both)
+    job = first.submit()
+    first.turn()
+    first.close()
+    assert (shared / "runs").stat().st_mode & 0o777 == 0o700
+    written = {path.name for path in (shared / "runs" / job).iterdir()}
+    assert written
+    second = Service(homes[1], **of_both)
+    try:
+        assert second.token == first.token == "a token of the operator"
+        second.turn()
+        assert second.job(job)["id"] == job
+        assert written <= {path.name for path in (homes[1] / "runs" / job).iterdir()}
+    finally:
+        second.close()
 
 
 def test_the_plain_manifests_are_what_the_chart_renders():
