@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
-from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration
+from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration, wrong_with_reported
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt, TooMuch
@@ -167,6 +167,9 @@ def _refuse_unbounded(telemetry: Telemetry) -> None:
         if event.kind.startswith("job_"):
             message = "a kind that begins with job_ is the service's own; call it otherwise"
             problems.append(_problem(f"events.{index}.kind", event.kind, message))
+    for index, sample in enumerate(telemetry.samples):
+        if (wrong := wrong_with_reported(sample.reported or ())) is not None:
+            problems.append(_problem(f"samples.{index}.reported", None, wrong))
     told: dict[str, Sequence[Sample | Event]] = {"samples": telemetry.samples, "events": telemetry.events}
     for name, batch in told.items():
         for index, one in enumerate(batch):

@@ -377,3 +377,20 @@ def test_a_script_without_workers_is_stalled_even_where_no_end_is_known() -> Non
     view.saw(job(step=21, steps=None, workers=0))
     assert view.stalled
     assert view.eta_s() is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_scripts_own_numbers_are_shown(terminal: bool) -> None:
+    running = job(step=30)
+    assert running.progress is not None
+    told = {"accuracy": 0.87654321, "phase": float("nan"), "a\x1b[2J": 1.0} | {f"n{number}": 1e9 for number in range(8)}
+    told_of = running.progress.model_validate(running.progress.model_dump() | {"reported": told})
+    _, out = watched(
+        [running.model_copy(update={"progress": told_of}), job(JobState.SUCCEEDED, 100)], terminal=terminal
+    )
+    assert "accuracy 0.8765" in out
+    assert "phase nan" in out
+    assert "n5 1e+09" in out
+    assert "n6" not in out
+    assert "and 2 more in the history" in out
+    assert "\x1b[2J" not in out

@@ -251,3 +251,45 @@ def test_of_very_many_events_the_newest_are_answered(service: Service, monkeypat
     assert service.post(job_id, events=told).status_code == 204
     history = service.client.get(f"/v1/jobs/{job_id}/metrics").json()
     assert [event["step"] for event in history["events"]] == [2, 3, 4]
+
+
+def test_a_scripts_own_numbers_are_in_the_history(service: Service) -> None:
+    job_id = service.running()
+    told = {'top "5"\\': 0.5, "précision": "nan", "norm": "-inf", "x" * 64: 2}
+    assert service.post(job_id, samples=[sample(1, reported=told)]).status_code == 204
+    assert _history(service, job_id)["samples"][0]["reported"] == told
+    assert service.job(job_id)["progress"]["reported"] == told
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *({name: 1.0} for name in ("", "a\0b", "a\nb", "a\x1b[2J", "a\u202eb", "x" * 65)),
+        {str(number): 1.0 for number in range(33)},
+        {"a": "not a number"},
+    ],
+)
+def test_names_and_numbers_that_are_none_are_refused(service: Service, told: dict[str, Any]) -> None:
+    job_id = service.running()
+    answer = service.post(job_id, samples=[sample(1, reported=told)])
+    assert answer.status_code == 422
+    assert answer.json()["problems"][0]["path"].startswith("samples.0.reported")
+    assert _history(service, job_id)["samples"] == []
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "kept"),
+    [
+        (b'{"a\\ud800": 1}', 422, []),
+        (b'{"a": NaN, "b": 1e999}', 204, [{"a": "nan", "b": "inf"}]),
+    ],
+)
+def test_what_json_does_not_have_never_gets_into_an_answer(
+    service: Service, told: bytes, status: int, kept: list[dict[str, str]]
+) -> None:
+    job_id = service.running()
+    body = b'{"attempt": 1, "samples": [{"step": 1, "phase": "warmup", "time": 1, "reported": ' + told + b"}]}"
+    headers = {**service.job_headers(job_id), "Content-Type": "application/json"}
+    answer = service.client.post(f"/v1/jobs/{job_id}/telemetry", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert [one["reported"] for one in _history(service, job_id)["samples"]] == kept

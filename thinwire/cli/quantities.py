@@ -37,6 +37,11 @@ def loss_text(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
+def reported_text(value: float | str) -> str:
+    """A number of a script's own, of whatever size: four digits that mean something; nan and inf as they are."""
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
 def steps_text(step: int, of: int | None, between: str = "/") -> str:
     """How far a run is: 20/100; only 20 where nobody knows of how many."""
     return str(step) if of is None else f"{step}{between}{of}"

@@ -30,7 +30,7 @@ from thinwire.cli.news import (
     waiting_text,
     workers_text,
 )
-from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text, steps_text
+from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.cli.saves import Saves
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
@@ -38,6 +38,8 @@ from thinwire.contract.reports import Event, EventKind, Sample
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
 WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
+MOST_REPORTED_SHOWN = 9
+"""A script's own numbers in the display; the others are in the history."""
 ETA_WINDOW = 30
 """Samples from which the speed is taken for the ETA."""
 
@@ -231,7 +233,7 @@ def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
 
 def _table(view: View, job: Job, sample: Sample) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    figures = [pair for pair in _figures(view, job, sample) if pair[0] != "phase"]
+    figures = _figures(view, job, sample)[1:]  # the phase is in the bar
     for start in range(0, len(figures), 3):
         cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in figures[start : start + 3]]
         grid.add_row(*cells)
@@ -245,12 +247,21 @@ def _figures(view: View, job: Job, sample: Sample) -> list[tuple[str, str]]:
         ("phase", sample.phase),
         ("loss", loss_text(sample.loss)),
         ("validation", loss_text(job.validation_loss)),
+        *_reported(sample),
         ("samples/s", f"{sample.samples_per_second:.1f}"),
         ("payload/step", bytes_text(sample.payload_bytes)),
         ("compression", "nothing sent" if sample.skipped_round else ratio_text(sample.compression_ratio)),
         ("workers", workers_text(job, sample.world_size if job.world_size is None else job.world_size)),
         *([] if failing is None else [("checkpoints", f"fail since step {failing}")]),
     ]
+
+
+def _reported(sample: Sample) -> list[tuple[str, str]]:
+    """The script's own numbers. A name that a terminal would obey, of an older worker, is shown as by repr()."""
+    told = sample.reported or {}
+    shown = [(n if n.isprintable() else repr(n), reported_text(x)) for n, x in list(told.items())[:MOST_REPORTED_SHOWN]]
+    left = len(told) - len(shown)
+    return [*shown, (f"and {left} more", "in the history")] if left else shown
 
 
 def _standing(view: View, job: Job) -> str:

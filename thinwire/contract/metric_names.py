@@ -135,6 +135,13 @@ METRICS: dict[str, Metric] = {
         Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),
         Metric(
+            "thinwire_reported",
+            MetricKind.GAUGE,
+            "",
+            "What a script has last reported by this name, mean over the global batch",
+            ("name",),
+        ),
+        Metric(
             "thinwire_error_to_momentum_ratio",
             MetricKind.GAUGE,
             "ratio",

@@ -19,6 +19,7 @@ The run folder is the other border: contract/run_folder.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
@@ -29,6 +30,13 @@ from thinwire.contract.spec import WorkerCount
 LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
 HEARTBEAT_S = 10.0
+
+MOST_REPORTED = 32
+"""Names beside the loss that a script's reports may have."""
+LONGEST_REPORTED_NAME = 64
+
+NotFinite = Literal["nan", "inf", "-inf"]
+"""JSON has no such number; float() reads each of these words."""
 
 
 class _Report(BaseModel):
@@ -50,6 +58,24 @@ class WantedWorkers(_Report):
 
 def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def wrong_with_reported_name(name: str) -> str | None:
+    """Why a script's number cannot go by this name, in words; None where it can.
+
+    What is not printable breaks lines, displays or encodings: control characters, lone surrogates, marks of direction.
+    """
+    if not 0 < len(name) <= LONGEST_REPORTED_NAME:
+        return f"its name has {len(name)} characters; from 1 to {LONGEST_REPORTED_NAME}"
+    return None if name.isprintable() else "its name has characters that cannot be printed"
+
+
+def wrong_with_reported(names: Iterable[str]) -> str | None:
+    """Why a sample cannot have these; None where it can."""
+    names = list(names)
+    if len(names) > MOST_REPORTED:
+        return f"{len(names)} names; at most {MOST_REPORTED}"
+    return next((f"{name[:100]!r}: {why}" for name in names if (why := wrong_with_reported_name(name))), None)
 
 
 class WorkerRegistration(_Report):
@@ -112,8 +138,8 @@ class Sample(_Report):
     )
     waited_seconds: float | None = Field(None, description="how much longer the others waited, their median")
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
-    reported: dict[str, float] | None = Field(
-        None, description="what a script has reported beside its loss, as means over ranks"
+    reported: dict[str, float | NotFinite] | None = Field(
+        None, description="what a script has reported beside its loss, as means over ranks; nan, inf and -inf as words"
     )
 
     @property
@@ -125,6 +151,13 @@ class Sample(_Report):
     @classmethod
     def _finite_or_none(cls, loss: object) -> object:
         return _finite_or_none(loss)
+
+    @field_validator("reported", mode="before")
+    @classmethod
+    def _words_where_not_finite(cls, reported: object) -> object:
+        if not isinstance(reported, dict):
+            return reported
+        return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in reported.items()}
 
 
 class EventKind(StrEnum):

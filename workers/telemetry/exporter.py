@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from thinwire.contract.metric_names import METRICS, PHASES, MetricKind
-from thinwire.contract.reports import Health
+from thinwire.contract.reports import Health, NotFinite
 
 if TYPE_CHECKING:
     from prometheus_client import Metric as MetricFamily
@@ -53,6 +53,7 @@ class WorkerMetrics:
         rounds_skipped_total: int,
         validation_loss: float | None = None,
         health: Health | None = None,
+        reported: Mapping[str, float | NotFinite] | None = None,
         wire: WireAccount | None = None,
     ) -> None:
         """Take the values after a step. None leaves the last value standing.
@@ -80,6 +81,8 @@ class WorkerMetrics:
                 self._set("thinwire_validation_loss", validation_loss)
             if health is not None:
                 self._set_health(health)
+            for name, value in (reported or {}).items():
+                self._set("thinwire_reported", float(value), name)
             if wire is not None:
                 self._set_wire(wire)
 

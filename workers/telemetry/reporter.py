@@ -275,6 +275,7 @@ class ServiceReporter:
             rounds_skipped_total=self._rounds_skipped,
             validation_loss=last.validation_loss,
             health=last.health,
+            reported={name: value for sample in samples for name, value in (sample.reported or {}).items()},
             wire=None if self._wire is None else self._wire.account(),
         )
 

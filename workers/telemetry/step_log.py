@@ -19,7 +19,7 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.exchange.stepwise import gather_flags
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.contract.reports import EventKind, Health, Sample
+from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
 from thinwire.workers.data.batches import share
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.lateness import Waits, last_of
@@ -29,6 +29,10 @@ from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
+
+
+MOST_LEFT_OUT_TOLD = 100
+"""Names in the log that are not taken: a script that makes one of each step would fill it."""
 
 
 class NonFiniteLoss(Exception):
@@ -75,6 +79,8 @@ class StepLog:
         self._steps: dict[int, _Part] = {}
         self._sent_bytes = meter.sent_bytes["optimizer"]
         self._num_windows = 0
+        self._names: list[str] = []
+        self._left_out: set[str] = set()
         self.prediction: Prediction | None = None
 
     def before_training(self, validation_loss: float | None) -> None:
@@ -169,12 +175,28 @@ class StepLog:
     def _agreed(self, asks_to_save: bool) -> tuple[list[str], bool]:
         """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
 
-        Raises: PeerLost.
+        A name that the run had keeps its place among the MOST_REPORTED, and one that is new takes a free one: that is
+        decided by what the ranks have told one another alone, for a newcomer knows of none. Raises: PeerLost.
         """
         mine = sorted({name for part in self._steps.values() for name in part.numbers})
-        texts = gather_texts(self.training.group, json.dumps([mine, asks_to_save]).encode(), self.training.device)
-        told = [json.loads(text) for text in texts]
-        return sorted({name for names, _ in told for name in names}), any(asked for _, asked in told)
+        wrong = {name: why for name in mine if (why := wrong_with_reported_name(name))}
+        self._leave_out(wrong)
+        here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save]).encode()
+        told = [json.loads(text) for text in gather_texts(self.training.group, here, self.training.device)]
+        said = {name for _, names, _ in told for name in names}
+        known = {name for names, _, _ in told for name in names}
+        self._names = [*sorted(known), *sorted(said - known - {"loss"})][:MOST_REPORTED]
+        taken = said & {"loss", *self._names}
+        self._leave_out(dict.fromkeys(sorted(said - taken), f"a run has at most {MOST_REPORTED} names"))
+        return sorted(taken), any(asked for _, _, asked in told)
+
+    def _leave_out(self, names: Mapping[str, str]) -> None:
+        """Log what is not taken and why, each once; many names are not all told. names: each with its reason."""
+        for name, why in names.items():
+            if name in self._left_out or len(self._left_out) >= MOST_LEFT_OUT_TOLD:
+                continue
+            self._left_out.add(name)
+            logger.warning("reported_left_out name=%r reason=%r", name[:100], why)
 
     def _row(self, number: int, names: list[str]) -> torch.Tensor:
         """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.
@@ -248,7 +270,12 @@ def _told(row: list[float], names: list[str]) -> dict[str, Any]:
     found = {
         name: row[4 + 2 * index] / row[5 + 2 * index] for index, name in enumerate(names) if row[5 + 2 * index] > 0
     }
-    return {"loss": found.pop("loss", None), "reported": {n: x for n, x in found.items() if math.isfinite(x)} or None}
+    return {"loss": found.pop("loss", None), "reported": {n: _in_json(x) for n, x in found.items()} or None}
+
+
+def _in_json(value: float) -> float | str:
+    """As Sample.reported has it: JSON has no number that is not finite."""
+    return value if math.isfinite(value) else str(value)
 
 
 def refuse_non_finite(name: str, loss: float, group: Group, own_is_finite: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """The session of one process: what it resumes, what it reports, and how it says that a script is wrong."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from thinwire.comm import run_threads
+from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim import Adam, OneBitAdam
@@ -383,3 +385,31 @@ def test_what_no_checkpoint_can_hold_is_refused_when_it_is_registered(value):
     registered.add("held", Held(value))
     with pytest.raises((TypeError, ValueError), match=r"held"):
         registered.refuse_unwritable()
+
+
+def test_a_run_takes_so_many_names_and_says_once_which_it_leaves_out(tmp_path, caplog):
+    """Ranks report different names; what they take is the same, and a later name finds no place."""
+
+    def work(group):
+        reporter = Silent()
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        with placed(place), session() as run:
+            model = torch.nn.Linear(1, 1)
+            run.register(model=model, optimizer=Adam(model.parameters(), lr=0.0, group=run.group))
+            for step, x in enumerate(run.batches([torch.ones(1)] * 2, global_batch=2, steps=12)):
+                run.step(model(x).mean())
+                mine = (
+                    {f"n{run.rank}{number:02}": float(number) for number in range(20)} if step > 4 else {"z": math.nan}
+                )
+                run.report(**mine, **{"a\nb": 1.0, "\ud800": 1.0, "x" * 65: 1.0})
+        return [sample.reported for sample in reporter.samples[1:]]
+
+    first, second = run_threads(2, work)
+    assert first == second
+    assert first[0] == {"z": "nan"}
+    kept = {name for one in first for name in one}
+    assert len(kept) == MOST_REPORTED
+    assert {"z", "n000", "n019", "n100"} <= kept  # who is first stays, and then by name
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reported_left_out")]
+    assert len(told) == 2 * (3 + 41 - MOST_REPORTED)  # each rank says it once
+    assert sum("'n119' reason='a run has at most 32 names'" in one for one in told) == 2

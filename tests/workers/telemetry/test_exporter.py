@@ -49,6 +49,7 @@ def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **c
         "rounds_skipped_total": 2,
         "validation_loss": 2.75,
         "health": HEALTH,
+        "reported": {"accuracy": 0.5},
         "wire": WireAccount(1000 * step, 990.0 * step),
     }
     metrics.update(**{**known, **changes})

@@ -80,3 +80,21 @@ def test_whoever_becomes_rank_0_tells_what_the_one_before_was_lost_with(service:
     reporters[1].close()
     assert history.read(RunFolder(service.run_dir).history) == samples
     assert [one for batch in service.accepted() for one in batch.samples] == samples
+
+
+def test_a_scripts_own_numbers_are_exported_by_name_and_stand_until_they_are_told_again(service: Service) -> None:
+    reporter = ServiceReporter(service.run_dir, "j-1", 0, attempt=2, address="127.0.0.1")
+    reporter.seated(SoloGroup(), torch.device("cpu"))
+    reporter.steps([sample(1, 0, reported={'top "5"\\': 0.25, "norm": 1.0}), sample(2, 0)], 4, {"optimizer": 0})
+    reporter.steps([sample(3, 0, reported={"norm": float("inf"), "b": float("nan")})], 6, {"optimizer": 0})
+    text = httpx.get(f"http://{reporter._metrics.address}/metrics", trust_env=False).text
+    reporter.close()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    found = {one.labels["name"]: str(one.value) for one in families["thinwire_reported"].samples}
+    assert found == {'top "5"\\': "0.25", "norm": "inf", "b": "nan"}
+    posted = [one for batch in service.accepted() for one in batch.samples]
+    assert (
+        posted[-1].reported
+        == {"norm": "inf", "b": "nan"}
+        == history.read(RunFolder(service.run_dir).history)[-1].reported
+    )
