@@ -7,11 +7,14 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.policies import POLICIES, RAY_POD, broken
-from tests.deploy.rendering import VALUES, Object, objects, rendered, with_jobs
+from tests.deploy.rendering import ROOT, VALUES, Object, objects, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, complaints
 
+# None as long as no launcher brings one; the test of it is then skipped.
+TEMPLATES = sorted((ROOT / "service/launch").rglob("rayjob.yaml"))
 GONE = object()
 POD = ("Deployment", "spec", "template", "spec")
 BOX = (*POD, "containers", 0)
@@ -40,6 +43,13 @@ def plant(found: list[Object], path: tuple[Any, ...], value: object) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_what_the_chart_renders_keeps_every_policy(name):
     assert broken(with_jobs(objects(rendered(name)))) == []
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.parent.name)
+def test_the_template_of_the_launcher_keeps_every_policy_and_fits_the_schema_of_kuberay(file):
+    job = yaml.safe_load(file.read_text())
+    assert complaints(job, NEWEST) == []
+    assert broken([*objects(rendered("as-it-is")), job]) == []
 
 
 PLANTED = [
