@@ -215,6 +215,14 @@ def drains_go_on(found: list[Object]) -> Iterator[str]:
             yield f"PodDisruptionBudget {each['metadata']['name']} would never let the one pod go that is ready"
 
 
+def users_reach_who_answers(found: list[Object]) -> Iterator[str]:
+    """One replica also while its launcher does not answer; of several none that stands by."""
+    replicas = [each["spec"]["replicas"] for each in found if each["kind"] == "Deployment"]
+    for each in found:
+        if each["kind"] == "Service" and each["spec"].get("publishNotReadyAddresses", False) != (replicas == [1]):
+            yield "users reach who stands by, or not the one that cannot launch"
+
+
 def versions_do_not_meet(found: list[Object]) -> Iterator[str]:
     """The old version ends before the new one migrates; several replicas share PostgreSQL."""
     for each in found:
@@ -241,6 +249,7 @@ POLICIES: tuple[Policy, ...] = (
     networks_are_closed,
     rights_are_few,
     drains_go_on,
+    users_reach_who_answers,
     versions_do_not_meet,
 )
 

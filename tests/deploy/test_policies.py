@@ -91,6 +91,7 @@ PLANTED = [
     ((*RULES, 1, "from"), [{"namespaceSelector": {}}], "whole namespaces"),
     ((*RULES, 1, "ports"), [{"port": 8080}], "others than Prometheus"),
     ((*RULES, 2, "ports"), [{"port": 1024, "endPort": 65535}], "port 6379 of Ray"),
+    (("Service", "spec", "publishNotReadyAddresses"), False, "users reach"),
     (("Role", "kind"), "ClusterRole", "beyond a namespace"),
     (("Role", "rules", 0, "verbs"), ["*"], r"a rule with \*"),
     (("Role", "rules", 2, "resources"), ["secrets"], "a right to secrets"),
