@@ -18,8 +18,9 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim.regroup import regroup
 from thinwire.workers import course
-from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse, take_settings
+from thinwire.workers.build import Training, build, kept_bucket, refuse_other_data, rehearse
 from thinwire.workers.course import Joined, OfRanks, Progress, Run, gather_progress, redone_steps
+from thinwire.workers.hyper import take_settings
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.replicas import ReplicasDiffer
@@ -108,7 +109,7 @@ class Course(course.Course[Training]):
         return signature(training)
 
     def _take_settings(self) -> None:
-        take_settings(self.training)
+        take_settings(self.training.optimizer, self._spec)
 
     def _evaluate(self) -> float:
         return evaluate(self.training, self._meter, self._look)
@@ -127,7 +128,7 @@ def regroup_training(
     """
     device = training.device
     known = [one for one in gather_progress(group, progress, device) if one is not None]
-    refuse_other_data(group, training.data, device)
+    refuse_other_data(group, training.feed, device)
     numel = training.optimizer.space.layout.num_live
     size = None if known else bucket_elements or kept_bucket(run_dir, group, numel, device)
     change = regroup(

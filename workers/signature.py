@@ -53,7 +53,7 @@ def signature(training: Training) -> dict[str, str]:
     return {
         **known_before(training.spec),
         **_of_machine(training.device),
-        "data": training.data.digest[:DIGITS],
+        "data": _shortened(training.feed.told),
         "model": model_digest(training.model),
     }
 

@@ -15,7 +15,7 @@ from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
 from thinwire.contract.spec import TextFile
 from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, load_corpus
-from thinwire.workers.data.windows import Windows, validation_windows
+from thinwire.workers.data.windows import Windows
 
 ONEBIT = {"name": "onebit_adam"}
 FIELDS = st.sampled_from(
@@ -290,8 +290,8 @@ def test_a_data_file_is_refused_exactly_where_the_workers_would(
     answer = service.client.post("/v1/jobs", json=spec(data=data, recipe={"context": context}))
     try:
         corpus = load_corpus(TextFile.model_validate(data))
-        Windows(corpus.train, context, 8, seed=0)
-        validation_windows(corpus.validation, context, 1)
+        Windows(corpus, context)
+        Windows(corpus, context, "validation")
     except DataError:
         assert answer.status_code == 422
     else:

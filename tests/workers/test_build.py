@@ -12,7 +12,8 @@ from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Optimizer
-from thinwire.workers.build import OPTIMIZERS, build, kept_bucket, learning_rate
+from thinwire.workers.build import build, kept_bucket
+from thinwire.workers.hyper import OPTIMIZERS, learning_rate
 
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
 

@@ -2,20 +2,20 @@
 
 They are split class by class, so that both parts hold the classes alike; which image is on which side depends on
 nothing but the fraction. A training image is moved by a few pixels, anew each time that it is visited.
-
-Legend: W images in a share.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinwire.workers.data.batches import Data, Order, generator
 from thinwire.workers.data.corpus import DataError
+from thinwire.workers.data.order import generator
+from thinwire.workers.data.windows import Sample
 
 SIDE = 8
 CLASSES = 10
@@ -23,29 +23,42 @@ _WHITE = 16
 """The largest value of a pixel; 0 is the background."""
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Some of the digits: pixels, uint8[N, 8, 8], and classes, int64[N]. digest, description: of all, and the split."""
+
+    pixels: Tensor
+    labels: Tensor
+    digest: str
+    description: str
+
+    def first(self, num: int) -> list[Sample]:
+        """The first `num` of them, as they are: (f32[1, 8, 8] from 0 to 1, class)."""
+        return list(zip(as_images(self.pixels[:num]), self.labels[:num], strict=True))
+
+
 class ShiftedImages:
-    """Training images, moved by up to `shift` pixels each way; what comes in from beyond the edge is background."""
+    """Images moved by up to `shift` pixels each way, anew every time that one is visited: a dataset of (image, class).
 
-    def __init__(self, pixels: Tensor, labels: Tensor, shift: int, global_batch: int, seed: int) -> None:
-        """`pixels`: uint8[N, 8, 8], `labels`: int64[N]; N >= 1; neither is modified."""
-        self.order = Order(len(pixels), global_batch, seed)
-        self._pixels = pixels
-        self._labels = labels
-        self._shift = shift
+    What comes in from beyond the edge is background.
+    """
 
-    def local(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """A rank's share of a step as (images, labels): f32[W, 1, 8, 8] from 0 to 1, int64[W]."""
-        numbers = self.order.numbers(step, rank, world_size)
-        samples_W = self.order.samples(numbers)
-        moved = torch.empty((len(samples_W), SIDE, SIDE), dtype=torch.uint8)
-        for row, (sample, number) in enumerate(zip(samples_W.tolist(), numbers, strict=True)):
-            by = torch.randint(0, 2 * self._shift + 1, (2,), generator=generator(self.order.seed, "shift", number))
-            moved[row] = _window(self._pixels[sample], self._shift, *by.tolist())
-        return as_images(moved), self._labels[samples_W]
+    def __init__(self, images: Images, shift: int, seed: int) -> None:
+        self._images, self._shift, self._seed = images, shift, seed
+        self.digest, self.description = images.digest, images.description
+
+    def __len__(self) -> int:
+        return len(self._images.labels)
+
+    def visit(self, sample: int, number: int) -> Sample:
+        """f32[1, 8, 8] from 0 to 1, and int64[]."""
+        by = torch.randint(0, 2 * self._shift + 1, (2,), generator=generator(self._seed, "shift", number))
+        moved = _window(self._images.pixels[sample], self._shift, *by.tolist())
+        return as_images(moved[None])[0], self._images.labels[sample]
 
 
-def digit_images(validation_fraction: float, shift: int, global_batch: int, num_validation: int, seed: int) -> Data:
-    """The digits. The validation images are the first `num_validation` of their part, in an order that is fixed.
+def load_digits(validation_fraction: float) -> tuple[Images, Images]:
+    """The digits: those to train on, and those to validate on, in an order that is fixed.
 
     Raises: DataError where scikit-learn is missing, or a part would be empty.
     """
@@ -61,13 +74,8 @@ def digit_images(validation_fraction: float, shift: int, global_batch: int, num_
     for chosen in (train, validation):
         hashed.update(pixels[chosen].numpy().tobytes())
         hashed.update(labels[chosen].numpy().tobytes())
-    shown = validation[:num_validation]
-    return Data(
-        ShiftedImages(pixels[train], labels[train], shift, global_batch, seed),
-        (as_images(pixels[shown]), labels[shown]),
-        f"scikit-learn's digits: {len(train)} training and {len(validation)} validation images",
-        hashed.hexdigest(),
-    )
+    told = hashed.hexdigest(), f"scikit-learn's digits: {len(train)} training and {len(validation)} validation images"
+    return Images(pixels[train], labels[train], *told), Images(pixels[validation], labels[validation], *told)
 
 
 def split(labels: Tensor, validation_fraction: float) -> tuple[Tensor, Tensor]:

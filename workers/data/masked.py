@@ -3,7 +3,7 @@
 Every window has the same number of masked positions. The mean over the masked positions of a batch is then the mean
 of the windows' means, so windows weigh alike and the gradient does not depend on which rank has which of them.
 
-Legend: W windows in a share, T bytes of context, M masked positions a window.
+Legend: T bytes of context, M masked positions a window.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.workers.data.batches import Data, Order, generator
-from thinwire.workers.data.corpus import Corpus
-from thinwire.workers.data.windows import Windows, validation_windows
+from thinwire.workers.data.order import generator
+from thinwire.workers.data.windows import Sample, Windows
 
 MASK = 256
 """The token that stands for a masked byte; bytes are 0 to 255."""
@@ -27,7 +26,7 @@ def num_masked(context: int) -> int:
     return max(1, round(MASKED_FRACTION * context))
 
 
-def mask(window_T: Tensor, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
+def mask(window_T: Tensor, drawn: torch.Generator) -> Sample:
     """One window as (inputs, targets), int64[T] each; `window_T` is not modified.
 
     Of the M predicted positions eight tenths read MASK, one tenth a random byte, one tenth the byte itself, drawn each
@@ -45,36 +44,21 @@ def mask(window_T: Tensor, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class MaskedWindows:
-    """Training windows of one text, each masked anew every time that it is visited."""
+    """Windows of one text, each masked anew every time that it is visited: a dataset of (inputs, targets)."""
 
-    def __init__(self, tokens: Tensor, context: int, global_batch: int, seed: int) -> None:
-        """`tokens`: uint8[N], not modified. Raises DataError if N <= context."""
-        self._windows = Windows(tokens, context, global_batch, seed)
-        self.order: Order = self._windows.order
+    def __init__(self, windows: Windows, seed: int) -> None:
+        self._windows, self._seed = windows, seed
+        self.digest, self.description = windows.digest, windows.description
 
-    def local(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """A rank's share of a step as (inputs, targets), int64[W, T] each; targets are IGNORED but at M positions."""
-        windows_WT, _ = self._windows.local(step, rank, world_size)
-        numbers = self.order.numbers(step, rank, world_size)
-        return _mask_each(windows_WT, [generator(self.order.seed, "mask", number) for number in numbers])
+    def __len__(self) -> int:
+        return len(self._windows)
 
-
-def masked_bytes(corpus: Corpus, context: int, global_batch: int, num_validation: int, seed: int) -> Data:
-    """Masked windows of both parts of a text. The validation masks are the same for every seed.
-
-    Raises: DataError where a part is shorter than a window.
-    """
-    windows_WT, _ = validation_windows(corpus.validation, context, num_validation)
-    return Data(
-        MaskedWindows(corpus.train, context, global_batch, seed),
-        _mask_each(windows_WT, [generator("validation mask", number) for number in range(len(windows_WT))]),
-        corpus.description,
-        corpus.digest,
-    )
+    def visit(self, sample: int, number: int) -> Sample:
+        """int64[T] each; targets are IGNORED but at M positions."""
+        window_T, _ = self._windows[sample]
+        return mask(window_T, generator(self._seed, "mask", number))
 
 
-def _mask_each(windows_WT: Tensor, drawn: list[torch.Generator]) -> tuple[Tensor, Tensor]:
-    inputs, targets = torch.empty_like(windows_WT), torch.empty_like(windows_WT)
-    for row, (window_T, own) in enumerate(zip(windows_WT, drawn, strict=True)):
-        inputs[row], targets[row] = mask(window_T, own)
-    return inputs, targets
+def masked(windows: list[Sample]) -> list[Sample]:
+    """These windows, masked; the same for every seed."""
+    return [mask(window_T, generator("validation mask", number)) for number, (window_T, _) in enumerate(windows)]

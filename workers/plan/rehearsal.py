@@ -24,9 +24,11 @@ from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.workers.build import OPTIMIZERS, PRECISIONS, load_data
+from thinwire.workers.build import feed_for
+from thinwire.workers.hyper import OPTIMIZERS
 from thinwire.workers.plan.forecast import COMPRESSED, ZERO_ONE, Busy, Rehearsed
-from thinwire.workers.recipes import REGISTRY as RECIPES
+from thinwire.workers.recipe import moved
+from thinwire.workers.recipes import recipe_of
 
 RATE = 1e-12
 """Of learning: a step computes what it always does, and the model stays where it is."""
@@ -53,21 +55,19 @@ class RecipeModel:
     """The model and data of a job of one of our recipes, as worker 0 of `workers` sees them. Raises: DataError."""
 
     def __init__(self, spec: TrainSpec, workers: int, device: torch.device) -> None:
-        self._spec, self._workers, self._device = spec, workers, device
-        self._batches = load_data(spec).batches
+        self._recipe, self._workers, self._device = recipe_of(spec), workers, device
+        self._feed = feed_for(self._recipe)
         self._step = 0
 
     def fresh(self) -> nn.Module:
         """From the job's seed."""
-        spec = self._spec
-        return RECIPES[spec.recipe.name](spec.recipe, spec.seed).to(self._device, PRECISIONS[spec.precision])
+        return self._recipe.model().to(self._device)
 
     def loss(self, model: nn.Module) -> Tensor:
         """The batches of a run, from the first on."""
         self._step += 1
-        inputs, targets = self._batches.local(self._step, 0, self._workers)
-        loss: Tensor = model(inputs.to(self._device), targets.to(self._device))
-        return loss
+        mine = self._feed.share(self._step, 0, self._workers)
+        return self._recipe.loss(model, moved(mine.batch, self._device))
 
 
 @dataclass(frozen=True, slots=True)

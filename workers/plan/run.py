@@ -17,6 +17,7 @@ from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import chosen_bucket, forecast, network_of
 from thinwire.workers.plan.ranks import PARTS, Orders, run_rank, spawn
 from thinwire.workers.recipes import REGISTRY as RECIPES
+from thinwire.workers.recipes import recipe_of
 
 HERE = Link(0.0, float("inf"), "one worker: no link")
 
@@ -55,7 +56,7 @@ def orders_of(spec: TrainSpec, link: Link, workers: int, per_machine: int, steps
         raise ValueError(f"{workers} workers for global_batch = {spec.global_batch}: at least one sample a worker")
     network = network_of(link, workers, per_machine)
     with torch.device("meta"):
-        elements = sum(param.numel() for param in RECIPES[spec.recipe.name](spec.recipe, spec.seed).parameters())
+        elements = sum(param.numel() for param in recipe_of(spec).model().parameters())
     bucket = chosen_bucket(spec, network, elements, on_gpu=False)
     return Orders(spec.model_dump(mode="json"), workers, per_machine, bucket, steps)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from thinwire.contract.spec import OneBitAdamSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, rate_interval
 from thinwire.optim.variance.when_to_freeze import VarianceFreeze, VarianceStability
-from thinwire.workers.build import learning_rate
+from thinwire.workers.hyper import learning_rate
 
 MOST_LOOKED_AT = 20_000
 """Steps of a long run at which the gap between syncs is looked at; in between it is taken to be in proportion."""

@@ -1,16 +1,23 @@
-"""What can be trained. A recipe is a function of its part of the spec and a seed; the model it builds knows nothing
-of distribution, and draws nothing while it trains: no dropout, which every rank would draw for itself.
+"""What a job file can name: recipes (workers/recipe.py) made of a spec.
+
+A model knows nothing of distribution, and draws nothing while it trains: no dropout, which every rank would draw for
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from torch import nn
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.recipes.bert import BertOverText
+from thinwire.workers.recipes.gpt import GptOverText
+from thinwire.workers.recipes.of_job import OfJob
+from thinwire.workers.recipes.resnet import ResnetOnDigits
 
-from thinwire.workers.recipes import bert, gpt, resnet
+REGISTRY: dict[str, Callable[[TrainSpec], OfJob]] = {"gpt": GptOverText, "bert": BertOverText, "resnet": ResnetOnDigits}
+"""By `recipe.name` of the spec."""
 
-REGISTRY: dict[str, Callable[[Any, int], nn.Module]] = {"gpt": gpt.build, "bert": bert.build, "resnet": resnet.build}
-"""By `recipe.name` of the spec. A model called with (inputs, targets) answers its mean loss in nats, in float32; with
-inputs alone its logits, f[..., classes]."""
+
+def recipe_of(spec: TrainSpec) -> OfJob:
+    """The recipe that a job file names."""
+    return REGISTRY[spec.recipe.name](spec)

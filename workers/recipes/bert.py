@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.contract.spec import BertRecipe
-from thinwire.workers.data.masked import IGNORED, MASK
+from thinwire.workers.data.masked import IGNORED, MASK, MaskedWindows, masked
+from thinwire.workers.data.windows import Sample, Windows
 from thinwire.workers.recipes.seeded import seeded_normal
+from thinwire.workers.recipes.text import OverText
 
 VOCABULARY = MASK + 1
 _TABLE_STD = 0.02
@@ -104,6 +106,29 @@ class Bert(nn.Module):
         if targets is None:
             return logits_BTV
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+class BertOverText(OverText):
+    """It fills in the masked bytes of a text."""
+
+    def model(self) -> Bert:
+        """The same for the same spec."""
+        assert isinstance(self.spec.recipe, BertRecipe)
+        return build(self.spec.recipe, self.seed).to(self.dtype)
+
+    def dataset(self) -> MaskedWindows:
+        """Windows of the text, masked anew at every visit. Raises: DataError."""
+        return MaskedWindows(Windows(self.corpus, self.context), self.seed)
+
+    def validation(self) -> list[Sample]:
+        """Windows of the text's other part, whose masks are always the same. Raises: DataError."""
+        return masked(super().validation())
+
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Nats a masked byte."""
+        inputs, targets = batch
+        loss: Tensor = model(inputs, targets)
+        return loss
 
 
 def build(recipe: BertRecipe, seed: int) -> Bert:

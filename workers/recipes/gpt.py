@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.contract.spec import GptRecipe
+from thinwire.workers.data.windows import Sample, Windows
 from thinwire.workers.recipes.seeded import seeded_normal
+from thinwire.workers.recipes.text import OverText
 
 VOCABULARY = 256
 _INIT_STD = 0.02
@@ -86,6 +88,25 @@ class Gpt(nn.Module):
         if targets is None:
             return logits_BTV
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets.flatten())
+
+
+class GptOverText(OverText):
+    """It predicts each next byte of a text."""
+
+    def model(self) -> Gpt:
+        """The same for the same spec."""
+        assert isinstance(self.spec.recipe, GptRecipe)
+        return build(self.spec.recipe, self.seed).to(self.dtype)
+
+    def dataset(self) -> Windows:
+        """Windows of the text. Raises: DataError."""
+        return Windows(self.corpus, self.context)
+
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Nats a byte."""
+        inputs, targets = batch
+        loss: Tensor = model(inputs, targets)
+        return loss
 
 
 def build(recipe: GptRecipe, seed: int) -> Gpt:

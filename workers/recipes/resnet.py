@@ -13,13 +13,16 @@ Legend: B images, C channels of a stage.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.contract.spec import ResnetRecipe
-from thinwire.workers.data.digits import CLASSES
+from thinwire.contract.spec import Digits, ResnetRecipe
+from thinwire.workers.data.digits import CLASSES, Images, ShiftedImages, load_digits
+from thinwire.workers.data.windows import Sample
+from thinwire.workers.recipes.of_job import OfJob
 from thinwire.workers.recipes.seeded import seeded_normal
 
 _GROUPS = 8
@@ -84,6 +87,36 @@ class Resnet(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.float(), targets)
+
+
+class ResnetOnDigits(OfJob):
+    """It tells which digit an image shows."""
+
+    @cached_property
+    def images(self) -> tuple[Images, Images]:
+        """Those to train and to validate on, read when they are first asked for. Raises: DataError."""
+        assert isinstance(self.spec.data, Digits), "a spec that was validated has no other"
+        return load_digits(self.spec.data.validation_fraction)
+
+    def model(self) -> Resnet:
+        """The same for the same spec."""
+        assert isinstance(self.spec.recipe, ResnetRecipe)
+        return build(self.spec.recipe, self.seed).to(self.dtype)
+
+    def dataset(self) -> ShiftedImages:
+        """Images, moved anew at every visit. Raises: DataError."""
+        assert isinstance(self.spec.recipe, ResnetRecipe)
+        return ShiftedImages(self.images[0], self.spec.recipe.shift, self.seed)
+
+    def validation(self) -> list[Sample]:
+        """Images as they are. Raises: DataError."""
+        return self.images[1].first(self.spec.evaluation.windows)
+
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Nats an image."""
+        images, labels = batch
+        loss: Tensor = model(images, labels)
+        return loss
 
 
 def build(recipe: ResnetRecipe, seed: int) -> Resnet:

@@ -30,8 +30,8 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import regroup
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
+from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.ranks import Ranks
-from thinwire.workers.session.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
 from thinwire.workers.telemetry.reporter import Reporter
@@ -316,7 +316,7 @@ class ScriptCourse(Course[Script]):
     @property
     def _told(self) -> str:
         """In which all workers must agree."""
-        return f"{self._feed.told}; registered: {', '.join(self._script.registered.names)}"
+        return f"{self._feed.told}, {self._feed.drawn}; registered: {', '.join(self._script.registered.names)}"
 
     def _signature_of(self, training: Script) -> dict[str, str]:
         return signature_of_script(self._place.spec, training.device, training.optimizer, self._told)

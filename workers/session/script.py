@@ -25,10 +25,10 @@ from thinwire.contract.script import ScriptRecipe, SecretSource
 from thinwire.contract.spec import ScriptSpec
 from thinwire.contract.summary import Summary
 from thinwire.workers.course import Run
+from thinwire.workers.data.feed import let_go_of_connections
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.session.course import Left, Place, ScriptError
-from thinwire.workers.session.feed import let_go_of_connections
 from thinwire.workers.session.place import placed
 from thinwire.workers.session.session import Session
 from thinwire.workers.telemetry.reporter import Reporter

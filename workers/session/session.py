@@ -23,12 +23,12 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
+from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.session.course import Left, Place, ScriptCourse, ScriptError
-from thinwire.workers.session.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.step_log import NonFiniteLoss

@@ -20,7 +20,7 @@ from thinwire.comm.exchange.stepwise import gather_flags
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
-from thinwire.workers.data.batches import share
+from thinwire.workers.data.order import share
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.lateness import Waits, last_of
 from thinwire.workers.telemetry.meter import Meter

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.build import Training
-from thinwire.workers.data.batches import Batches
+from thinwire.workers.data.feed import MapFeed, Share
 from thinwire.workers.membership import Seat
 
 FOLDER = "trace"
@@ -51,9 +51,9 @@ class Trace:
 
     def watching(self, training: Training) -> Training:
         """The same, and what it is fed is written down."""
-        if isinstance(training.batches, _Watched):
+        if isinstance(training.feed, _Watched):
             return training
-        return replace(training, data=replace(training.data, batches=_Watched(training.batches, self)))
+        return replace(training, feed=_Watched(training.feed, self))
 
     def fed(self, step: int, inputs: Tensor) -> None:
         """This rank computes these rows."""
@@ -75,17 +75,18 @@ class Trace:
         self._file.write(json.dumps({"time": time.monotonic(), **fields}) + "\n")
 
 
-class _Watched:
-    """Batches whose rows are written down."""
+class _Watched(MapFeed):
+    """A feed whose rows are written down."""
 
-    def __init__(self, batches: Batches, trace: Trace) -> None:
-        self._batches, self._trace = batches, trace
+    def __init__(self, feed: MapFeed, trace: Trace) -> None:
+        self.__dict__.update(feed.__dict__)
+        self._trace = trace
 
-    def local(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """As Batches.local."""
-        inputs, targets = self._batches.local(step, rank, world_size)
-        self._trace.fed(step, inputs)
-        return inputs, targets
+    def share(self, step: int, rank: int, size: int) -> Share:
+        """As MapFeed.share."""
+        mine = super().share(step, rank, size)
+        self._trace.fed(step, mine.batch[0])
+        return mine
 
 
 def _checksum(values: Tensor) -> int:

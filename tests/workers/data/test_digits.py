@@ -5,29 +5,38 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.batches import Data
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.data.digits import ShiftedImages, as_images, digit_images, split
+from thinwire.workers.data.digits import Images, ShiftedImages, as_images, load_digits, split
+from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.data.windows import Sample
 
 
-def digits(fraction: float = 1 / 3, shift: int = 1, seed: int = 0, global_batch: int = 32, num: int = 1000) -> Data:
-    return digit_images(fraction, shift, global_batch, num, seed)
+def feed(images: Images, shift: int = 1, seed: int = 0, global_batch: int = 32) -> MapFeed:
+    return MapFeed(ShiftedImages(images, shift, seed), global_batch, 99, seed=seed)
 
 
-def made_up(num: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+def made_up(num: int = 23) -> Images:
     drawn = torch.Generator().manual_seed(0)
-    return torch.randint(1, 17, (num, 8, 8), dtype=torch.uint8, generator=drawn), torch.arange(num) % 10
+    pixels = torch.randint(1, 17, (num, 8, 8), dtype=torch.uint8, generator=drawn)
+    return Images(pixels, torch.arange(num) % 10, "00" * 32, "made up")
+
+
+def columns(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images), torch.stack(labels)
 
 
 def test_all_digits_are_there_as_images_from_0_to_1() -> None:
-    data = digits()
-    images, labels = data.validation
+    train, validation = load_digits(1 / 3)
+    images, labels = columns(validation.first(1000))
     assert images.dtype == torch.float32
     assert labels.dtype == torch.int64
     assert images.shape == (599, 1, 8, 8)
     assert (images.min().item(), images.max().item()) == (0.0, 1.0)
-    assert data.description == "scikit-learn's digits: 1198 training and 599 validation images"
-    batch = data.batches.local(1, 0, 1)
+    assert (
+        train.description == validation.description == "scikit-learn's digits: 1198 training and 599 validation images"
+    )
+    batch = feed(train).share(1, 0, 1).batch
     assert batch[0].shape == (32, 1, 8, 8)
     assert batch[0].dtype == torch.float32
     assert batch[1].shape == (32,)
@@ -49,33 +58,33 @@ def test_a_larger_fraction_only_moves_images_to_the_validation_side() -> None:
     assert small < large
 
 
-def test_the_split_depends_neither_on_the_seed_nor_on_the_shift() -> None:
-    one, other = digits(seed=1), digits(seed=2, shift=0, global_batch=7)
-    assert torch.equal(one.validation[0], other.validation[0])
-    assert torch.equal(one.validation[1], other.validation[1])
-    assert one.digest == other.digest != digits(fraction=0.5).digest
+def test_the_split_is_always_the_same_and_its_digest_tells_it() -> None:
+    one, other = load_digits(1 / 3), load_digits(1 / 3)
+    assert torch.equal(one[1].pixels, other[1].pixels)
+    assert torch.equal(one[1].labels, other[1].labels)
+    assert one[0].digest == one[1].digest == other[0].digest != load_digits(0.5)[0].digest
 
 
 def test_few_validation_images_are_the_first_of_many_and_of_all_classes() -> None:
-    few, many = digits(num=64).validation, digits().validation
+    validation = load_digits(1 / 3)[1]
+    few, many = columns(validation.first(64)), columns(validation.first(1000))
     assert torch.equal(few[0], many[0][:64])
     assert few[1].unique().tolist() == list(range(10))
 
 
 def test_without_a_shift_an_epoch_is_the_images_as_they_are() -> None:
-    pixels, labels = made_up()
-    batches = ShiftedImages(pixels, labels, shift=0, global_batch=23, seed=0)
-    images, targets = batches.local(1, 0, 1)
+    made = made_up()
+    batches = feed(made, shift=0, global_batch=23)
+    images, targets = batches.share(1, 0, 1).batch
     order = batches.order.samples(range(23))
-    assert torch.equal(images, as_images(pixels[order]))
-    assert torch.equal(targets, labels[order])
+    assert torch.equal(images, as_images(made.pixels[order]))
+    assert torch.equal(targets, made.labels[order])
 
 
 def test_a_shifted_image_is_the_image_moved_in_by_background() -> None:
-    pixels, labels = made_up(1)
-    batches = ShiftedImages(pixels, labels, shift=2, global_batch=400, seed=0)
-    images, _ = batches.local(1, 0, 1)
-    whole = as_images(pixels)[0, 0]
+    made = made_up(1)
+    images, _ = feed(made, shift=2, global_batch=400).share(1, 0, 1).batch
+    whole = as_images(made.pixels)[0, 0]
     moves = set()
     for image in images[:, 0]:
         rows, columns = image.nonzero().min(dim=0).values.tolist(), image.nonzero().max(dim=0).values.tolist()
@@ -90,45 +99,39 @@ def test_a_shifted_image_is_the_image_moved_in_by_background() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 @pytest.mark.parametrize("step", [1, 2, 40])
 def test_shifts_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
-    batches = digits(global_batch=7, seed=3).batches
-    images, labels = batches.local(step, 0, 1)
-    parts = [batches.local(step, rank, world_size) for rank in range(world_size)]
+    batches = feed(load_digits(1 / 3)[0], global_batch=7, seed=3)
+    images, labels = batches.share(step, 0, 1).batch
+    parts = [batches.share(step, rank, world_size).batch for rank in range(world_size)]
     assert torch.equal(torch.cat([part[0] for part in parts]), images)
     assert torch.equal(torch.cat([part[1] for part in parts]), labels)
 
 
 def test_shifts_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
-    pixels, labels = made_up(8)
+    made = made_up(8)
 
     def seen(seed: int, epoch: int) -> torch.Tensor:
-        batches = ShiftedImages(pixels, labels, shift=3, global_batch=8, seed=seed)
-        order = batches.order.samples(batches.order.numbers(epoch, 0, 1))
-        return batches.local(epoch, 0, 1)[0][order.argsort()]
+        batches = feed(made, shift=3, global_batch=8, seed=seed)
+        order = batches.order.samples(batches.numbers(epoch, 0, 1))
+        return batches.share(epoch, 0, 1).batch[0][order.argsort()]
 
     drawn = [seen(seed, epoch) for seed in (0, 1) for epoch in (1, 2)]
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(4) for j in range(i))
 
 
-def test_a_rank_beyond_the_batch_gets_an_empty_share() -> None:
-    images, labels = ShiftedImages(*made_up(), shift=1, global_batch=2, seed=0).local(1, 2, 3)
-    assert images.shape == (0, 1, 8, 8)
-    assert labels.shape == (0,)
-
-
 def test_the_global_rng_is_neither_used_nor_moved() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    digits().batches.local(1, 0, 1)
+    feed(load_digits(1 / 3)[0]).share(1, 0, 1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("fraction", "part"), [(0.0001, "validation"), (0.9999, "training")])
 def test_a_fraction_that_leaves_a_part_empty_is_refused(fraction: float, part: str) -> None:
     with pytest.raises(DataError, match=f"the {part} part of the 1797 digits is empty"):
-        digits(fraction=fraction)
+        load_digits(fraction)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r'pip install "thinwire\[vision\]"'):
-        digits()
+        load_digits(1 / 3)

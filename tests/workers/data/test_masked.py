@@ -3,17 +3,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.batches import generator
 from thinwire.workers.data.corpus import Corpus
-from thinwire.workers.data.masked import IGNORED, MASK, MaskedWindows, mask, masked_bytes, num_masked
+from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.data.masked import IGNORED, MASK, MaskedWindows, mask, masked, num_masked
+from thinwire.workers.data.order import generator
+from thinwire.workers.data.windows import Windows, spread
 
 
 def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def corpus() -> Corpus:
-    return Corpus(text(2000), text(500, 1), "a text", "00" * 32)
+def corpus(num_bytes: int = 2000) -> Corpus:
+    return Corpus(text(num_bytes), text(500, 1), "a text", "00" * 32)
+
+
+def feed(num_bytes: int, context: int, global_batch: int, seed: int) -> MapFeed:
+    return MapFeed(MaskedWindows(Windows(corpus(num_bytes), context), seed), global_batch, 99, seed=seed)
 
 
 @given(context=st.integers(2, 300), seed=st.integers(0, 99))
@@ -46,50 +52,46 @@ def test_every_position_is_as_likely_to_be_masked() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 13])
 @pytest.mark.parametrize("step", [1, 8, 31])
 def test_masks_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
-    batches = MaskedWindows(text(2000), context=16, global_batch=13, seed=3)
-    inputs, targets = batches.local(step, 0, 1)
+    batches = feed(2000, context=16, global_batch=13, seed=3)
+    inputs, targets = batches.share(step, 0, 1).batch
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (13, 16)
-    parts = [batches.local(step, rank, world_size) for rank in range(world_size)]
+    parts = [batches.share(step, rank, world_size).batch for rank in range(world_size)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     assert torch.equal(torch.cat([part[1] for part in parts]), targets)
 
 
 def test_masks_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
     def targets_of_window_0(seed: int, epoch: int) -> torch.Tensor:
-        batches = MaskedWindows(text(4 * 64 + 1), context=64, global_batch=4, seed=seed)
-        order = batches.order.samples(batches.order.numbers(epoch, 0, 1))
-        return batches.local(epoch, 0, 1)[1][order == 0][0]
+        batches = feed(4 * 64 + 1, context=64, global_batch=4, seed=seed)
+        order = batches.order.samples(batches.numbers(epoch, 0, 1))
+        return batches.share(epoch, 0, 1).batch[1][order == 0][0]
 
     drawn = {tuple(targets_of_window_0(seed, epoch).tolist()) for seed in (0, 1) for epoch in (1, 2, 3)}
     assert len(drawn) == 6
 
 
 def test_a_resumed_run_sees_the_masks_that_it_would_have_seen() -> None:
-    whole = MaskedWindows(text(2000), context=16, global_batch=5, seed=3)
+    whole = feed(2000, context=16, global_batch=5, seed=3)
     for step in range(1, 9):
-        seen = whole.local(step, 0, 1)
-    resumed = MaskedWindows(text(2000), context=16, global_batch=5, seed=3).local(8, 0, 1)
+        seen = whole.share(step, 0, 1).batch
+    resumed = feed(2000, context=16, global_batch=5, seed=3).share(8, 0, 1).batch
     assert torch.equal(resumed[0], seen[0])
     assert torch.equal(resumed[1], seen[1])
 
 
-def test_validation_masks_are_the_same_for_every_seed_and_batch() -> None:
-    one = masked_bytes(corpus(), 16, 4, 9, seed=0).validation
-    other = masked_bytes(corpus(), 16, 8, 9, seed=5).validation
+def test_validation_masks_are_always_the_same() -> None:
+    windows = spread(Windows(corpus(), 16, "validation"), 9)
+    one, other = ([torch.stack(part) for part in zip(*masked(windows), strict=True)] for _ in range(2))
     assert one[0].shape == (9, 16)
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
     assert (one[1] != IGNORED).sum(dim=1).tolist() == [num_masked(16)] * 9
 
 
-def test_a_rank_beyond_the_batch_gets_an_empty_share() -> None:
-    inputs, targets = MaskedWindows(text(100), context=9, global_batch=2, seed=0).local(1, 2, 3)
-    assert inputs.shape == targets.shape == (0, 9)
-
-
 def test_the_global_rng_is_neither_used_nor_moved() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    masked_bytes(corpus(), 16, 4, 9, seed=0).batches.local(1, 0, 1)
+    feed(2000, 16, 4, seed=0).share(1, 0, 1)
+    masked(spread(Windows(corpus(), 16, "validation"), 9))
     assert torch.equal(torch.get_rng_state(), state)

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.corpus import DataError
-from thinwire.workers.data.windows import Windows, validation_windows
+from thinwire.workers.data.corpus import Corpus, DataError
+from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.data.windows import Windows, spread
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
@@ -13,45 +14,51 @@ def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def corpus(train: torch.Tensor, validation: torch.Tensor | None = None) -> Corpus:
+    return Corpus(train, text(0) if validation is None else validation, "a text", "00" * 32)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("step", [1, 2, 7, 50])
 def test_union_over_ranks_is_the_same_global_batch_for_any_world_size(world_size: int, step: int) -> None:
-    batches = Windows(text(1000), context=16, global_batch=13, seed=3)
-    inputs, targets = batches.local(step, 0, 1)
-    parts = [batches.local(step, rank, world_size) for rank in range(world_size)]
+    feed = MapFeed(Windows(corpus(text(1000)), context=16), 13, 50, seed=3)
+    inputs, targets = feed.share(step, 0, 1).batch
+    parts = [feed.share(step, rank, world_size).batch for rank in range(world_size)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     assert torch.equal(torch.cat([part[1] for part in parts]), targets)
 
 
 def test_targets_are_the_inputs_one_byte_on() -> None:
     tokens = text(500)
-    batches = Windows(tokens, context=10, global_batch=6, seed=0)
-    inputs, targets = batches.local(1, 0, 1)
+    feed = MapFeed(Windows(corpus(tokens), context=10), 6, 50)
+    inputs, targets = feed.share(1, 0, 1).batch
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (6, 10)
-    for row, window in enumerate(batches.order.samples(range(6)).tolist()):
+    for row, window in enumerate(feed.order.samples(range(6)).tolist()):
         assert inputs[row].tolist() == tokens[window * 10 : window * 10 + 10].tolist()
         assert targets[row].tolist() == tokens[window * 10 + 1 : window * 10 + 11].tolist()
 
 
-def test_a_rank_beyond_the_batch_gets_an_empty_share() -> None:
-    inputs, targets = Windows(text(100), context=9, global_batch=2, seed=0).local(1, 2, 3)
-    assert inputs.shape == targets.shape == (0, 9)
-
-
 def test_text_too_short_for_the_context_is_an_error_with_both_sizes() -> None:
-    Windows(text(33), context=32, global_batch=2, seed=0)
+    Windows(corpus(text(33)), context=32)
     with pytest.raises(DataError, match=r"training text has 32 bytes; recipe.context = 32 needs at least 33"):
-        Windows(text(32), context=32, global_batch=2, seed=0)
+        Windows(corpus(text(32)), context=32)
     with pytest.raises(DataError, match=r"validation text has 0 bytes; recipe.context = 32 needs at least 33"):
-        validation_windows(text(0), 32, 4)
+        Windows(corpus(text(33)), 32, "validation")
+
+
+@pytest.mark.parametrize("window", [-1, 31])
+def test_a_window_that_is_not_there_is_an_index_error(window: int) -> None:
+    with pytest.raises(IndexError, match=f"window {window} of 31"):
+        Windows(corpus(text(1000)), context=32)[window]
 
 
 @given(num_windows=st.integers(1, 60), num=st.integers(1, 80))
 def test_validation_windows_are_distinct_in_order_and_evenly_spread(num_windows: int, num: int) -> None:
     context = 4
     tokens = torch.arange(num_windows * context + 1) // context  # window w begins with w (up to 256 windows)
-    inputs, targets = validation_windows(tokens.to(torch.uint8), context, num)
+    windows = spread(Windows(corpus(text(9), tokens.to(torch.uint8)), context, "validation"), num)
+    inputs, targets = (torch.stack(part) for part in zip(*windows, strict=True))
     starts = inputs[:, 0]
     assert len(starts) == min(num, num_windows)
     gaps = starts.diff()
@@ -61,6 +68,7 @@ def test_validation_windows_are_distinct_in_order_and_evenly_spread(num_windows:
 
 
 def test_validation_windows_are_always_the_same() -> None:
-    one, other = (validation_windows(text(5000), 16, 20) for _ in range(2))
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
+    one, other = (spread(Windows(corpus(text(99), text(5000)), 16, "validation"), 20) for _ in range(2))
+    assert all(
+        torch.equal(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )

@@ -129,10 +129,10 @@ def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint
 
 
 def test_a_loss_that_becomes_nan_stops_every_rank_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    from thinwire.workers import step as step_module
+    from thinwire.workers.recipes import of_job
 
-    original = step_module.learning_rate
-    monkeypatch.setattr(step_module, "learning_rate", lambda spec, step: 1e30 if step > 17 else original(spec, step))
+    original = of_job.learning_rate
+    monkeypatch.setattr(of_job, "learning_rate", lambda spec, step: 1e30 if step > 17 else original(spec, step))
     with pytest.raises(
         NonFiniteInput, match=r"after step 18, of rank 0 on .+, rank 1 on .+: .* NaN or infinity"
     ) as raised:

@@ -51,9 +51,9 @@ class Waits(Recording):
 def test_what_was_computed_without_a_lease_is_not_reported_or_saved(tmp_path, monkeypatch, counted_out):
     flush, flushed = StepLog.flush, []
 
-    def told(log, step, *rest):
+    def told(log, step, *rest, **more):
         flushed.append(step)
-        flush(log, step, *rest)
+        return flush(log, step, *rest, **more)
 
     monkeypatch.setattr(StepLog, "flush", told)
     ranks, reporter = Lapses(10, counted_out), Recording(tmp_path, 0)

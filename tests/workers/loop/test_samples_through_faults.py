@@ -11,8 +11,9 @@ from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers import loop
-from thinwire.workers.build import load_data
+from thinwire.workers.build import feed_for
 from thinwire.workers.membership import Fenced
+from thinwire.workers.recipes import recipe_of
 from thinwire.workers.telemetry import history
 
 STEPS = 64
@@ -87,7 +88,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
     if name != "zero_one_adam":
         assert not missing
         assert lost == 0
-        order = load_data(job.spec).batches.order
+        order = feed_for(recipe_of(job.spec)).order
         numbers = [number for counted in used.values() for number in counted.elements()]
         epochs = len(numbers) // order.num_samples
         assert epochs > 5

@@ -14,7 +14,6 @@ from tests.workers.loop.threads_job import Plan, ThreadsJob, Worker
 from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm import PeerLost, SoloGroup, run_threads
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers import loop
 from thinwire.workers.build import build
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.checkpoints.names import folder_of
@@ -22,6 +21,7 @@ from thinwire.workers.given import StartRefused, fill, opened
 from thinwire.workers.loop import Run, train
 from thinwire.workers.origin import Origin
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.recipes.gpt import GptOverText
 from thinwire.workers.telemetry import history
 from thinwire.workers.weights import fetch
 
@@ -89,23 +89,15 @@ def test_settings_are_those_of_the_job_that_starts(tmp_path, other):
 
 def by_hand(tmp_path, weights, monkeypatch, size):
     """A run whose model has the weights when its optimizer is made."""
-    plain = loop.build
+    plain = GptOverText.model
 
-    def built(spec, group, device, run_dir=None):
-        with monkeypatch.context() as patched:
-            recipes = plain.__globals__["RECIPES"]
-            make = recipes[spec.recipe.name]
-
-            def made(recipe, seed):
-                model = make(recipe, seed)
-                model.load_state_dict(load_file(weights))
-                return model
-
-            patched.setitem(recipes, spec.recipe.name, made)
-            return plain(spec, group, device, run_dir)
+    def loaded(recipe):
+        model = plain(recipe)
+        model.load_state_dict(load_file(weights))
+        return model
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "build", built)
+        patched.setattr(GptOverText, "model", loaded)
         run_small(tmp_path, small_spec(seed=3), size)
     return final(tmp_path)
 

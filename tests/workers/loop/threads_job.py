@@ -78,7 +78,7 @@ class ThreadsJob:
 
         def recorded(training, step, meter):
             group = training.group
-            numbers = training.batches.order.numbers(step, group.rank, group.size)
+            numbers = training.feed.numbers(step, group.rank, group.size)
             self.attempts.append((step, group.generation, numbers))
             return plain(training, step, meter)
 

@@ -6,7 +6,7 @@ import torch
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.mirrored import MirroredGroup
 from thinwire.optim.engine.schedule import Wire, is_variance_step
-from thinwire.workers.build import OPTIMIZERS, _hyper, learning_rate
+from thinwire.workers.hyper import OPTIMIZERS, hyperparameters, learning_rate
 from thinwire.workers.plan import schedule
 
 ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
@@ -15,7 +15,7 @@ ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
 def kinds_that_ran(spec):
     """Of a real optimizer over the whole run, on one parameter."""
     param = torch.nn.Parameter(torch.ones(8))
-    optimizer = OPTIMIZERS[spec.optimizer.name]([param], group=MirroredGroup(2), **_hyper(spec))
+    optimizer = OPTIMIZERS[spec.optimizer.name]([param], group=MirroredGroup(2), **hyperparameters(spec))
     found = {"full": 0, "both": 0, "compressed": 0, "local": 0}
     for step in range(1, spec.steps + 1):
         for group in optimizer.param_groups:

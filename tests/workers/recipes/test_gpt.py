@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from thinwire.contract.spec import GptRecipe
-from thinwire.workers.recipes import REGISTRY, gpt
+from thinwire.workers.recipes import gpt
 
 SMALL = GptRecipe(layers=2, width=32, heads=4, context=16)
 
@@ -18,10 +18,6 @@ def windows(num: int, recipe: GptRecipe = SMALL) -> tuple[torch.Tensor, torch.Te
 
 def values(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def test_registry_builds_what_the_spec_names() -> None:
-    assert isinstance(REGISTRY[GptRecipe().name](SMALL, 0), gpt.Gpt)
 
 
 @pytest.mark.parametrize("recipe", [SMALL, GptRecipe()])

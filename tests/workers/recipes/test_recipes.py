@@ -7,15 +7,25 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group
-from thinwire.contract.spec import Recipe, TrainSpec
+from thinwire.contract import spec as contract
+from thinwire.contract.reports import Sample
+from thinwire.contract.spec import TrainSpec
+from thinwire.train import train
 from thinwire.workers.build import Training, build
-from thinwire.workers.recipes import REGISTRY
+from thinwire.workers.course import Run
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.recipes import REGISTRY, recipe_of
+from thinwire.workers.session.course import Place
+from thinwire.workers.session.place import placed
 from thinwire.workers.step import accuracy, evaluate, train_step
 from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.weights import fetch
 
 CPU = torch.device("cpu")
 TEXT = {"source": "text-file", "path": str(Path(__file__).parents[2] / "data" / "tinyshakespeare.txt")}
@@ -58,21 +68,24 @@ def values(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_the_job_file_and_the_registry_name_the_same_recipes():
-    union = get_args(get_args(Recipe)[0])
+    union = get_args(get_args(contract.Recipe)[0])
     named = {get_args(member.model_fields["name"].annotation)[0] for member in union}
     assert named == set(REGISTRY) == set(JOBS)
 
 
+def test_each_makes_the_model_that_it_names():
+    assert [type(recipe_of(spec(name)).model()).__name__ for name in JOBS] == ["Gpt", "Bert", "Resnet"]
+
+
 @every_recipe
 def test_same_seed_same_bits_other_seed_other_values_and_no_global_rng(name):
-    recipe = spec(name).recipe
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    one = values(REGISTRY[name](recipe, 5))
+    one = values(recipe_of(spec(name, seed=5)).model())
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(values(REGISTRY[name](recipe, 5)), one)
-    assert not torch.equal(values(REGISTRY[name](recipe, 6)), one)
+    assert torch.equal(values(recipe_of(spec(name, seed=5)).model()), one)
+    assert not torch.equal(values(recipe_of(spec(name, seed=6)).model()), one)
 
 
 @every_recipe
@@ -80,7 +93,7 @@ def test_same_seed_same_bits_other_seed_other_values_and_no_global_rng(name):
 def test_the_first_loss_is_that_of_a_uniform_guess(name, precision):
     training = alone(spec(name, precision=precision))
     assert {parameter.dtype for parameter in training.model.parameters()} == {getattr(torch, precision)}
-    loss = training.model(*training.batches.local(1, 0, 1))
+    loss = training.recipe.loss(training.model, training.feed.share(1, 0, 1).batch)
     assert loss.shape == ()
     assert loss.dtype == torch.float32
     assert evaluate(training, Meter(training.group.stats)) == pytest.approx(FIRST_LOSS[name], abs=0.1)
@@ -89,8 +102,8 @@ def test_the_first_loss_is_that_of_a_uniform_guess(name, precision):
 @every_recipe
 def test_every_parameter_gets_a_gradient(name):
     training = alone(spec(name))
-    model = REGISTRY[name](training.spec.recipe, 0)
-    model(*training.batches.local(1, 0, 1)).backward()
+    model = training.recipe.model()
+    training.recipe.loss(model, training.feed.share(1, 0, 1).batch).backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert without == []
 
@@ -121,7 +134,7 @@ def test_the_number_of_workers_does_not_change_the_steps(name):
         return values(training.model), evaluate(training, meter), accuracy(training)
 
     (expected, loss, right), *_ = run_threads(1, work)
-    start = values(REGISTRY[name](made.recipe, made.seed))
+    start = values(recipe_of(made).model())
     for found in run_threads(3, work):
         assert (found[0] - expected).norm() < 1e-5 * (expected - start).norm()
         assert found[1] == pytest.approx(loss, abs=1e-5)
@@ -145,9 +158,32 @@ def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):
     assert resumed[-1].validation_loss == whole[-1].validation_loss
 
 
+@every_recipe
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_script_that_trains_it_makes_the_steps_that_a_job_makes(name, size, tmp_path):
+    made = spec(name, **SHORT, global_batch=8, bucket_elements=2**16)
+    ((_, told, _), *_) = run_small(tmp_path / "job", made, size)
+
+    def work(group: Group) -> tuple[list[Sample], torch.Tensor]:
+        reporter = Silent()
+        place = Place(FixedRanks(group), CPU, Run(tmp_path / "script", 0.0), reporter, made.checkpoint, group)
+        with placed(place):
+            model = train(recipe_of(made))
+        return reporter.samples, values(model)
+
+    (tmp_path / "script").mkdir()
+    (samples, found), *_ = run_threads(size, work)
+    assert [sample.loss for sample in samples[1:]] == [sample.loss for sample in told[1:]]
+    assert samples[-1].validation_loss == told[-1].validation_loss
+    of_job = load_file(fetch(str(tmp_path / "job" / "checkpoints"), tmp_path / "fetched").path)
+    assert torch.equal(
+        torch.cat([of_job[name].flatten() for name, _ in recipe_of(made).model().named_parameters()]), found
+    )
+
+
 def test_accuracy_counts_what_is_predicted_and_no_more():
     training = alone(spec("bert"))
-    _, targets = training.validation
+    targets = torch.stack([targets for _, targets in training.validation])
 
     class Sure(torch.nn.Module):
         """Right at the first half of the masked bytes of each window."""

@@ -9,35 +9,9 @@ shift, is drawn from (seed, k): it does not matter which rank draws it, nor toge
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class Batches(Protocol):
-    """What a step trains on."""
-
-    def local(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        """A rank's `share` of step `step` (from 1) as (inputs, targets), one row a sample, on the CPU.
-
-        Rows weigh alike in the model's mean loss. The ranks' rows one after another are the same for any world size.
-        Raises: ValueError for a step or a rank that does not exist.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """A job's data, ready for its recipe. validation: inputs and targets, always the same, on the CPU.
-
-    `digest` is a SHA-256 in hexadecimal: workers that do not agree on it must not train together.
-    """
-
-    batches: Batches
-    validation: tuple[Tensor, Tensor]
-    description: str
-    digest: str
 
 
 def share(global_batch: int, rank: int, world_size: int) -> range:
@@ -53,24 +27,12 @@ def share(global_batch: int, rank: int, world_size: int) -> range:
 
 
 class Order:
-    """In which order a run visits `num_samples` samples. Steps count from 1."""
+    """In which order a run visits `num_samples` samples."""
 
-    def __init__(self, num_samples: int, global_batch: int, seed: int) -> None:
+    def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
-        self.global_batch = global_batch
         self.seed = seed
         self._epochs: dict[int, Tensor] = {}
-
-    def numbers(self, step: int, rank: int, world_size: int) -> range:
-        """The numbers k, over the whole run, of the samples of a rank's share of a step.
-
-        Raises: ValueError for a step or a rank that does not exist.
-        """
-        if step < 1:
-            raise ValueError(f"step {step} has no batch; steps count from 1")
-        positions = share(self.global_batch, rank, world_size)
-        first = (step - 1) * self.global_batch
-        return range(first + positions.start, first + positions.stop)
 
     def samples(self, numbers: range) -> Tensor:
         """Which samples those numbers are, int64[len(numbers)], each in [0, num_samples)."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from thinwire.workers.session.feed import feed_of, own_part
+from thinwire.workers.data.feed import feed_of, own_part
 
 
 class Map(torch.utils.data.Dataset):
@@ -168,3 +168,8 @@ class Counted(torch.utils.data.IterableDataset):
 
 def test_an_iterable_dataset_that_tells_its_length_is_iterated_over():
     assert [share.batch.tolist() for share in feed(Counted(), 2).shares(1, 0, 1)] == [[0, 1], [2, 3], [4]]
+
+
+def test_steps_count_from_one():
+    with pytest.raises(ValueError, match="step 0 has no batch"):
+        feed(Map(25), 2).numbers(0, 0, 1)

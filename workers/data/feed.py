@@ -2,8 +2,10 @@
 
 A step is so many samples, whoever computes them. Which they are depends on its number alone:
 
-    map-style   len() and [i]: the order of an epoch is drawn from (seed, epoch), as in data/batches.py. A worker reads
-                its own samples and no others, through a DataLoader.
+    map-style   len() and [i]: the order of an epoch is drawn from (seed, epoch), as in order.py. A worker reads
+                its own samples and no others, through a DataLoader. With visit(i, number) in place of [i] a dataset is
+                told the sample's number in the run too: what it draws from (seed, number), such as a mask or a shift,
+                is drawn anew in every epoch, and is the same whichever worker draws it, and how often.
     iterable    the samples in the order in which they come. Every worker reads all of them and takes its own. Who comes
                 later reads from the beginning, or has the dataset's own state loaded, where it has a state_dict().
 
@@ -23,17 +25,22 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from thinwire.workers.data.batches import Order, generator, share
+from thinwire.workers.data.order import Order, generator, share
 
 logger = logging.getLogger(__name__)
 
 _OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "dataset", "generator")
 """Arguments of a DataLoader that follow from the step."""
+
+
+DIGITS = 16
+"""Of a digest: for differences that nobody made on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,11 @@ def feed_of(
     if global_batch < 1 or (steps is not None and steps < 1) or (epochs is not None and epochs < 1):
         raise ValueError(f"global_batch = {global_batch}, steps = {steps}, epochs = {epochs}: give numbers from 1")
     # An IterableDataset inherits a [i] that raises, and may tell its length.
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+    if (
+        hasattr(dataset, "__len__")
+        and (hasattr(dataset, "__getitem__") or hasattr(dataset, "visit"))
+        and not isinstance(dataset, IterableDataset)
+    ):
         return MapFeed(dataset, global_batch, steps, epochs, shuffle, seed, loader)
     if isinstance(dataset, Iterable):
         if isinstance(dataset, Iterator):
@@ -121,38 +132,49 @@ def own_part(samples: int, rank: int, size: int) -> tuple[range, float]:
 
 
 class MapFeed:
-    """Of a dataset with len() and [i]."""
+    """Of a dataset with len() and [i] or visit(i, number). Where it has a digest, that is of all that is in it."""
 
     def __init__(
         self,
         dataset: Any,
         global_batch: int,
         steps: int | None,
-        epochs: int | None,
-        shuffle: bool,
-        seed: int,
-        loader: Mapping[str, Any],
+        epochs: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        loader: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._num_samples = len(dataset)
-        if not self._num_samples:
+        num_samples = len(dataset)
+        if not num_samples:
             raise ValueError("run.batches() was given a dataset of no samples")
         self._dataset, self._global_batch, self._loader = dataset, global_batch, dict(loader)
-        self._seed = seed
-        self._order = (Order if shuffle else InOrder)(self._num_samples, global_batch, seed)
+        self._visited = hasattr(dataset, "visit")
+        self._source: Any = _Visits(dataset) if self._visited else dataset
+        self.order = (Order if shuffle else InOrder)(num_samples, seed)
         self._end: int | None = None  # samples of the whole run
         if epochs is not None or steps is None:
-            self._end = self._num_samples * (epochs or 1)
+            self._end = num_samples * (epochs or 1)
         in_epochs = None if self._end is None else math.ceil(self._end / global_batch)
         self.last: int | None = min(steps or in_epochs or 0, in_epochs or steps or 0)
         self._iterator: Iterator[Any] | None = None
 
     @property
     def told(self) -> str:
-        """In which workers must agree."""
-        return (
-            f"{type(self._dataset).__name__} of {self._num_samples} samples, global_batch = {self._global_batch}, "
-            f"shuffle = {not isinstance(self._order, InOrder)}, seed = {self._seed}, {self.last} steps"
-        )
+        """The data, in which workers must agree."""
+        digest = getattr(self._dataset, "digest", None)
+        of_all = "" if digest is None else f" #{digest[:DIGITS]}"
+        return f"{type(self._dataset).__name__} of {self.order.num_samples} samples{of_all}"
+
+    @property
+    def drawn(self) -> str:
+        """How they are drawn, in which workers must agree too."""
+        shuffle = not isinstance(self.order, InOrder)
+        return f"global_batch = {self._global_batch}, shuffle = {shuffle}, seed = {self.order.seed}, {self.last} steps"
+
+    @property
+    def description(self) -> str:
+        """The data in words: the dataset's own, where it has some."""
+        return getattr(self._dataset, "description", None) or self.told
 
     def samples(self, step: int) -> int:
         """As Feed.samples."""
@@ -165,7 +187,7 @@ class MapFeed:
         steps = range(step, (self.last or step) + 1)
         mine = [own_part(self.samples(at), rank, size) for at in (steps[0], steps[-1])] if steps else []
         loader = DataLoader(
-            self._dataset,
+            self._source,
             batch_sampler=_Positions(self, steps, rank, size),
             generator=generator("loader", step),
             **_apart(self._loader),
@@ -175,12 +197,38 @@ class MapFeed:
             weight = mine[at == steps[-1]][1]
             yield Share(at, batch, weight)
 
-    def numbers(self, step: int, rank: int, size: int) -> list[int]:
-        """Which samples of the dataset a rank computes in a step."""
-        first = (step - 1) * self._global_batch
+    def share(self, step: int, rank: int, size: int) -> Share:
+        """The one of this step: drawn here, by no process of a loader."""
+        collate = self._loader.get("collate_fn") or default_collate
+        batch = collate([self._source[one] for one in self.asked(step, rank, size)])
+        return Share(step, batch, own_part(self.samples(step), rank, size)[1])
+
+    def numbers(self, step: int, rank: int, size: int) -> range:
+        """The numbers, over the whole run, of the samples that a rank computes in a step.
+
+        Raises: ValueError for a step or a rank that does not exist.
+        """
+        if step < 1:
+            raise ValueError(f"step {step} has no batch; steps count from 1")
         positions, _ = own_part(self.samples(step), rank, size)
-        found: list[int] = self._order.samples(range(first + positions.start, first + positions.stop)).tolist()
-        return found
+        first = (step - 1) * self._global_batch
+        return range(first + positions.start, first + positions.stop)
+
+    def asked(self, step: int, rank: int, size: int) -> list[Any]:
+        """For what the dataset is asked: i of each sample, with the sample's number where it is visited."""
+        numbers = self.numbers(step, rank, size)
+        samples: list[int] = self.order.samples(numbers).tolist()
+        return list(zip(samples, numbers, strict=True)) if self._visited else samples
+
+
+class _Visits:
+    """A dataset that is visited, as a loader asks for its samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, asked: tuple[int, int]) -> Any:
+        return self._dataset.visit(*asked)
 
 
 class InOrder(Order):
@@ -199,8 +247,8 @@ class _Positions:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self._feed.numbers(step, self._rank, self._size) for step in self._steps)
+    def __iter__(self) -> Iterator[list[Any]]:
+        return (self._feed.asked(step, self._rank, self._size) for step in self._steps)
 
 
 _END = object()
@@ -240,8 +288,13 @@ class StreamFeed:
 
     @property
     def told(self) -> str:
-        """In which workers must agree."""
-        return f"{type(self._dataset).__name__}, read from its beginning, global_batch = {self._global_batch}"
+        """The data, in which workers must agree."""
+        return f"{type(self._dataset).__name__}, read from its beginning"
+
+    @property
+    def drawn(self) -> str:
+        """How they are drawn, in which workers must agree too."""
+        return f"global_batch = {self._global_batch}"
 
     def samples(self, step: int) -> int:
         """As Feed.samples; of a step that was not read here, all of a batch."""

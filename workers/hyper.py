@@ -1,0 +1,67 @@
+"""What a job file says of the optimizer and of the learning rate, as the constructors of thinwire.optim take it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thinwire.contract.spec import TrainSpec
+from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.variance.freezing import FreezingOptimizer
+
+OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
+    "onebit_adam": OneBitAdam,
+    "onebit_lamb": OneBitLamb,
+    "zero_one_adam": ZeroOneAdam,
+    "adam": Adam,
+    "lamb": Lamb,
+    "sgd": SGD,
+}
+"""By `optimizer.name` of the spec."""
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What parameters are made of, by `precision` of the spec."""
+
+
+def learning_rate(spec: TrainSpec, step: int) -> float:
+    """The rate of step `step` (from 1): linear to the peak over the warm-up, then cosine to final_fraction of it."""
+    peak, warmup = spec.optimizer.lr, spec.lr_warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    if spec.lr_schedule.decay == "constant":
+        return peak
+    progress = (step - warmup) / max(1, spec.steps - warmup)
+    floor = spec.lr_schedule.final_fraction
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def hyperparameters(spec: TrainSpec) -> dict[str, Any]:
+    """The hyperparameters of the job file, under the constructors' names, and the run's steps where they are needed."""
+    hyper = spec.optimizer.model_dump(exclude={"name"})
+    if "warmup" in hyper:
+        hyper["warmup"] = spec.warmup_steps or "auto"
+        hyper |= {"total_steps": spec.steps, "lr_warmup_steps": spec.lr_warmup_steps}
+    if "var_freeze" in hyper:
+        del hyper["var_freeze"]
+        hyper["var_freeze_step"] = spec.var_freeze_step
+        # A rate that rises to the very end leaves the last step for what follows the freeze.
+        hyper |= {"total_steps": spec.steps, "lr_warmup_steps": min(spec.lr_warmup_steps, spec.steps - 1)}
+    return hyper
+
+
+def take_settings(optimizer: FlatOptimizer[Any], spec: TrainSpec) -> None:
+    """The hyperparameters of the job file, in place of those that a checkpoint of another job has brought. Local."""
+    hyper = hyperparameters(spec)
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in hyper.items() if name in group})
+    if isinstance(optimizer, FreezingOptimizer) and optimizer.stability is not None:
+        optimizer.stability = replace(
+            optimizer.stability,
+            beta2=optimizer.beta2,
+            total_steps=hyper["total_steps"],
+            lr_warmup_steps=hyper["lr_warmup_steps"],
+        )

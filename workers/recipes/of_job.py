@@ -1,0 +1,57 @@
+"""What every recipe of a job file has from it, whatever its model and data are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.comm.layout import DEFAULT_BUCKET
+from thinwire.comm.protocol import Group
+from thinwire.contract.spec import TrainSpec
+from thinwire.optim import FlatOptimizer
+from thinwire.workers.hyper import OPTIMIZERS, PRECISIONS, hyperparameters, learning_rate
+from thinwire.workers.recipe import Recipe
+
+
+class OfJob(Recipe):
+    """A recipe whose optimizer, rates and numbers are those of a TrainSpec.
+
+    bucket_elements: the most that is sent at a time, where the spec does not say it. Its model draws nothing while it
+    trains, and what it computes for a sample does not depend on the others of the batch.
+    """
+
+    global_batch: int
+    steps: int
+    seed: int
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self.spec = spec
+        self.global_batch, self.steps, self.seed = spec.global_batch, spec.steps, spec.seed
+        self.evaluate_every = spec.evaluation.every_steps
+        self.bucket_elements = DEFAULT_BUCKET
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's parameters."""
+        return PRECISIONS[self.spec.precision]
+
+    @abstractmethod
+    def validation(self) -> Sequence[Any]:
+        """As many samples as the spec says, or all where there are fewer. Raises: DataError."""
+
+    def optimizer(self, params: Iterable[Any], group: Group) -> FlatOptimizer[Any]:
+        """The one that the spec names."""
+        return OPTIMIZERS[self.spec.optimizer.name](
+            params,
+            group=group,
+            overlap=self.spec.overlap,
+            bucket_elements=self.spec.bucket_elements or self.bucket_elements,
+            **hyperparameters(self.spec),
+        )
+
+    def lr(self, step: int) -> float:
+        """As the spec's schedule has it."""
+        return learning_rate(self.spec, step)
