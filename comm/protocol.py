@@ -27,6 +27,7 @@ class Stats:
     """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind.
 
     waited_s: seconds in which the step had nothing left to do but to wait for its exchange.
+    encode_s: seconds in which the step's own thread encoded; on a GPU, in which it told the device to.
     calls: how often each collective of each size; from them comm/wire/ledger.py works out who sent what to whom.
     """
 
@@ -35,6 +36,7 @@ class Stats:
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
     calls: Counter[Call] = field(default_factory=Counter)
     waited_s: float = 0.0
+    encode_s: float = 0.0
 
     def count(self, kind: str, num_bytes: int, src: int = -1, src_bytes: int = 0) -> None:
         """Add one collective that made this rank send `num_bytes` to its peers.

@@ -25,6 +25,7 @@ from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.job_metrics import JobMetrics
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.repository import JobRepository
@@ -95,7 +96,7 @@ class ControlPlane:
             confirm_owner=self.ownership.confirm,
             clock=clock,
             interval_s=settings.reconcile_interval_s,
-            observe_turn=self.metrics.reconcile_seconds.observe,
+            observe_turn=self.metrics.turned,
             packages=self.packages,
             prune=self._prune,
         )
@@ -114,7 +115,13 @@ class ControlPlane:
             self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
         )
         self.remote_runs = RemoteRuns(self.db, folders)
-        self.metrics.watch(self.jobs.count_by_state, launcher.name, self.launcher_reason, self.starter.age_s)
+        self.metrics.watch(
+            self.jobs.count_by_state,
+            launcher.name,
+            self.launcher_reason,
+            self.starter.age_s,
+            JobMetrics(self.db, clock),
+        )
 
     def own(self) -> None:
         """Take the database, its schema brought up to date; stand by where another service has it.

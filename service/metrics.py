@@ -46,15 +46,29 @@ class ServiceMetrics:
             registry=self.registry,
         )
 
+        self._turned_at: float | None = None
+
+    def turned(self, seconds: float) -> None:
+        """A turn of the reconciler is over, and took so long."""
+        self.reconcile_seconds.observe(seconds)
+        self._turned_at = time.monotonic()
+
+    def turn_age_s(self) -> float | None:
+        """Since that; None before the first, and in a service that stands by."""
+        return None if self._turned_at is None else time.monotonic() - self._turned_at
+
     def watch(
         self,
         count_by_state: Callable[[], Mapping[JobState, int]],
         launcher_name: str,
         launcher_reason: Callable[[], str | None],
         launcher_age_s: Callable[[], float | None],
+        of_each_job: Collector,
     ) -> None:
-        """Show the jobs by state, asked anew at each scrape, and what is known of the launcher, with its age."""
-        self.registry.register(_Asked(count_by_state, launcher_name, launcher_reason, launcher_age_s))
+        """Show the jobs by state, asked anew at each scrape, each that is not over, and the launcher with its age."""
+        asked = _Asked(count_by_state, launcher_name, launcher_reason, launcher_age_s, self.turn_age_s)
+        self.registry.register(asked)
+        self.registry.register(of_each_job)
 
     def text(self) -> bytes:
         """The exposition, in Prometheus' text format."""
@@ -68,11 +82,13 @@ class _Asked(Collector):
         launcher_name: str,
         launcher_reason: Callable[[], str | None],
         launcher_age_s: Callable[[], float | None],
+        turn_age_s: Callable[[], float | None],
     ) -> None:
         self._count_by_state = count_by_state
         self._launcher_name = launcher_name
         self._launcher_reason = launcher_reason
         self._launcher_age_s = launcher_age_s
+        self._turn_age_s = turn_age_s
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the database."""
@@ -92,6 +108,13 @@ class _Asked(Collector):
         if age_s is not None:
             age.add_metric((self._launcher_name,), age_s)
         yield age
+        turned = GaugeMetricFamily(
+            "thinwire_service_reconcile_age_seconds", "Since the last turn of the reconciler was over"
+        )
+        turn_age_s = self._turn_age_s()
+        if turn_age_s is not None:
+            turned.add_metric((), turn_age_s)
+        yield turned
         jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
         try:
             for state, count in self._count_by_state().items():

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from thinwire.boxes.box import FOLDER_VARIABLE
 from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
+from thinwire.service.jobs.job_metrics import HELP
 from thinwire.service.metrics import ServiceMetrics
 from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE
 
@@ -144,7 +146,7 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
     table = rows(ROOT / "docs/operations.md")
     for metric in METRICS.values():
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
-        expected = [f"`{metric.name}`", metric.kind.value, metric.unit or "-", labels, metric.help]
+        expected = [f"`{metric.name}`", metric.kind.value, metric.unit or "-", labels, metric.scope.value, metric.help]
         assert table.get(metric.name) == expected, metric.name
     worker = {name for name in table if name.startswith("thinwire_") and not name.startswith("thinwire_service_")}
     assert worker == set(METRICS)
@@ -152,9 +154,10 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
 
 def test_the_table_has_the_metrics_of_the_service():
     metrics = ServiceMetrics()
-    metrics.watch(dict, "local", lambda: None, lambda: 0.0)
+    metrics.watch(dict, "local", lambda: None, lambda: 0.0, CollectorRegistry())
     exported = re.findall(r"^# (?:HELP|TYPE) (\w+)", metrics.text().decode(), flags=re.MULTILINE)
-    names = {name for name in exported if not name.endswith("_created")}
+    of_each_job = {f"thinwire_service_job_{name}" for name in HELP}
+    names = {name for name in exported if not name.endswith("_created")} | of_each_job
     named = {name for name in rows(ROOT / "docs/operations.md") if name.startswith("thinwire_service_")}
     assert named == names
 

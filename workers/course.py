@@ -48,6 +48,7 @@ from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
+from thinwire.workers.telemetry.step_parts import StepClock
 from thinwire.workers.telemetry.trace import Trace
 from thinwire.workers.trained import Trained
 from thinwire.workers.whereabouts import Whereabouts
@@ -155,6 +156,7 @@ class Course(ABC, Generic[T]):
         ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
         ranks.where = self._where = Whereabouts()
         self._save_every = 0 if checkpoint is None else checkpoint.every_steps
+        reporter.saves_every(self._save_every)
         self._saving = None
         if checkpoint is not None:
             self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
@@ -309,6 +311,8 @@ class Course(ABC, Generic[T]):
         """No more steps are made here, because of this error, or as all are made."""
         if self._trace is not None:
             self._trace.ended(error)
+        if self._log is not None:
+            self._log.close()
 
     def close(self, patience_s: float) -> None:
         """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
@@ -396,7 +400,9 @@ class Course(ABC, Generic[T]):
         batch = training.global_batch(self.step + 1)
         if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
-        self._log = StepLog(training, meter, self._reporter, self.step, self._waits())
+        if self._log is not None:
+            self._log.close()
+        self._log = StepLog(training, meter, self._reporter, self.step, self._waits(), self._clock())
         self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
         self._begins()
         if resumed is None:
@@ -435,7 +441,7 @@ class Course(ABC, Generic[T]):
         """After a regroup in which somebody had a state."""
         change, training = told.change, self.training
         if self._log is None:
-            self._log = StepLog(training, self._meter, self._reporter, 0, self._waits())
+            self._log = StepLog(training, self._meter, self._reporter, 0, self._waits(), self._clock())
         now = told.progress
         self._log.training, self._log.reported, self._log.waits = training, now.reported, self._waits()
         self._log.prediction = Prediction(self._run.directory, training.group, self._reporter.ranks_here)
@@ -472,6 +478,9 @@ class Course(ABC, Generic[T]):
         if self.step == 0:  # nobody knows whether whoever was to tell it has: a peer was lost before the first step
             self._reporter.resumed(0)
             self._tell_state_before_training()
+
+    def _clock(self) -> StepClock | None:
+        return StepClock(self.training.optimizer) if self._device.type == "cpu" else None
 
     def _waits(self) -> Waits:
         return Waits(self.training.group, self._ranks.seat)

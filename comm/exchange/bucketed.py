@@ -298,7 +298,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
         with whole_or_left(self._group, self._break_off):
             self._writing.add("launch")
+            began = time.perf_counter()
             self._encode(memory, k, given)
+            self.stats.encode_s += time.perf_counter() - began
             self._given.append(given)
             self._writing.discard("launch")
             self._send(k)

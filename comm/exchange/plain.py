@@ -220,9 +220,11 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
 
     def _launch(self, memory: ErrorFeedback, x_N: Tensor) -> None:
         with whole_or_left(self._group, self._close):
+            began = time.perf_counter()
             self._arrange_(self._sum_N, x_N, memory)
             self._sum_N.add_(memory.worker_N)
             self._sent_nB[:, 0] = self._encode_rows(self._sum_N, self._sent_nB)
+            self.stats.encode_s += time.perf_counter() - began
             self._send()
 
     def _send(self) -> None:

@@ -32,14 +32,14 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     """The job as GET /v1/jobs/{id} shows it. dashboard_url: None where there is no page to look at."""
     item = job_item(row, workers, run_dir, dashboard_url)
     shown = item.model_dump(exclude={"unreadable"})
-    reading = _Reading()
+    reading = Reading()
     spec = reading.of("spec", lambda: read_spec(row.spec))
     return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=row.summary)
 
 
 def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> JobItem:
     """The job as a list shows it. Of a row that another version has written, what can be read."""
-    reading = _Reading()
+    reading = Reading()
     newest, validation = row.newest_sample, row.newest_validation
     state = JobState(row.state)
     submitted = state is not JobState.SUBMITTING
@@ -53,7 +53,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         created_at=_datetime(row.created_at),
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
-        steps=reading.of("spec.steps", lambda: _steps(row)),
+        steps=reading.of("spec.steps", lambda: planned_steps(row)),
         progress=reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None),
         validation_loss=reading.of(
             "newest validation", lambda: float(validation["sample"]["validation_loss"]) if validation else None
@@ -71,12 +71,13 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     )
 
 
-def _steps(row: JobRow) -> int | None:
+def planned_steps(row: JobRow) -> int | None:
+    """As the job file says it; None where the script alone knows."""
     steps = row.spec["steps"]
     return None if steps is None else int(steps)
 
 
-class _Reading:
+class Reading:
     """Reads the parts of a row, and keeps what was wrong with the first that cannot be read."""
 
     def __init__(self) -> None:

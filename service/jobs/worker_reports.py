@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
+from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration, wrong_with_reported
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
@@ -51,6 +53,9 @@ class WorkerReports:
         self._clock = clock
         self._networks = networks
         self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
+        # Who leads, by job: not in the database, for each says so again within a heartbeat.
+        self._leads: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str | None = None) -> None:
         """Make or renew a worker's lease. came_from: the sender's address; None: who may name any.
@@ -66,8 +71,12 @@ class WorkerReports:
             row = _current(session, job_id, worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
-            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **worker.model_dump())
+            told = worker.model_dump(exclude={"leads"})
+            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **told)
             JobRepository(session).put_lease(lease)
+        if worker.leads:
+            with self._lock:
+                self._leads[job_id] = rank
 
     def leave(self, job_id: str, rank: int, attempt: int | None = None) -> None:
         """End a worker's lease, only that of `attempt` where it is given; none is fine. Raises JobNotFound."""
@@ -109,9 +118,12 @@ class WorkerReports:
                 jobs.set_progress(job_id, progress)
 
     def targets(self) -> list[TargetGroup]:
-        """Every worker that can be scraped now, as Prometheus HTTP service discovery wants it."""
+        """The workers that can be scraped now, as Prometheus HTTP service discovery wants it.
+
+        Of each job at most MOST_SCRAPED: the one that leads, and the first of the others.
+        """
         with self._db.read() as session:
-            leases = JobRepository(session).live_leases(self._clock())
+            leases = self._scraped(JobRepository(session).live_leases(self._clock()))
         # Labels that begin with __meta_ are dropped after relabelling, so they never clash with the metrics' own.
         return [
             TargetGroup(
@@ -125,6 +137,19 @@ class WorkerReports:
             )
             for lease in leases
         ]
+
+    def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
+        of_job: dict[str, list[LeaseRow]] = {}
+        for lease in leases:
+            of_job.setdefault(lease.job_id, []).append(lease)
+        with self._lock:
+            self._leads = {job: rank for job, rank in self._leads.items() if job in of_job}
+            leads = dict(self._leads)
+        found = []
+        for job, own in of_job.items():
+            own.sort(key=lambda lease: (lease.rank != leads.get(job), lease.rank))
+            found += sorted(own[:MOST_SCRAPED], key=lambda lease: lease.rank)
+        return found
 
 
 def _current(session: Session, job_id: str, attempt: int) -> JobRow:

@@ -1,8 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
-from thinwire.contract.metric_names import METRICS, PHASES, Metric, MetricKind
+from thinwire.contract.metric_names import METRICS, MOST_SCRAPED, PHASES, Metric, MetricKind, most_series
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
@@ -30,3 +31,15 @@ def test_promised_metrics_are_declared() -> None:
 
 def test_phases_are_distinct() -> None:
     assert len(set(PHASES)) == len(PHASES) == 3
+
+
+def test_no_number_of_workers_makes_more_series_than_the_one_that_docs_tell() -> None:
+    told = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    assert most_series(MOST_SCRAPED) == most_series(MOST_SCRAPED + 1) == most_series(10_000)
+    assert f"at most {most_series(MOST_SCRAPED):,} series" in told
+    assert f"workers that the service names to Prometheus are at most {MOST_SCRAPED}" in told
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_a_metric_with_labels_says_how_many_series_it_has(metric: Metric) -> None:
+    assert (metric.series > 1) == bool(metric.labels)

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.control_plane_harness import Service, TestClient, wait_until
+from tests.service.control_plane_harness import Service, TestClient, sample, wait_until
 from thinwire.service.config import Settings
+from thinwire.service.jobs.job_metrics import SERIES_OF_JOB
+from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.protocol import LaunchState
 from thinwire.service.launch.starter import LauncherStarter
 from thinwire.service.main import create_app
+from thinwire.service.metrics import ServiceMetrics
 
 
 def _values(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -79,7 +83,7 @@ def test_metrics_count_jobs_by_state_and_requests_by_route(service: Service) -> 
     assert values[count, _labels(method="GET", route=route, status="404")] == 1
     assert values[count, _labels(method="GET", route="unmatched", status="404")] == 1
     assert values["thinwire_service_request_seconds_count", _labels(method="GET", route=route)] == 5
-    assert not any(job_id in str(labels) for _, labels in values)
+    assert not any(job_id in str(labels) for name, labels in values if name.startswith("thinwire_service_request"))
 
 
 def test_metrics_say_when_the_launcher_is_not_ready(service: Service) -> None:
@@ -131,3 +135,63 @@ def test_an_unexpected_error_of_a_start_is_told(monkeypatch: pytest.MonkeyPatch)
     starter.start()
     wait_until(lambda: starter.reason() == "OSError: disk full", "the reason")
     starter.close()
+
+
+def _of_job(service: Service, job_id: str) -> dict[str, float]:
+    prefix = "thinwire_service_job_"
+    return {
+        name.removeprefix(prefix): value
+        for (name, labels), value in _values(service).items()
+        if name.startswith(prefix) and ("job_id", job_id) in labels
+    }
+
+
+def test_metrics_say_of_each_job_where_it_is_also_without_a_worker(service: Service) -> None:
+    job_id = service.running(steps=300, workers={"min": 2, "max": 4})
+    begun = service.clock()
+    service.post(job_id, samples=[sample(40, at=begun, world_size=2)])
+    service.clock.pass_(30.0)
+    assert _of_job(service, job_id) == {
+        "info": 1,
+        "step": 40,
+        "planned_steps": 300,
+        "step_age_seconds": 30,
+        "workers": 2,
+        "workers_min": 2,
+        "workers_max": 4,
+        "missing_workers": 0,
+    }
+    waits = {"kind": "waiting_for_workers", "step": 40, "time": begun + 20.0, "fields": {"have": 1, "min": 2}}
+    service.post(job_id, events=[waits])
+    assert _of_job(service, job_id)["missing_workers"] == 1
+    service.launcher.put(job_id, LaunchState.SUCCEEDED)
+    service.turn()
+    assert _of_job(service, job_id) == {}
+
+
+def test_metrics_of_a_job_have_as_many_series_whatever_its_size(service: Service) -> None:
+    for most in (2, 64):
+        job_id = service.running(global_batch=64, workers={"min": 2, "max": most})
+        for rank in range(most):
+            service.register(job_id, rank)
+        service.post(job_id, samples=[sample(1, world_size=most)])
+        assert len(_of_job(service, job_id)) == SERIES_OF_JOB
+
+
+def test_metrics_leave_out_a_job_that_another_version_wrote_where_it_cannot_be_read(service: Service) -> None:
+    job_id = service.running()
+    with service.plane.db.write() as session:
+        row = session.get(JobRow, job_id)
+        row.spec = {**row.spec, "steps": "many", "workers": {}}
+    assert _of_job(service, job_id)["info"] == 1
+    assert "planned_steps" not in _of_job(service, job_id)
+
+
+def test_the_reconcilers_age_grows_from_the_end_of_its_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("thinwire.service.metrics.time.monotonic", lambda: now_s)
+    metrics = ServiceMetrics()
+    assert metrics.turn_age_s() is None
+    metrics.turned(0.5)
+    now_s = 107.0
+    assert metrics.turn_age_s() == 7.0

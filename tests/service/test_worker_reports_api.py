@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.service.control_plane_harness import Service, sample
+from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import LEASE_S
 from thinwire.service.launch.protocol import LaunchState
 
@@ -180,6 +181,24 @@ def test_a_lease_runs_out_unless_it_is_renewed(service: Service) -> None:
         from sqlalchemy import text
 
         assert session.execute(text("SELECT count(*) FROM worker_leases")).scalar() == 0
+
+
+def test_of_many_workers_the_leading_one_and_the_first_others_are_targets(service: Service) -> None:
+    jobs, last = [service.running(), service.running()], MOST_SCRAPED + 3
+    for job_id in jobs:
+        for rank in range(last + 1):
+            service.register(job_id, rank, leads=rank == last)
+    targets = service.client.get("/v1/metrics/targets").json()
+    for job_id in jobs:
+        ranks = [
+            int(group["labels"]["__meta_thinwire_rank"])
+            for group in targets
+            if group["labels"]["__meta_thinwire_job_id"] == job_id
+        ]
+        assert ranks == [*range(MOST_SCRAPED - 1), last]
+    service.register(jobs[0], 0, leads=True)  # it has become rank 0
+    targets = service.client.get("/v1/metrics/targets").json()
+    assert [int(group["labels"]["__meta_thinwire_rank"]) for group in targets[:MOST_SCRAPED]] == [*range(MOST_SCRAPED)]
 
 
 def test_a_replaced_worker_has_one_target(service: Service) -> None:

@@ -9,8 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from thinwire.contract.reports import MOST_REPORTED
+
 PHASES = ("warmup", "compressed", "dense")
 """`dense` is the one phase of an optimizer that never compresses."""
+
+
+STEP_PARTS = ("forward_backward", "encode", "wire", "slowest", "decode_update")
+"""Of the wall time of a step, which they add up to. `wire`: the exchange, as far as the step waits for it, also where
+nobody is late. `slowest`: what this worker waits longer than the one that came last."""
+
+LINKS = ("inside_box", "between_boxes")
+
+MOST_SCRAPED = 32
+"""Workers of a job that Prometheus is told of (service.jobs.worker_reports): the one that leads and the first others.
+So the number of a job's series has a bound that no number of workers changes."""
+SERIES_OF_TARGET = 5
+"""What Prometheus itself keeps of each target: up, scrape_duration_seconds, scrape_samples_scraped, ..."""
 
 
 class MetricKind(StrEnum):
@@ -20,9 +35,18 @@ class MetricKind(StrEnum):
     COUNTER = "counter"
 
 
+class Scope(StrEnum):
+    """Who exports a metric: every worker, or the one alone that leads (rank 0), as it is the same on all."""
+
+    WORKER = "worker"
+    JOB = "job"
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One row of METRICS. `labels` come after job_id and rank, which every worker metric has.
+
+    series: the most that one worker has of it, one for each value of its labels.
 
     rank: the worker's place in the job, its slot, where workers are replaced one by one (contract.reports).
     """
@@ -32,13 +56,15 @@ class Metric:
     unit: str
     help: str
     labels: tuple[str, ...] = ()
+    series: int = 1
+    scope: Scope = Scope.WORKER
 
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric(
-            "thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",)
+            "thinwire_phase", MetricKind.GAUGE, "", "1 for the phase the worker is in, 0 for the others", ("phase",), 3
         ),
         Metric(
             "thinwire_compression_ratio",
@@ -56,10 +82,25 @@ METRICS: dict[str, Metric] = {
         Metric("thinwire_samples_per_second", MetricKind.GAUGE, "samples/s", "Global training throughput, all workers"),
         Metric("thinwire_step_seconds", MetricKind.GAUGE, "seconds", "Wall time of the last step"),
         Metric(
+            "thinwire_step_part_seconds_total",
+            MetricKind.COUNTER,
+            "seconds",
+            "Wall time of this worker's committed steps by part; on CPUs alone",
+            ("part",),
+            len(STEP_PARTS),
+        ),
+        Metric(
+            "thinwire_committed_step_seconds_total",
+            MetricKind.COUNTER,
+            "seconds",
+            "Wall time of the steps that were committed while this worker was there: its rate is the goodput",
+        ),
+        Metric(
             "thinwire_predicted_step_seconds",
             MetricKind.GAUGE,
             "seconds",
-            "What the last step should have taken on the network as measured when the run began; of rank 0 alone",
+            "What the last step should have taken on the network as measured when the run began",
+            scope=Scope.JOB,
         ),
         Metric(
             "thinwire_last_ratio",
@@ -79,6 +120,15 @@ METRICS: dict[str, Metric] = {
             "bytes",
             "Payload bytes this worker has sent, counted by the transport",
             ("purpose",),
+            4,
+        ),
+        Metric(
+            "thinwire_link_bytes_total",
+            MetricKind.COUNTER,
+            "bytes",
+            "Payload bytes this worker has sent over this class of link, by the ledger",
+            ("link",),
+            len(LINKS),
         ),
         Metric(
             "thinwire_wire_counted_bytes_total",
@@ -97,6 +147,20 @@ METRICS: dict[str, Metric] = {
             MetricKind.GAUGE,
             "ratio",
             "Difference of the counted and the predicted bytes of frames, without its sign, over the counted ones",
+        ),
+        Metric(
+            "thinwire_slowest_ratio",
+            MetricKind.GAUGE,
+            "ratio",
+            "The largest thinwire_last_ratio of all workers, also of those that are not scraped",
+            scope=Scope.JOB,
+        ),
+        Metric(
+            "thinwire_slowest_worker",
+            MetricKind.GAUGE,
+            "",
+            "The worker whose ratio that is, as the label rank would name it",
+            scope=Scope.JOB,
         ),
         Metric("thinwire_world_size", MetricKind.GAUGE, "workers", "Workers in the communication group"),
         Metric(
@@ -129,10 +193,30 @@ METRICS: dict[str, Metric] = {
             "thinwire_checkpoint_age_seconds",
             MetricKind.GAUGE,
             "seconds",
-            "Since the last checkpoint became whole, or since this worker began to save; of rank 0 alone",
+            "Since the last checkpoint became whole, or since this worker began to save",
+            scope=Scope.JOB,
         ),
-        Metric("thinwire_loss", MetricKind.GAUGE, "nats", "Training loss of the last step, mean over the global batch"),
-        Metric("thinwire_validation_loss", MetricKind.GAUGE, "nats", "Validation loss, last time it was taken"),
+        Metric(
+            "thinwire_checkpoint_interval_steps",
+            MetricKind.GAUGE,
+            "steps",
+            "Steps from one checkpoint to the next; absent where a job saves none by itself",
+            scope=Scope.JOB,
+        ),
+        Metric(
+            "thinwire_loss",
+            MetricKind.GAUGE,
+            "nats",
+            "Training loss of the last step, mean over the global batch",
+            scope=Scope.JOB,
+        ),
+        Metric(
+            "thinwire_validation_loss",
+            MetricKind.GAUGE,
+            "nats",
+            "Validation loss, last time it was taken",
+            scope=Scope.JOB,
+        ),
         Metric("thinwire_step", MetricKind.GAUGE, "steps", "Optimizer steps committed"),
         Metric(
             "thinwire_reported",
@@ -140,12 +224,15 @@ METRICS: dict[str, Metric] = {
             "",
             "What a script has last reported by this name, mean over the global batch",
             ("name",),
+            MOST_REPORTED,
+            Scope.JOB,
         ),
         Metric(
             "thinwire_error_to_momentum_ratio",
             MetricKind.GAUGE,
             "ratio",
             "2-norm of what compression has left out so far over that of what one exchange gives",
+            scope=Scope.JOB,
         ),
         Metric(
             "thinwire_sign_density_ratio",
@@ -153,24 +240,29 @@ METRICS: dict[str, Metric] = {
             "ratio",
             "Cosine between what was last compressed and its signs: 1 if all sizes are equal, 0.8 for Gaussian values",
             ("side",),
+            2,
+            Scope.JOB,
         ),
         Metric(
             "thinwire_max_step_ratio",
             MetricKind.GAUGE,
             "ratio",
             "Largest step of an element over the learning rate, before trust coefficients",
+            scope=Scope.JOB,
         ),
         Metric(
             "thinwire_variance_ratio",
             MetricKind.GAUGE,
             "ratio",
             "Change of the variance over the window of the automatic warm-up, which ends after 5 values above 0.96",
+            scope=Scope.JOB,
         ),
         Metric(
             "thinwire_floored_elements",
             MetricKind.GAUGE,
             "elements",
             "Elements whose variance the floor raised when it was frozen",
+            scope=Scope.JOB,
         ),
         Metric(
             "thinwire_lamb_coefficient_ratio",
@@ -178,6 +270,15 @@ METRICS: dict[str, Metric] = {
             "ratio",
             "Average trust coefficient of LAMB, over the tensors of the model",
             ("statistic",),
+            3,
+            Scope.JOB,
         ),
     )
 }
+
+
+def most_series(workers: int) -> int:
+    """Series of a job of so many workers in Prometheus, at most; from MOST_SCRAPED workers on always the same."""
+    of_worker = sum(metric.series for metric in METRICS.values() if metric.scope is Scope.WORKER)
+    of_job = sum(metric.series for metric in METRICS.values() if metric.scope is Scope.JOB)
+    return min(workers, MOST_SCRAPED) * (of_worker + SERIES_OF_TARGET) + of_job

@@ -85,6 +85,7 @@ class WorkerRegistration(_Report):
     attempt: int = Field(ge=1, description="which submission of the job this worker belongs to")
     pid: int = Field(ge=1)
     node: str = Field(max_length=255)
+    leads: bool = Field(False, description="it exports what is of the job, beside what is its own")
 
 
 class Health(_Report):

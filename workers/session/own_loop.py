@@ -26,6 +26,7 @@ from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import StepLog
+from thinwire.workers.telemetry.step_parts import StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,14 @@ class OwnLoop:
         self._log: StepLog | None = None
         self._last: _Step | None = None
         self._began, self._sent = time.perf_counter(), group.stats.sent_bytes
+        self._clock: StepClock | None = None
         self._phase = optimizer.phase.value
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._steps()),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
+        if device.type == "cpu":  # after our own hook: that tells of the step before, whose times are still there
+            self._clock = StepClock(optimizer)
 
     @property
     def has_begun(self) -> bool:
@@ -97,6 +101,8 @@ class OwnLoop:
         """Look no more. Safe to call twice."""
         for handle in self._handles:
             handle.remove()
+        if self._clock is not None:
+            self._clock.close()
 
     def finish(self) -> Summary | None:
         """The loop is at its end: tell the rest, and compare the replicas. Returns the summary on rank 0. Collective.
@@ -144,7 +150,7 @@ class OwnLoop:
         """Before the first step that this process tells of: an attempt before it may have come further."""
         self._reporter.seated(self._own.group, self._own.device)
         self._reporter.resumed(number - 1)
-        log = StepLog(self._own, self._meter, self._reporter, number - 1, Waits(self._own.group, None))
+        log = StepLog(self._own, self._meter, self._reporter, number - 1, Waits(self._own.group, None), self._clock)
         if number == 1:
             log.before_training(None)
         return log

@@ -82,6 +82,7 @@ class ServiceClient:
         adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it.
         """
         self.rank = rank
+        self.leads = False  # is it rank 0 of those that train now?
         self._adopt_s, self._stale_since = adopt_s, math.inf
         self._attempt = attempt
         self.num_failures = 0
@@ -103,7 +104,7 @@ class ServiceClient:
     def register(self, address: str) -> None:
         """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""
         registration = WorkerRegistration(
-            address=address, attempt=self.attempt, pid=os.getpid(), node=socket.gethostname()
+            address=address, attempt=self.attempt, pid=os.getpid(), node=socket.gethostname(), leads=self.leads
         )
         self._call("PUT", f"workers/{self.rank}", registration)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from thinwire.contract.metric_names import METRICS, PHASES, MetricKind
+from thinwire.contract.metric_names import METRICS, PHASES, MetricKind, Scope
 from thinwire.contract.reports import Health, NotFinite
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class WorkerMetrics:
         self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         self._lock = threading.Lock()
         self._num_regroups = self._num_given_up = 0
+        self._leads = False
         self._saved_at: float | None = None
         self._stop: Callable[[], None] | None = None
         self._address: str | None = None
@@ -55,6 +56,8 @@ class WorkerMetrics:
         health: Health | None = None,
         reported: Mapping[str, float | NotFinite] | None = None,
         wire: WireAccount | None = None,
+        link_bytes_total: Mapping[str, int] | None = None,
+        committed_step_seconds_total: float = 0.0,
     ) -> None:
         """Take the values after a step. None leaves the last value standing.
 
@@ -69,6 +72,13 @@ class WorkerMetrics:
             self._set("thinwire_step_seconds", step_seconds)
             for purpose, num_bytes in wire_bytes_total.items():
                 self._set("thinwire_wire_bytes_total", num_bytes, purpose)
+            for link, num_bytes in (link_bytes_total or {}).items():
+                self._set("thinwire_link_bytes_total", num_bytes, link)
+            self._set("thinwire_committed_step_seconds_total", committed_step_seconds_total)
+            self._set(
+                "thinwire_regroups_total", self._num_regroups
+            )  # 0 from the begin: else the first would be no rise
+            self._set("thinwire_steps_given_up_total", self._num_given_up)
             self._set("thinwire_world_size", world_size)
             self._set("thinwire_step", step)
             if compression_ratio is not None:
@@ -102,10 +112,23 @@ class WorkerMetrics:
             self._num_given_up += steps
             self._set("thinwire_steps_given_up_total", self._num_given_up)
 
-    def waits(self, last_share: float | None, mean_s: float | None) -> None:
-        """Of the recent steps. None takes the value away: it was of other ranks."""
+    def step_parts(self, seconds: Mapping[str, float]) -> None:
+        """Of this worker's committed steps so far, by part."""
         with self._lock:
-            for name, value in (("thinwire_last_ratio", last_share), ("thinwire_exchange_wait_seconds", mean_s)):
+            for part, value in seconds.items():
+                self._set("thinwire_step_part_seconds_total", value, part)
+
+    def waits(self, last_share: float | None, mean_s: float | None, slowest: tuple[int, float] | None = None) -> None:
+        """Of the recent steps. slowest: the worker with the largest share, and that. None takes a value away: it was of
+        other ranks."""
+        worker, share = (None, None) if slowest is None else slowest
+        with self._lock:
+            for name, value in (
+                ("thinwire_last_ratio", last_share),
+                ("thinwire_exchange_wait_seconds", mean_s),
+                ("thinwire_slowest_ratio", share),
+                ("thinwire_slowest_worker", worker),
+            ):
                 self._values[name].clear()
                 if value is not None:
                     self._set(name, value)
@@ -115,13 +138,21 @@ class WorkerMetrics:
         with self._lock:
             self._set("thinwire_waits_for_membership", float(waits))
 
-    def checkpoints(self, *, told_here: bool) -> None:
-        """This worker is the one that knows when a checkpoint becomes whole; or it is so no more."""
+    def leads(self, *, leads: bool) -> None:
+        """This worker exports what is of the job, and knows when a checkpoint becomes whole; or it does so no more."""
         with self._lock:
-            if not told_here:
+            self._leads = leads
+            if not leads:
                 self._saved_at = None
             elif self._saved_at is None:
                 self._saved_at = time.monotonic()
+
+    def saves_every(self, steps: int) -> None:
+        """So many steps lie between two checkpoints; 0: none is saved by itself."""
+        with self._lock:
+            self._values["thinwire_checkpoint_interval_steps"].clear()
+            if steps:
+                self._set("thinwire_checkpoint_interval_steps", steps)
 
     def checkpoint_saved(self) -> None:
         """One has become whole."""
@@ -153,15 +184,17 @@ class WorkerMetrics:
         self._values[name][labels] = value
 
     def collect(self) -> Iterator[MetricFamily]:
-        """What prometheus_client asks of a collector. A metric without a value yet is left out."""
+        """What prometheus_client asks of a collector. A metric without a value yet is left out, and what is of the
+        job where this worker does not lead."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
+            leads = self._leads
             values = {name: dict(by_label) for name, by_label in self._values.items()}
             if self._saved_at is not None:
                 values["thinwire_checkpoint_age_seconds"] = {(): time.monotonic() - self._saved_at}
         for name, metric in METRICS.items():
-            if not values[name]:
+            if not values[name] or (metric.scope is Scope.JOB and not leads):
                 continue
             labels = (*self._constant, *metric.labels)
             family: CounterMetricFamily | GaugeMetricFamily

@@ -79,6 +79,15 @@ class Recent:
         """Of the steps, that in which this rank came last; None while there are none."""
         return len(self._lasts(rank)) / len(self._steps) if self._steps else None
 
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank with the largest share, and that; None while there are no steps."""
+        if not self._steps:
+            return None
+        counts = Counter(last.rank for last, _ in self._steps if last is not None)
+        rank, count = max(counts.items(), key=lambda one: (one[1], -one[0]), default=(0, 0))
+        return rank, count / len(self._steps)
+
     def news(self) -> Slow | None:
         """Who is the last most of the time, or is so no more, where that was not said yet."""
         if len(self._steps) < LEAST_KNOWN:

@@ -22,6 +22,7 @@ from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, ServiceError
 from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.history import History, keep_event, read
+from thinwire.workers.telemetry.link_bytes import LinkBytes
 from thinwire.workers.telemetry.remote import RemoteRun
 from thinwire.workers.telemetry.wire_meter import WireMeter, wire_meter
 
@@ -71,8 +72,15 @@ class Reporter(Protocol):
     def gave_up(self, steps: int) -> None:
         """So many steps that some worker had committed are run again, in a change of ranks or a resume."""
 
-    def waits(self, last_share: float | None, mean_s: float | None) -> None:
-        """Of the recent steps: the share in which this worker came last, and how long it waited. None: not known."""
+    def saves_every(self, steps: int) -> None:
+        """So many steps lie between two checkpoints; 0: the job saves none by itself."""
+
+    def step_parts(self, seconds: Mapping[str, float]) -> None:
+        """Of the steps that this worker has committed so far, by part (step_parts.py)."""
+
+    def waits(self, last_share: float | None, mean_s: float | None, slowest: tuple[int, float] | None = None) -> None:
+        """Of the recent steps: the share in which this worker came last, and how long it waited; the worker with the
+        largest share, and that. None: not known."""
 
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
         """No step after this one may count before the membership is heard of again; or it was."""
@@ -128,7 +136,13 @@ class Silent:
     def gave_up(self, steps: int) -> None:
         """Nothing."""
 
-    def waits(self, last_share: float | None, mean_s: float | None) -> None:
+    def saves_every(self, steps: int) -> None:
+        """Nothing."""
+
+    def step_parts(self, seconds: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def waits(self, last_share: float | None, mean_s: float | None, slowest: tuple[int, float] | None = None) -> None:
         """Nothing."""
 
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
@@ -185,6 +199,8 @@ class ServiceReporter:
         self._remote = remote
         self._recent: deque[Sample] = deque(maxlen=RECENT)
         self._left: set[KeptFile] = set()
+        self._links = LinkBytes()
+        self._committed_s = 0.0
         self._rounds_skipped = 0
         self._compression_ratio: float | None = None
 
@@ -196,7 +212,9 @@ class ServiceReporter:
         boxes = exchange_boxes(group, device=device)
         self.ranks_here = len(boxes.ranks_in(boxes.of_rank[group.rank].id))
         self._wire = wire_meter(group.stats, boxes, group.rank)
-        self._metrics.checkpoints(told_here=group.rank == 0)
+        self._links.seated(group.stats, boxes, group.rank)
+        self._metrics.leads(leads=group.rank == 0)
+        self._client.leads = group.rank == 0  # the next heartbeat tells the service
         if group.rank == 0 and self._history is None:
             self._begin_to_tell()
 
@@ -257,6 +275,7 @@ class ServiceReporter:
             if self._poster is not None:
                 self._poster.add_sample(sample)
             self._recent.append(sample)
+            self._committed_s += sample.step_seconds
             self._rounds_skipped += sample.skipped_round
             self._compression_ratio = sample.compression_ratio or self._compression_ratio
         last = samples[-1]
@@ -277,6 +296,8 @@ class ServiceReporter:
             health=last.health,
             reported={name: value for sample in samples for name, value in (sample.reported or {}).items()},
             wire=None if self._wire is None else self._wire.account(),
+            link_bytes_total=self._links.by_link(),
+            committed_step_seconds_total=self._committed_s,
         )
 
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
@@ -295,9 +316,17 @@ class ServiceReporter:
         """Export it."""
         self._metrics.gave_up(steps)
 
-    def waits(self, last_share: float | None, mean_s: float | None) -> None:
+    def saves_every(self, steps: int) -> None:
         """Export it."""
-        self._metrics.waits(last_share, mean_s)
+        self._metrics.saves_every(steps)
+
+    def step_parts(self, seconds: Mapping[str, float]) -> None:
+        """Export it."""
+        self._metrics.step_parts(seconds)
+
+    def waits(self, last_share: float | None, mean_s: float | None, slowest: tuple[int, float] | None = None) -> None:
+        """Export it."""
+        self._metrics.waits(last_share, mean_s, slowest)
 
     def waits_for_membership(self, step: int, *, waits: bool) -> None:
         """Export it, and tell it as an event."""

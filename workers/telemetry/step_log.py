@@ -26,6 +26,7 @@ from thinwire.workers.telemetry.lateness import Waits, last_of
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
 from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class _Part:
     """What this rank has of a step: its part of the loss on the device, its samples, and what it would report.
 
     weight, numbers: what a script has reported of it, and how much this rank's is of the mean. waits, waited_s: how
-    long it waited for its exchange, and in which group.
+    long it waited for its exchange, and in which group. times: where they went, where that is known.
     """
 
     loss: torch.Tensor
@@ -59,6 +60,7 @@ class _Part:
     numbers: Mapping[str, torch.Tensor]
     waits: Waits
     waited_s: float
+    times: StepTimes | None
 
 
 class StepLog:
@@ -70,18 +72,33 @@ class StepLog:
     when its peers had, is reported all the same: rank 0 knows it, or says what there is to say.
     """
 
-    def __init__(self, training: Trained, meter: Meter, reporter: Reporter, reported: int, waits: Waits) -> None:
+    def __init__(
+        self,
+        training: Trained,
+        meter: Meter,
+        reporter: Reporter,
+        reported: int,
+        waits: Waits,
+        clock: StepClock | None = None,
+    ) -> None:
+        """clock: of training.optimizer; None on a GPU (step_parts.py)."""
         self.training = training
         self.reported = reported
         self.waits = waits
         self._meter = meter
         self._reporter = reporter
+        self._clock, self._parts = clock, PartSeconds()
         self._steps: dict[int, _Part] = {}
         self._sent_bytes = meter.sent_bytes["optimizer"]
         self._num_windows = 0
         self._names: list[str] = []
         self._left_out: set[str] = set()
         self.prediction: Prediction | None = None
+
+    def close(self) -> None:
+        """Look at the optimizer no more. Safe to call twice."""
+        if self._clock is not None:
+            self._clock.close()
 
     def before_training(self, validation_loss: float | None) -> None:
         """Report the state at step 0."""
@@ -125,8 +142,8 @@ class StepLog:
         if self.prediction is not None:
             predicted_s = self.prediction.of_step(sample, training.optimizer)
             sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
-        waited_s = self.waits.of_step()
-        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {}, self.waits, waited_s)
+        waited_s, times = self.waits.of_step(), None if self._clock is None else self._clock.take()
+        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {}, self.waits, waited_s, times)
 
     def flush(
         self, step: int, validation_loss: float | None, health: Health | None, *, asks_to_save: bool = False
@@ -149,7 +166,8 @@ class StepLog:
             self.training.group.mean_(means)
         samples = []
         for number, whole in zip(numbers, means.tolist(), strict=True):
-            row, waits = whole[: -self.waits.size], whole[-self.waits.size :]
+            row, waits = whole[: -self.waits.size], self._waits_of(whole[-self.waits.size :])
+            self._part(number, waits)
             sample = self._timed(self._sample(number), waits)
             if names is not None:
                 samples.append(sample.model_copy(update=_told(row, names)))
@@ -220,11 +238,22 @@ class StepLog:
                 row[4 + 2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
         return row
 
+    def _waits_of(self, means: list[float]) -> list[float]:
+        """Seconds that each rank has waited in a step; empty where some had no part in it. means: of _row."""
+        return [mean * self.waits.size - 1.0 for mean in means] if all(means) else []
+
+    def _part(self, number: int, waits: list[float]) -> None:
+        """Book the parts of a step that this rank has made."""
+        made = self._steps.get(number)
+        if made is not None and made.times is not None:
+            known = waits if made.waits is self.waits else []
+            self._parts.add(made.times, made.sample.step_seconds, self.waits.rank, known)
+
     def _timed(self, sample: Sample, waits: list[float]) -> Sample:
-        """With who came last, where something was exchanged and it is known of all ranks. waits: means over ranks."""
-        if not sample.payload_bytes or not all(waits):
+        """With who came last, where something was exchanged and it is known of all ranks."""
+        if not sample.payload_bytes or not waits:
             return sample
-        last = last_of([wait * self.waits.size - 1.0 for wait in waits], sample.step_seconds)
+        last = last_of(waits, sample.step_seconds)
         self.waits.recent.take(last, sample.step_seconds)
         if last is None:
             return sample
@@ -232,17 +261,21 @@ class StepLog:
 
     def _tell_waits(self, step: int) -> None:
         waits = self.waits
-        self._reporter.waits(waits.recent.share(waits.rank), waits.mean_s)
+        slowest = waits.recent.slowest
+        told = None if slowest is None else (waits.worker(slowest[0]), slowest[1])
+        self._reporter.waits(waits.recent.share(waits.rank), waits.mean_s, told)
+        if self._clock is not None:
+            self._reporter.step_parts(self._parts.seconds)
         slow = waits.recent.news()
         if slow is None:
             return
-        told = waits.told(slow)
+        words = waits.told(slow)
         if waits.rank == 0:
-            logger.warning("slow_worker step=%d %s", step, told)
+            logger.warning("slow_worker step=%d %s", step, words)
         self._reporter.event(
             EventKind.SLOW_WORKER,
             step,
-            told=told,
+            told=words,
             worker=waits.worker(slow.rank),
             rank=slow.rank,
             share=round(slow.share, 4),

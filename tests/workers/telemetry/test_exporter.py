@@ -7,8 +7,8 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from thinwire.contract.metric_names import METRICS, PHASES
-from thinwire.contract.reports import Health
+from thinwire.contract.metric_names import METRICS, PHASES, STEP_PARTS, Scope
+from thinwire.contract.reports import MOST_REPORTED, Health
 from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.wire_meter import WireAccount
 
@@ -51,8 +51,22 @@ def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **c
         "health": HEALTH,
         "reported": {"accuracy": 0.5},
         "wire": WireAccount(1000 * step, 990.0 * step),
+        "link_bytes_total": {"inside_box": 10 * step, "between_boxes": 20 * step},
+        "committed_step_seconds_total": 0.25 * step,
     }
     metrics.update(**{**known, **changes})
+
+
+def everything(metrics: WorkerMetrics) -> None:
+    """All that there is, told by the worker that leads."""
+    update(metrics)
+    metrics.leads(leads=True)
+    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
+    metrics.waits_for_membership(waits=True)
+    metrics.waits(0.5, 0.1, (1, 0.75))
+    metrics.step_parts(dict.fromkeys(STEP_PARTS, 1.5))
+    metrics.saves_every(100)
+    metrics.checkpoint_saved()
 
 
 def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -70,20 +84,12 @@ def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...]
 
 
 def test_every_declared_metric_is_exported_under_exactly_its_name(metrics: WorkerMetrics) -> None:
-    update(metrics)
-    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
-    metrics.waits_for_membership(waits=True)
-    metrics.waits(0.5, 0.1)
-    metrics.checkpoint_saved()
+    everything(metrics)
     assert set(scrape(metrics)) == set(METRICS)
 
 
 def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None:
-    update(metrics)
-    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
-    metrics.waits_for_membership(waits=True)
-    metrics.waits(0.5, 0.1)
-    metrics.checkpoint_saved()
+    everything(metrics)
     answer = httpx.get(f"http://{metrics.address}/metrics", trust_env=False)
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
@@ -96,6 +102,7 @@ def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None
 
 
 def test_values_are_those_of_the_last_update(metrics: WorkerMetrics) -> None:
+    metrics.leads(leads=True)
     update(metrics, step=6)
     update(metrics, step=7)
     values = scrape(metrics)
@@ -127,14 +134,14 @@ def test_the_age_of_the_last_checkpoint_grows_until_the_next_one(
         return families.get("thinwire_checkpoint_age_seconds")
 
     assert age() is None
-    metrics.checkpoints(told_here=True)
+    metrics.leads(leads=True)
     now_s = 130.0
-    metrics.checkpoints(told_here=True)  # with other ranks: it goes on
+    metrics.leads(leads=True)  # with other ranks: it goes on
     assert age() == 30.0
     metrics.checkpoint_saved()
     now_s = 137.0
     assert age() == 7.0
-    metrics.checkpoints(told_here=False)
+    metrics.leads(leads=False)
     assert age() is None
 
 
@@ -197,8 +204,29 @@ def test_scrapes_during_updates_are_whole(metrics: WorkerMetrics) -> None:
         thread.join()
 
 
+def test_what_is_of_the_job_is_exported_by_who_leads_alone(metrics: WorkerMetrics) -> None:
+    everything(metrics)
+    metrics.leads(leads=False)
+    assert set(scrape(metrics)) == {name for name, metric in METRICS.items() if metric.scope is Scope.WORKER}
+
+
+def test_no_metric_has_more_series_than_declared(metrics: WorkerMetrics) -> None:
+    everything(metrics)
+    update(metrics, reported={f"n{number}": 0.5 for number in range(MOST_REPORTED - 1)})  # beside `accuracy`
+    values = scrape(metrics)
+    full = {name for name in METRICS if name != "thinwire_wire_bytes_total"}  # its purposes are a test's own here
+    assert {name: len(values[name]) for name in full} == {name: METRICS[name].series for name in full}
+
+
+def test_counters_of_what_is_rare_begin_at_zero_so_that_the_first_is_a_rise(metrics: WorkerMetrics) -> None:
+    update(metrics)
+    values = scrape(metrics)
+    assert values["thinwire_regroups_total"] == values["thinwire_steps_given_up_total"] == {(): 0.0}
+
+
 def test_numbers_of_health_that_are_not_known_keep_their_last_value(metrics: WorkerMetrics) -> None:
     update(metrics)
+    metrics.leads(leads=True)
     update(metrics, health=Health(max_step=5.0))
     values = scrape(metrics)
     assert values["thinwire_max_step_ratio"] == {(): 5.0}

@@ -78,7 +78,7 @@ class Exporting(Recording):
         self.rank, self.shares, self.told = rank, [], []
         Exporting.made.append(self)
 
-    def waits(self, last_share, mean_s):
+    def waits(self, last_share, mean_s, slowest=None):
         self.shares.append((last_share, mean_s))
 
     def event(self, kind, step, **fields):

@@ -104,6 +104,7 @@ def test_a_whole_run_tells_it_in_history_and_summary(tmp_path):
 
 def test_the_gauge_is_there_when_it_is_known():
     metrics = WorkerMetrics("job", 0)
+    metrics.leads(leads=True)
     known = {"step": 1, "phase": "dense", "world_size": 1, "loss": None, "step_seconds": 0.5}
     known |= {"samples_per_second": 1.0, "compression_ratio": None, "samples_total": 1}
     known |= {"wire_bytes_total": {}, "rounds_skipped_total": 0}

@@ -1,0 +1,146 @@
+"""The parts of a step add up to it, and a rank that comes late shows as what the others wait for."""
+
+import time
+
+import pytest
+import torch
+
+from tests.workers.small_job import Recording, run_small, small_spec
+from thinwire.comm.protocol import Stats
+from thinwire.comm.wire.link_classes import Box, Boxes
+from thinwire.contract.metric_names import LINKS, STEP_PARTS
+from thinwire.workers import loop
+from thinwire.workers.telemetry.link_bytes import LinkBytes
+from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
+
+LATE, LATE_S = 2, 0.05
+
+
+class Keeping(Recording):
+    """Keeps the parts that were told last."""
+
+    made: dict[int, "Keeping"] = {}  # noqa: RUF012 - of one test, by rank
+
+    def __init__(self, run_dir, rank):
+        super().__init__(run_dir, rank)
+        self.parts, self.slowest, self.interval = {}, None, None
+        Keeping.made[rank] = self
+
+    def step_parts(self, seconds):
+        self.parts = dict(seconds)
+
+    def waits(self, last_share, mean_s, slowest=None):
+        self.slowest = slowest
+
+    def saves_every(self, steps):
+        self.interval = steps
+
+
+def trained(tmp_path, monkeypatch, **changes):
+    monkeypatch.setattr("tests.workers.small_job.Recording", Keeping)
+    step = loop.train_step
+
+    watched = set()
+
+    def wait(optimizer, *_):  # ranks on threads wait where they launch: what they would wait in step() is planted
+        if optimizer.group.rank != LATE:
+            time.sleep(LATE_S)
+            optimizer.group.stats.waited_s += LATE_S
+
+    def late(training, number, meter):
+        if training.group.rank not in watched:
+            watched.add(training.group.rank)
+            training.optimizer.register_step_pre_hook(wait)
+        return step(training, number, meter)
+
+    monkeypatch.setattr(loop, "train_step", late)
+    run_small(tmp_path, small_spec(steps=20, **changes), 3)
+    return [Keeping.made[rank] for rank in range(3)]
+
+
+def test_the_parts_of_each_rank_add_up_to_its_steps_and_the_late_one_is_waited_for(tmp_path, monkeypatch):
+    reporters = trained(tmp_path, monkeypatch)
+    for rank, one in enumerate(reporters):
+        assert set(one.parts) == set(STEP_PARTS)
+        assert sum(one.parts.values()) == pytest.approx(sum(sample.step_seconds for sample in one.samples), rel=0.02), (
+            rank
+        )
+        assert all(one.parts[part] > 0 for part in ("forward_backward", "encode", "decode_update")), one.parts
+    assert reporters[0].parts["wire"] > 0
+    for rank, one in enumerate(reporters):
+        assert one.parts["slowest"] == pytest.approx(0.0 if rank == LATE else 20 * LATE_S, abs=5 * LATE_S), one.parts
+    assert {one.slowest[0] for one in reporters} == {LATE}
+    assert len({one.slowest[1] for one in reporters}) == 1, "all know the same, also of one that nobody scrapes"
+
+
+@pytest.mark.parametrize("every", [7, 8])
+def test_the_interval_of_checkpoints_is_told(tmp_path, monkeypatch, every):
+    assert {one.interval for one in trained(tmp_path, monkeypatch, checkpoint={"every_steps": every})} == {every}
+
+
+TIMES = StepTimes(inside_s=3.0, waited_s=2.0, encode_s=0.5, encode_inside_s=0.25)
+
+
+@pytest.mark.parametrize(
+    ("waits", "wire_s", "slowest_s"),
+    [([2.0, 0.5], 0.5, 1.5), ([2.0, 2.0], 2.0, 0.0), ([2.0, 5.0], 2.0, 0.0), ([], 2.0, 0.0)],
+)
+def test_what_all_wait_is_the_wire_and_the_rest_is_for_the_last(waits, wire_s, slowest_s):
+    parts = PartSeconds()
+    parts.add(TIMES, 10.0, 0, waits)
+    assert parts.seconds == {
+        "forward_backward": 6.75,
+        "encode": 0.5,
+        "wire": wire_s,
+        "slowest": slowest_s,
+        "decode_update": 0.75,
+    }
+    assert sum(parts.seconds.values()) == 10.0
+
+
+class Optimizer(torch.optim.SGD):
+    """One whose step() books what a test says."""
+
+    def __init__(self):
+        super().__init__([torch.nn.Parameter(torch.zeros(1))])
+        self.stats = Stats()
+        self.group = self
+
+    def step(self, closure=None):
+        self.stats.waited_s += 0.25
+        self.stats.encode_s += 0.5
+
+
+def test_nothing_is_said_of_a_step_with_a_closure_and_each_step_is_taken_once():
+    optimizer = Optimizer()
+    clock = StepClock(optimizer)
+    assert clock.take() is None
+    optimizer.stats.encode_s += 1.0  # in backward
+    optimizer.step()
+    times = clock.take()
+    assert (times.waited_s, times.encode_s, times.encode_inside_s) == (0.25, 1.5, 0.5)
+    assert clock.take() is None
+    optimizer.step(lambda: 0.0)
+    assert clock.take() is None
+    optimizer.stats = Stats()  # other ranks
+    optimizer.step()
+    assert clock.take().encode_s == 0.5
+    clock.close()
+    optimizer.step()
+    assert clock.take() is None
+
+
+def test_bytes_by_link_are_those_of_this_rank_over_all_its_groups():
+    links = LinkBytes()
+    assert links.by_link() == dict.fromkeys(LINKS, 0)
+    two_boxes = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
+    stats = Stats()
+    links.seated(stats, two_boxes, 1)
+    stats.count("all_to_all", 2000)  # 1000 to rank 0 in the other box, 1000 to rank 2 in this one
+    stats.count("mean", 600)  # the ring: to rank 0
+    assert links.by_link() == {"inside_box": 1000, "between_boxes": 1600}
+    assert sum(links.by_link().values()) == stats.sent_bytes
+    later = Stats()
+    links.seated(later, Boxes((Box("bb", "b"), Box("bb", "b"))), 0)
+    later.count("all_gather", 50)
+    assert links.by_link() == {"inside_box": 1050, "between_boxes": 1600}
