@@ -1,0 +1,35 @@
+"""The official Python client, pointed at the API server for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kubernetes.client
+import urllib3
+import yaml
+
+from tests.kubeapi.server import KubeApi
+
+
+def configuration(server: KubeApi) -> kubernetes.client.Configuration:
+    """With the server's token; nothing is tried again by itself."""
+    found = kubernetes.client.Configuration()
+    found.host = server.url
+    found.api_key = {"authorization": f"Bearer {server.token}"}
+    found.retries = urllib3.Retry(0)
+    return found
+
+
+def write_kubeconfig(server: KubeApi, file: Path, namespace: str = "default") -> Path:
+    """The file that KUBECONFIG names: one context, of this server and namespace."""
+    context = {"cluster": "tests", "user": "tests", "namespace": namespace}
+    found = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "tests",
+        "clusters": [{"name": "tests", "cluster": {"server": server.url}}],
+        "users": [{"name": "tests", "user": {"token": server.token}}],
+        "contexts": [{"name": "tests", "context": context}],
+    }
+    file.write_text(yaml.safe_dump(found))
+    return file
