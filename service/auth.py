@@ -1,8 +1,8 @@
-"""Who may call: the operator's token allows everything, a job's token only that job's own reports, a ticket a claim.
+"""Who may call: a person's token allows what their role does, a job's token that job's own reports, a ticket a claim.
 
 The guard stands before the routes and is closed by default: a path that OPEN_PATHS does not name needs a token,
 whether a route exists there or not. What a known token may do is said by the routes, with the dependencies
-`operator`, `job_or_operator` and `ticket_holder`. Tokens of jobs and tickets are stored as SHA-256; they are random, so
+`person`, `operator`, `job_or_person` and `ticket_holder`. Tokens and tickets are stored as SHA-256; they are random, so
 no slow hash is needed. A ticket follows from the job's token and the number of the attempt, so that a submission can be
 repeated; nobody can go the other way.
 """
@@ -13,11 +13,9 @@ import hashlib
 import hmac
 import logging
 import secrets
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -26,7 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thinwire.contract.files import private_folder, write_private
+from thinwire.contract.people import OPERATOR, Role
 from thinwire.service.errors import Forbidden, ServiceError, Unauthorized, Unavailable, error_response
 
 logger = logging.getLogger(__name__)
@@ -37,15 +35,38 @@ DOCS_FILES = "/docs/files"
 
 
 @dataclass(frozen=True, slots=True)
+class Person:
+    """Who has a token that is no job's: a human being, or a program of theirs."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent the request: the job of this id, or the operator where it is None. ticket: with a ticket only."""
+    """Who sent the request: the job of this id, or else a person. ticket: with a ticket only."""
 
-    job_id: str | None
+    job_id: str | None = None
     ticket: bool = False
+    person: Person | None = None
 
 
-class TokenFileError(Exception):
-    """The operator's token file cannot be used; the message says what to do."""
+class HomeToken(Protocol):
+    """The operator's token of the home, which may change while the service runs."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the one that holds."""
+        ...
+
+    @property
+    def due(self) -> bool:
+        """Is it time to look whether it has changed?"""
+        ...
+
+    def look(self) -> None:
+        """Look. It may block."""
+        ...
 
 
 def new_token() -> str:
@@ -63,31 +84,16 @@ def ticket_of(token: str, attempt: int) -> str:
     return hmac.digest(token.encode(), b"ticket of attempt %d" % attempt, hashlib.sha256).hex()
 
 
-def operator_token(path: Path) -> str:
-    """The operator's token, made where the file is missing. Raises TokenFileError, OSError."""
-    private_folder(path.parent)
-    if not path.exists():
-        write_private(path, new_token() + "\n")
-    token = path.read_text(encoding="utf-8").strip()
-    if len(token) < 16:
-        raise TokenFileError(
-            f"{path} holds {len(token)} characters, a token needs at least 16: remove the file to have one made"
-        )
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        logger.warning("token_readable_by_others path=%s advice='chmod 600 %s'", path, path)
-    return token
-
-
 class Guard:
     """ASGI middleware: 401 without a known token; with one, `request.state.caller` says whose it is.
 
-    find_job: the caller whose token or ticket has this hash, or None. It may block.
+    find: the caller who has this token or ticket, asked from this address, or None. It may block.
     """
 
-    def __init__(self, app: ASGIApp, token: str, find_job: Callable[[str], Caller | None]) -> None:
+    def __init__(self, app: ASGIApp, home: HomeToken, find: Callable[[str, str], Caller | None]) -> None:
         self.app = app
-        self._operator_hash = token_hash(token)
-        self._find_job = find_job
+        self._home = home
+        self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an open path or a known caller pass; answer the others."""
@@ -95,28 +101,30 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            caller = await self._caller(Headers(scope=scope).get("authorization", ""))
+            address = (scope.get("client") or ("",))[0]
+            caller = await self._caller(Headers(scope=scope).get("authorization", ""), address)
         except ServiceError as error:
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
         await self.app(scope, receive, send)
 
-    async def _caller(self, header: str) -> Caller:
+    async def _caller(self, header: str, address: str) -> Caller:
         scheme, _, token = header.partition(" ")
         token = token.strip()
         if not header:
             raise Unauthorized(
-                "no token: send 'Authorization: Bearer <token>'; the operator's token is in the file 'token' of "
-                "the service's home folder"
+                "no token: send 'Authorization: Bearer <token>'; the operator makes one for you with `thinwire token "
+                "create`, and has their own in the file 'token' of the service's home folder"
             )
         if scheme.lower() != "bearer" or not token:
             raise Unauthorized("the Authorization header must be 'Bearer <token>'")
-        digest = token_hash(token)
-        if hmac.compare_digest(digest, self._operator_hash):
-            return Caller(job_id=None)
+        if self._home.due:
+            await run_in_threadpool(self._home.look)
+        if hmac.compare_digest(token_hash(token), self._home.hash):
+            return Caller(person=Person(OPERATOR, Role.OPERATOR))
         try:
-            caller = await run_in_threadpool(self._find_job, digest)
+            caller = await run_in_threadpool(self._find, token, address)
         except OperationalError as error:
             logger.exception("database_error where=guard")
             raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
@@ -126,25 +134,46 @@ class Guard:
 
 
 # The guard does the work; this puts the scheme into OpenAPI, and an "Authorize" button into /docs.
-_documented = HTTPBearer(auto_error=False, description="the operator's token, or a job's own for its reports")
+_documented = HTTPBearer(auto_error=False, description="a person's token, or a job's own for its reports")
+
+
+def person(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+    """Dependency: a person who may do this: to read takes the role viewer, all else the role user. Raises Forbidden."""
+    _need(_of_request(request), request)
 
 
 def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: only the operator. Raises Forbidden."""
-    caller: Caller = request.state.caller
-    _refuse_ticket(caller)
-    if caller.job_id is not None:
-        raise Forbidden(
-            f"this is the token of job {caller.job_id}, which allows that job's own reports only; use the operator's"
-        )
+    """Dependency: only an operator, to read too. Raises Forbidden."""
+    _need(Role.OPERATOR, request)
 
 
-def job_or_operator(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: the job named by the path, or the operator. Raises Forbidden."""
+def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+    """Dependency: the job named by the path, or a person as for `person`. Raises Forbidden."""
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
-    if caller.job_id not in (None, job_id):
+    if caller.person is not None:
+        _need(_of_request(request), request)
+    elif caller.job_id != job_id:
         raise Forbidden(f"this is the token of job {caller.job_id}, which does not allow reports of another job")
+
+
+def _of_request(request: Request) -> Role:
+    return Role.VIEWER if request.method in ("GET", "HEAD") else Role.USER
+
+
+def _need(role: Role, request: Request) -> None:
+    caller: Caller = request.state.caller
+    _refuse_ticket(caller)
+    if caller.person is None:
+        raise Forbidden(
+            f"this is the token of job {caller.job_id}, which allows that job's own reports only; this takes a "
+            f"person's, with the role {role}"
+        )
+    if not caller.person.role.allows(role):
+        raise Forbidden(
+            f"the token {caller.person.name!r} has the role {caller.person.role}, and this takes the role {role}: ask "
+            "the operator for another token"
+        )
 
 
 def ticket_holder(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:

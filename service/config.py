@@ -51,6 +51,9 @@ class Settings(BaseSettings):
     reconcile_interval_s: float = Field(1.0, gt=0.0, le=300.0)
     keep_jobs: int | None = Field(None, ge=0, description="jobs that are over and kept; older ones are deleted")
     keep_days: float | None = Field(None, gt=0.0, description="jobs that have been over for longer are deleted")
+    audit_days: float = Field(
+        90.0, gt=0.0, description="lines of the audit, and tokens that are over, are kept so long"
+    )
     packages_folder: Path | None = Field(
         None, description="where packages are kept; default: packages in home. Services on several hosts need one place"
     )

@@ -2,17 +2,18 @@
 
     ServiceError
       +- Unauthorized         401  no token, or a wrong one
-      +- Forbidden            403  a job's token used for something else
+      +- Forbidden            403  the token is known, and does not allow this
       +- NotFound             404
-      |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound
+      |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound
       +- Conflict             409
-      |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt
+      |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
       +- UnsupportedMediaType 415  the body is not called what it has to be
       +- InvalidRequest       422  carries the problems, field by field
       +- TooMuch              429  a job that says more than it may
+      +- TooManyWrongTokens   429  an address that guesses
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
@@ -168,6 +169,29 @@ class TooMuch(ServiceError):
         self.headers = {"Retry-After": str(ceil(wait_s))}
 
 
+class TooManyWrongTokens(ServiceError):
+    """This address has sent many wrong tokens; trying again later helps."""
+
+    status = 429
+    code = "too_many_wrong_tokens"
+
+    def __init__(self, address: str, wait_s: float) -> None:
+        super().__init__(
+            f"{address} has sent many wrong tokens, so that this one is not looked at: mend what sends them, and try "
+            f"again in {wait_s:.0f} s"
+        )
+        self.headers = {"Retry-After": str(ceil(wait_s))}
+
+
+class TokenNotFound(NotFound):
+    """Nobody has ever had a token of this name."""
+
+    code = "token_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no token {name!r}; GET /v1/tokens lists them")
+
+
 class JobNotFound(NotFound):
     """There is no job of this id."""
 
@@ -246,6 +270,15 @@ class IdempotencyKeyReused(Conflict):
         super().__init__(
             f"Idempotency-Key {key!r} has already made job {job_id} from another spec; use a new key for a new job"
         )
+
+
+class TokenExists(Conflict):
+    """The name has a token that is not revoked."""
+
+    code = "token_exists"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a token {name!r} already: revoke it first, or take another name, such as {name}-2")
 
 
 class StaleAttempt(Conflict):

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, Caller, Guard, operator, operator_token
+from thinwire.service.auth import DOCS_FILES, Guard, person
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
@@ -38,6 +38,11 @@ from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetric
 from thinwire.service.ownership import Ownership
 from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
+from thinwire.service.people import router as people_router
+from thinwire.service.people.audit import Audit, Audited
+from thinwire.service.people.callers import Callers
+from thinwire.service.people.operator_file import OperatorToken
+from thinwire.service.people.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +67,11 @@ class ControlPlane:
         self._begun = self._closed = False
         self._home = settings.home
         private_folder(settings.home)
-        self.token = operator_token(settings.token_file)
+        self.operator_token = OperatorToken(settings.token_file)
         self.db = Database(settings.database)
+        self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
+        self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
+        self.callers = Callers(self.db, self.tokens)
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
@@ -74,7 +82,7 @@ class ControlPlane:
         folders = RunFolders(settings.runs, service_url)
         self.retention = Retention(
             self.db,
-            lambda job_id: self.jobs.delete(job_id),
+            lambda job_id: self.jobs.delete(job_id, self.audit.by_service("delete")),
             keep_jobs=settings.keep_jobs,
             keep_days=settings.keep_days,
             clock=clock,
@@ -200,16 +208,8 @@ class ControlPlane:
         """Jobs first: then nobody names their packages."""
         self.retention.prune()
         self.packages.prune()
-
-    def caller_of(self, token_hash: str) -> Caller | None:
-        """Who has the token, or the ticket, with this hash; None where nobody has."""
-        with self.db.read() as session:
-            jobs = JobRepository(session)
-            if (job_id := jobs.id_by_token_hash(token_hash)) is not None:
-                return Caller(job_id)
-            if (job_id := jobs.id_by_ticket_hash(token_hash)) is not None:
-                return Caller(job_id, ticket=True)
-        return None
+        self.tokens.prune()
+        self.audit.prune()
 
     def service_id(self) -> str:
         """Which service this is, whoever runs it."""
@@ -241,7 +241,7 @@ def create_app(
     takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: auth.TokenFileError, db.DatabaseUnusable, OSError.
+    clock: unix seconds. Raises: operator_file.TokenFileError, db.DatabaseUnusable, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
     plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
@@ -274,11 +274,13 @@ def create_app(
     app.include_router(jobs_router.workers)
     app.include_router(jobs_router.claims)
     app.include_router(packages_router.packages)
+    app.include_router(people_router.people)
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: count it, then ask who it is, then read its body.
+    # The last one added is the first to see a request: count it, ask who it is, note what is changed, read the body.
     app.add_middleware(Bodies)
-    app.add_middleware(Guard, token=plane.token, find_job=plane.caller_of)
+    app.add_middleware(Audited, db=plane.db, clock=clock)
+    app.add_middleware(Guard, home=plane.operator_token, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     return app
 
@@ -319,11 +321,11 @@ def readyz(request: Request) -> dict[str, str]:
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
-    **errors.documented(errors.Unauthorized, errors.Forbidden),
+    **errors.documented(errors.Unauthorized, errors.Forbidden, errors.TooManyWrongTokens, errors.Unavailable),
 }
 
 
-@_own.get("/metrics", dependencies=[Depends(operator)], response_class=Response, responses=_METRICS_DOC)
+@_own.get("/metrics", dependencies=[Depends(person)], response_class=Response, responses=_METRICS_DOC)
 def metrics(request: Request) -> Response:
     """The service's own metrics."""
     plane: ControlPlane = request.app.state.plane

@@ -22,13 +22,13 @@ from types import FrameType
 import uvicorn
 
 from thinwire.contract.files import private_folder, unusable_home, write_private
-from thinwire.service.auth import TokenFileError
 from thinwire.service.config import Settings
 from thinwire.service.connections import BoundedConnection, raise_file_limit
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.main import ControlPlane, DatabaseOwned, create_app
+from thinwire.service.people.operator_file import TokenFileError
 
 logger = logging.getLogger(__name__)
 

@@ -97,6 +97,7 @@ def test_every_law_is_where_make_test_fast_looks():
 def test_every_command_target_and_variable_that_is_named_exists(document):
     text = document.read_text()
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands |= {group.name for group in app.registered_groups if group.name}
     commands |= {point.name for point in installed_commands()}
     for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+)", text, flags=re.MULTILINE):
         assert command in commands, f"{document.name}: thinwire {command}"

@@ -43,6 +43,8 @@ class JobRow(Base):
     """Of the ticket of the attempt that was submitted last; None where drivers need none."""
     claimant_hash: Mapped[str | None] = mapped_column(String(64), default=None)
     """Of the secret of who has used it; None as long as nobody has."""
+    submitted_by: Mapped[str | None] = mapped_column(String(63), default=None)
+    """The name of the token; None where a version before names submitted it."""
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - what SQLAlchemy asks for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from thinwire.contract.jobs import (
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
-from thinwire.service.auth import job_or_operator, operator, ticket_holder
+from thinwire.service.auth import job_or_person, person, ticket_holder
 from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -39,6 +38,7 @@ from thinwire.service.errors import (
     JobOver,
     LogGone,
     StaleAttempt,
+    TooManyWrongTokens,
     TooMuch,
     Unauthorized,
     Unavailable,
@@ -49,26 +49,11 @@ from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import LOG_PART_BYTES
+from thinwire.service.people.audit import Change, change_of
+from thinwire.service.requests import json_body, known_query
 
-_ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, Unavailable)
+_ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable)
 LARGEST_OFFSET = 2**53 - 1
-
-
-def _known_query(request: Request) -> None:
-    """Dependency: every name in the query is one that the route takes, and once, unless it is a list.
-
-    A misspelt name would be passed over, and its default taken. Raises InvalidRequest.
-    """
-    known = {field.alias: field.field_info.annotation for field in request.scope["route"].dependant.query_params}
-    problems = []
-    for name, given in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if name not in known:
-            takes = f"this takes {', '.join(known)}" if known else "this takes none"
-            problems.append(Problem(path=name[:200], message=f"there is no such query parameter; {takes}"))
-        elif given > 1 and "list" not in str(known[name]):
-            problems.append(Problem(path=name, message=f"is given {given} times: give it once"))
-    if problems:
-        raise InvalidRequest.of(problems)
 
 
 def _one_key(request: Request) -> None:
@@ -79,18 +64,18 @@ def _one_key(request: Request) -> None:
 
 
 operators = APIRouter(
-    prefix="/v1", dependencies=[Depends(operator), Depends(_known_query)], responses=_ALWAYS, tags=["jobs"]
+    prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=_ALWAYS, tags=["jobs"]
 )
 workers = APIRouter(
     prefix="/v1/jobs",
-    dependencies=[Depends(job_or_operator), Depends(_known_query)],
+    dependencies=[Depends(job_or_person), Depends(known_query)],
     responses=_ALWAYS,
     tags=["reports"],
 )
 
 claims = APIRouter(
     prefix="/v1/jobs",
-    dependencies=[Depends(ticket_holder), Depends(_known_query)],
+    dependencies=[Depends(ticket_holder), Depends(known_query)],
     responses=_ALWAYS,
     tags=["remote runs"],
 )
@@ -128,20 +113,10 @@ _GIVES_BYTES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _json_body(request: Request) -> None:
-    """Dependency: a body is sent as JSON. `curl -d` says that it is a form. Raises UnsupportedMediaType."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
-        return
-    if not media and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-        return  # no body at all: that it is required is said better elsewhere
-    came = f"as {media}" if media else "without a Content-Type"
-    raise UnsupportedMediaType(f"the body came {came}: write it as JSON and send Content-Type: application/json")
-
-
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
 Runs = Annotated[RemoteRuns, Depends(_remote_runs)]
+Asked = Annotated[Change, Depends(change_of)]
 Attempt = Annotated[int, Query(ge=1, le=LARGEST_STEP, description="which submission of the job says it")]
 Rank = Annotated[
     int,
@@ -166,12 +141,12 @@ IdempotencyKey = Annotated[
 @operators.post(
     "/jobs",
     status_code=202,
-    dependencies=[Depends(_json_body), Depends(_one_key)],
+    dependencies=[Depends(json_body), Depends(_one_key)],
     responses=documented(IdempotencyKeyReused, BodyTooLarge, UnsupportedMediaType),
 )
-def submit(spec: AnySpec, jobs: Jobs, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
+def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
     """Accept a training job. It is written down before the answer, and started soon after."""
-    job = jobs.submit(spec, idempotency_key)
+    job = jobs.submit(spec, idempotency_key, change)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
 
@@ -195,30 +170,30 @@ def show(job_id: str, jobs: Jobs) -> Job:
 
 @operators.patch(
     "/jobs/{job_id}",
-    dependencies=[Depends(_json_body)],
+    dependencies=[Depends(json_body)],
     responses=documented(JobNotFound, JobOver, BodyTooLarge, UnsupportedMediaType),
 )
-def change(job_id: str, change: JobChange, jobs: Jobs) -> Job:
+def change(job_id: str, wanted: JobChange, jobs: Jobs, change: Asked) -> Job:
     """Change how many workers a job may have. It is written down before the answer, and the run follows it.
 
     Asking for the same again changes nothing. A job that is over or being cancelled is a conflict.
     """
-    return jobs.change(job_id, change)
+    return jobs.change(job_id, wanted, change)
 
 
 @operators.post("/jobs/{job_id}/cancel", status_code=202, responses=documented(JobNotFound, JobOver))
-def cancel(job_id: str, jobs: Jobs) -> Job:
+def cancel(job_id: str, jobs: Jobs, change: Asked) -> Job:
     """Ask for the job's end. Asking again is fine; a job that has succeeded or failed is a conflict."""
-    return jobs.cancel(job_id)
+    return jobs.cancel(job_id, change)
 
 
 @operators.delete("/jobs/{job_id}", status_code=204, responses=documented(JobNotFound, JobNotOver, JobNeeded))
-def delete(job_id: str, jobs: Jobs) -> None:
+def delete(job_id: str, jobs: Jobs, change: Asked) -> None:
     """Remove a job that is over, with its run folder: checkpoints, history, logs. A store elsewhere stays.
 
     A job from which others are still to begin is a conflict.
     """
-    jobs.delete(job_id)
+    jobs.delete(job_id, change)
 
 
 @operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound, LogGone))
@@ -281,9 +256,9 @@ def targets(reports: Reports) -> list[TargetGroup]:
 )
 def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports, request: Request) -> None:
     """Say where a worker can be scraped, on the host that says it. Repeat it: the registration runs out."""
-    by_operator = request.state.caller.job_id is None
+    by_person = request.state.caller.person is not None
     came_from = request.client.host if request.client else ""
-    reports.register(job_id, rank, worker, None if by_operator else came_from)
+    reports.register(job_id, rank, worker, None if by_person else came_from)
 
 
 @workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))
@@ -305,7 +280,7 @@ def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request)
 
 @claims.post(
     "/{job_id}/claim",
-    dependencies=[Depends(_json_body)],
+    dependencies=[Depends(json_body)],
     responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType),
 )
 def claim(job_id: str, claim: Claim, runs: Runs) -> Claimed:

@@ -45,6 +45,7 @@ from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_w
 from thinwire.service.launch.log_files import read_part
 from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog
 from thinwire.service.packages.store import Packages
+from thinwire.service.people.audit import Change
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class JobService:
         self._shared_folders = shared_folders
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
-    def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None) -> Job:
+    def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None, change: Change) -> Job:
         """Accept a job: its row, then its run folder. The same key and spec again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
@@ -97,6 +98,7 @@ class JobService:
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
         earlier = self._earlier(idempotency_key, digest, spec)
         if earlier is not None:
+            change.job_id, change.about = earlier.id, "repeated"
             return earlier
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe)
@@ -104,12 +106,13 @@ class JobService:
         given, spec = spec, self._starts.found(spec)
         token = new_token()
         with self._folders.lock:
-            row = self._insert(spec, digest, idempotency_key, token)
+            row = self._insert(spec, digest, idempotency_key, token, change)
             while row is None:  # the id is taken, or another request with this key was faster
                 earlier = self._earlier(idempotency_key, digest, given)
                 if earlier is not None:
+                    change.job_id, change.about = earlier.id, "repeated"
                     return earlier
-                row = self._insert(spec, digest, idempotency_key, token)
+                row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
                 folder.write(job_json(row), wanted_workers(row), token, self._folders.service_url)
@@ -141,7 +144,7 @@ class JobService:
             workers = JobRepository(session).count_live_leases([job_id], now)
         return self._view(row, workers.get(job_id, 0))
 
-    def change(self, job_id: str, change: JobChange) -> Job:
+    def change(self, job_id: str, wanted: JobChange, change: Change) -> Job:
         """Want another number of workers; the same again changes nothing.
 
         Raises: JobNotFound, JobOver, InvalidRequest.
@@ -150,7 +153,8 @@ class JobService:
             row = JobRepository(session).lock(job_id)
             if row is None:
                 raise JobNotFound(job_id)
-            resize(session, row, change.workers, self._clock())
+            resize(session, row, wanted.workers, self._clock())
+            change.write(session, job_id, f"workers {_limits(wanted)}")
         try:
             write_wanted(self._db, self._folders, job_id)
         except OSError:
@@ -159,7 +163,7 @@ class JobService:
         self._wake()
         return self.get(job_id)
 
-    def cancel(self, job_id: str) -> Job:
+    def cancel(self, job_id: str, change: Change) -> Job:
         """Ask for the job's end; asking again changes nothing. Raises JobNotFound, JobOver."""
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
@@ -170,10 +174,11 @@ class JobService:
                 raise JobOver(job_id, state, "it has finished and cannot be cancelled")
             if not state.terminal and state is not JobState.CANCELLING:
                 transition(session, row, JobState.CANCELLING, self._clock())
+                change.write(session, job_id)
         self._wake()
         return self.get(job_id)
 
-    def delete(self, job_id: str) -> None:
+    def delete(self, job_id: str, change: Change) -> None:
         """Remove a job that is over: its run folder with checkpoints, history and logs, then its rows.
 
         A checkpoint.store outside of the run folder stays. Raises: JobNotFound, JobNotOver, JobNeeded; Unavailable
@@ -198,6 +203,7 @@ class JobService:
             if row is None:
                 raise JobNotFound(job_id)
             JobRepository(session).remove(row)
+            change.write(session, job_id)
         logger.info("job_deleted job_id=%s state=%s", job_id, state)
 
     def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
@@ -330,7 +336,9 @@ class JobService:
             raise IdempotencyKeyReused(key, row.id)
         return self.get(row.id)
 
-    def _insert(self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str) -> JobRow | None:
+    def _insert(
+        self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, change: Change
+    ) -> JobRow | None:
         """The new row, committed with its first event; None where its id or its key has been taken meanwhile."""
         row = JobRow(
             id=f"{spec.name}-{self._new_suffix()}",
@@ -343,12 +351,15 @@ class JobService:
             attempt=1,
             max_attempts=1 + spec.workers.max_restarts,
             created_at=self._clock(),
+            submitted_by=change.who,
         )
         try:
             with self._db.write() as session:
                 JobRepository(session).add(row)
                 record(session, [row], row.created_at)
+                change.write(session, row.id)
         except IntegrityError:
+            change.written = False  # it was taken back with the rest
             return None
         return row
 
@@ -357,6 +368,11 @@ class JobService:
 
     def _view(self, row: JobRow, workers: int) -> Job:
         return job_view(row, workers, self._folders.of(row.id).path, self._page(row))
+
+
+def _limits(wanted: JobChange) -> str:
+    given = wanted.workers.model_dump(exclude_none=True)
+    return " ".join(f"{name}={value}" for name, value in given.items())
 
 
 def _found(session: Session, job_id: str) -> JobRow:

@@ -51,6 +51,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         reason=row.reason,
         attempt=row.attempt,
         created_at=_datetime(row.created_at),
+        submitted_by=row.submitted_by,
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
         steps=reading.of("spec.steps", lambda: planned_steps(row)),

@@ -6,9 +6,10 @@ from thinwire.service.config import Settings
 from thinwire.service.db import Base, Database
 from thinwire.service.jobs import models
 from thinwire.service.ownership import OwnerRow
+from thinwire.service.people.models import TokenRow
 
 target_metadata = Base.metadata
-assert models.JobRow.metadata is OwnerRow.metadata is target_metadata
+assert models.JobRow.metadata is OwnerRow.metadata is TokenRow.metadata is target_metadata
 
 
 def run() -> None:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from thinwire.contract.packages import Package
 from thinwire.contract.script import SHA256
-from thinwire.service.auth import operator
+from thinwire.service.auth import person
 from thinwire.service.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -34,7 +34,7 @@ _MEDIA = "application/octet-stream"
 
 packages = APIRouter(
     prefix="/v1/packages",
-    dependencies=[Depends(operator)],
+    dependencies=[Depends(person)],
     responses=documented(Unauthorized, Forbidden, InvalidRequest, Unavailable),
     tags=["packages"],
 )
@@ -71,6 +71,7 @@ def package(sha256: Sha256, store: Store) -> Package:
 
 @packages.put(
     "/{sha256}",
+    name="put_package",
     status_code=201,
     dependencies=[Depends(_bytes)],
     responses={

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.service.control_plane_harness import Service, spec
-from thinwire.service.auth import OPEN_PATHS, TokenFileError, operator_token
+from thinwire.service.auth import OPEN_PATHS, token_hash
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
+from thinwire.service.people.operator_file import OperatorToken, TokenFileError
 
 REPORTS = {
     ("PUT", "/v1/jobs/{job_id}/workers/{rank}"),
@@ -137,9 +138,9 @@ def test_every_operation_but_the_open_ones_documents_its_scheme_and_its_errors(s
 
 def test_the_operators_token_is_made_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "home" / "token"
-    token = operator_token(path)
-    assert len(token) >= 40
-    assert operator_token(path) == token
+    held = OperatorToken(path)
+    assert len(path.read_text().strip()) >= 40
+    assert OperatorToken(path).hash == held.hash == token_hash(path.read_text().strip())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -147,7 +148,7 @@ def test_the_operators_token_is_made_once_and_private(tmp_path: Path) -> None:
 def test_an_empty_token_file_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("\n")
     with pytest.raises(TokenFileError, match="remove the file"):
-        operator_token(tmp_path / "token")
+        OperatorToken(tmp_path / "token")
 
 
 def test_submitting_needs_no_more_than_the_operators_token(service: Service) -> None:

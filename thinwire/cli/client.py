@@ -31,6 +31,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from thinwire.contract.files import unusable_home
 from thinwire.contract.jobs import CheckpointList, ErrorBody, History, Job, JobItem, JobList, Logs, Problem
 from thinwire.contract.packages import Package
+from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
 from thinwire.contract.reports import Event
 from thinwire.service.config import Settings
 
@@ -278,6 +279,28 @@ class Client:
         """The job's events of these kinds, in order of time."""
         params: dict[str, str | list[str]] = {"after_step": str(_BEYOND_ALL_STEPS), "event_kind": list(kinds)}
         return self._call("GET", _path(job_id, "metrics"), History, params=params).events
+
+    def create_token(self, asked: NewToken) -> MadeToken:
+        """A token for somebody else, with its text. Raises Rejected, and ApiError (409) where the name has one."""
+        return self._call("POST", "/v1/tokens", MadeToken, body=asked.model_dump(mode="json", exclude_none=True))
+
+    def tokens(self) -> list[TokenItem]:
+        """Everybody's tokens, without their texts."""
+        return self._call("GET", "/v1/tokens", TokenList).tokens
+
+    def revoke_token(self, name: str) -> None:
+        """Refuse the token of this name from now on. Raises NotFound."""
+        self._ask("DELETE", f"/v1/tokens/{quote(name, safe='')}")
+
+    def rotate_token(self) -> str:
+        """Another operator's token in the place of the one in the service's home."""
+        return self._call("POST", "/v1/tokens/operator/rotate", RotatedToken).token
+
+    def audit(self, limit: int, *, who: str | None = None, job_id: str | None = None) -> list[AuditLine]:
+        """The newest changes, newest first; of one person, of one job where given. limit: at most 1000."""
+        asked = {"limit": str(limit), "who": who, "job_id": job_id}
+        params: dict[str, str | list[str]] = {name: value for name, value in asked.items() if value is not None}
+        return self._call("GET", "/v1/audit", AuditList, params=params).lines
 
     def resolve(self, prefix: str) -> Job:
         """The job whose ID is, or alone begins with, `prefix`. Raises NotFound, AmbiguousId."""

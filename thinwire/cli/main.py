@@ -31,11 +31,12 @@ from thinwire.cli.client import (
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import workers_rows
+from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text
 from thinwire.cli.quickstart import QuickstartError, run_quickstart
 from thinwire.cli.resize import resize
-from thinwire.cli.screen import complain, console, note, watch_to_end
+from thinwire.cli.screen import complain, console, note, print_columns, time_text, watch_to_end
 from thinwire.cli.submit import submit
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.up import down, up
@@ -136,7 +137,7 @@ def jobs(
     if not found:
         note("No jobs yet. Next: `thinwire submit examples/quickstart.yaml --watch`.")
         return
-    rows = [("ID", "NAME", "STATE", "STEP", "VALIDATION", "CREATED")]
+    rows = [("ID", "NAME", "STATE", "STEP", "VALIDATION", "CREATED", "BY")]
     rows += [
         (
             job.id,
@@ -144,11 +145,12 @@ def jobs(
             str(job.state),
             steps_text(job.progress.step if job.progress else 0, job.steps),
             loss_text(job.validation_loss),
-            _when(job.created_at.timestamp()),
+            time_text(job.created_at),
+            job.submitted_by or "",
         )
         for job in found
     ]
-    _print_columns(rows)
+    print_columns(rows)
 
 
 @app.command()
@@ -168,13 +170,14 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         rows.append(("unreadable", job.unreadable))
     if job.reason:
         rows.append(("reason", job.reason))
-    rows.append(("created", _when(job.created_at.timestamp())))
+    by = f", by {job.submitted_by}" if job.submitted_by else ""
+    rows.append(("created", f"{time_text(job.created_at)}{by}"))
     if job.started_at:
-        rows.append(("started", _when(job.started_at.timestamp())))
+        rows.append(("started", time_text(job.started_at)))
     if job.finished_at:
         since = job.started_at or job.created_at
         took = seconds_text((job.finished_at - since).total_seconds())
-        rows.append(("finished", f"{_when(job.finished_at.timestamp())}, after {took}"))
+        rows.append(("finished", f"{time_text(job.finished_at)}, after {took}"))
     rows.append(("attempt", str(job.attempt)))
     if resumed:
         steps = ", ".join(str(event.step) for event in resumed)
@@ -186,7 +189,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     rows.append(("folder", job.run_dir))
     if job.dashboard_url:
         rows.append(("dashboard", job.dashboard_url))
-    _print_columns(rows)
+    print_columns(rows)
     if job.dashboard_url:
         typer.echo(
             "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME, or, "
@@ -242,6 +245,8 @@ def logs(
                 time.sleep(FOLLOW_POLL_S)
 
 
+app.add_typer(tokens, name="token")
+app.command()(audit)
 app.command()(resize)
 app.command()(plan)
 app.command()(fetch)
@@ -293,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; leaves by SystemExit with the exit code. arguments: default is sys.argv[1:]."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    own |= {group.name for group in app.registered_groups if group.name}
     if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
         complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
     commands.join_commands(app, own, commands.installed_commands(), given)
@@ -325,17 +331,6 @@ def _over(client: Client, job_id: str) -> bool:
         return client.job(job_id).state.terminal
     except Unreachable:
         return False
-
-
-def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns, never cut: an ID in a pipe must be whole."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _when(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
 
 import typer
 from rich.console import Console
@@ -28,6 +31,18 @@ def note(message: str) -> None:
 def complain(message: str) -> None:
     """An error, in the name of the command."""
     typer.echo(f"thinwire: {message}", err=True)
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Aligned columns, never cut: an ID in a pipe must be whole."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def time_text(moment: datetime) -> str:
+    """In the machine's time zone, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment.timestamp()))
 
 
 def watch_to_end(client: Client, job: Job) -> None:

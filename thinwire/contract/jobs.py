@@ -102,6 +102,9 @@ class JobItem(BaseModel):
     )
     attempt: int = Field(description="submissions so far; above 1 after its cluster was lost")
     created_at: datetime
+    submitted_by: str | None = Field(
+        None, description="the name of the token; null: an earlier version did not note it"
+    )
     started_at: datetime | None = None
     finished_at: datetime | None = None
     steps: int | None = Field(None, description="optimizer steps that were asked for; null where a script says")

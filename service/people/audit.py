@@ -1,0 +1,208 @@
+"""Who has changed what? A line for each change that a person asks for, done or refused, in the database and the log.
+
+What is done writes its line in its own transaction (`Change.write`): there is no change without one. The middleware
+writes the lines of the others, of what was refused and of what needed no transaction, before the answer is sent. No
+line holds a secret: of a request it takes names alone, never its body or its headers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from fastapi import Request
+from sqlalchemy import delete, func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from thinwire.contract.people import AuditLine, AuditList, Role
+from thinwire.service.auth import Caller
+from thinwire.service.db import Database
+from thinwire.service.errors import NotOwner
+from thinwire.service.people.models import AuditRow
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "service"
+"""Who changes what nobody has asked for."""
+MOST_LINES = 1_000_000
+"""Older ones are removed, however young: about 200 MB."""
+AT_ONCE = 10_000
+"""Lines removed in one transaction."""
+PAUSE_S = 60.0
+"""Between two looks at what is too old, unless the last one left something."""
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(slots=True)
+class Change:
+    """A change that is under way. status: what will be answered, or was. written: its line is in the database."""
+
+    who: str
+    role: Role | None
+    what: str
+    address: str | None
+    now: float
+    status: int
+    job_id: str | None = None
+    about: str | None = None
+    written: bool = field(default=False, init=False)
+
+    def write(self, session: Session, job_id: str | None = None, about: str | None = None) -> None:
+        """Put the line into the transaction that makes the change. job_id, about: what it is of, where known by now."""
+        self.job_id, self.about = job_id or self.job_id, about or self.about
+        session.add(
+            AuditRow(
+                time=self.now,
+                who=self.who,
+                role=self.role,
+                what=self.what,
+                job_id=self.job_id,
+                about=self.about and self.about[:200],
+                address=self.address,
+                status=self.status,
+            )
+        )
+        session.flush()
+        self.written = True
+
+    def log(self) -> None:
+        """The same line in the log."""
+        logger.info(
+            "audit who=%s role=%s what=%s job_id=%s about=%s address=%s status=%d",
+            *(self.who, self.role or "-", self.what, self.job_id or "-", self.about or "-", self.address or "-"),
+            self.status,
+        )
+
+
+def change_of(request: Request) -> Change:
+    """Dependency: the change that this request asks for, named by its route."""
+    change: Change = request.state.change
+    change.what = request.scope["route"].name
+    change.status = request.scope["route"].status_code or 200
+    return change
+
+
+class Audited:
+    """ASGI middleware behind the guard: every request of a person that may change something leaves a line.
+
+    clock: unix seconds.
+    """
+
+    def __init__(self, app: ASGIApp, db: Database, clock: Callable[[], float]) -> None:
+        self.app = app
+        self._db, self._clock = db, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and see that its line is written before its answer goes out."""
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if scope["type"] != "http" or caller is None or caller.person is None or scope["method"] in _READS:
+            await self.app(scope, receive, send)
+            return
+        address = (scope.get("client") or (None,))[0]
+        change = Change(caller.person.name, caller.person.role, scope["method"], address, self._clock(), 500)
+        scope["state"]["change"] = change
+        answered = False
+
+        async def watch(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start" and not answered:
+                answered = True
+                await run_in_threadpool(self._finish, change, scope, message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception:
+            if not answered:
+                await run_in_threadpool(self._finish, change, scope, 500)
+            raise
+
+    def _finish(self, change: Change, scope: Scope, status: int) -> None:
+        """Write the line that is missing: of a change that has written none, or that was answered otherwise."""
+        missing = not change.written or status != change.status
+        change.status = status
+        route = scope.get("route")
+        if not change.written and route is not None:
+            change.what = route.name
+        parameters = scope.get("path_params", {})
+        change.job_id = change.job_id or _plain(parameters.get("job_id"), 80)
+        change.about = change.about or _plain(parameters.get("name") or parameters.get("sha256"), 200)
+        change.log()
+        if not missing:
+            return
+        try:
+            with self._db.write() as session:
+                change.write(session)
+        except (NotOwner, SQLAlchemyError) as error:  # a service that stands by changes nothing either
+            logger.error("audit_line_in_the_log_only reason=%s", error)
+
+
+class Audit:
+    """What is kept of the lines, for operators to read. Methods may be called from any thread.
+
+    keep_days: lines are kept for so long. clock: unix seconds.
+    """
+
+    def __init__(self, db: Database, *, keep_days: float, clock: Callable[[], float]) -> None:
+        self._db, self._keep_s, self._clock = db, keep_days * 86_400.0, clock
+        self._due = float("-inf")
+
+    def by_service(self, what: str) -> Change:
+        """A change that the service makes by itself, such as of retention."""
+        return Change(SERVICE, None, what, None, self._clock(), 200)
+
+    def lines(self, limit: int, before: int | None, who: str | None, job_id: str | None) -> AuditList:
+        """The newest lines, newest first: of one person, of one job, older than a line where that is given."""
+        query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
+        if before is not None:
+            query = query.where(AuditRow.id < before)
+        if who is not None:
+            query = query.where(AuditRow.who == who)
+        if job_id is not None:
+            query = query.where(AuditRow.job_id == job_id)
+        with self._db.read() as session:
+            rows = session.scalars(query).all()
+        more, rows = len(rows) > limit, rows[:limit]
+        return AuditList(lines=list(_views(rows)), next=rows[-1].id if more else None)
+
+    def prune(self) -> None:
+        """Remove some of what need not be kept any longer, oldest first."""
+        now = self._clock()
+        if now < self._due:
+            return
+        with self._db.read() as session:
+            newest = session.scalar(select(func.max(AuditRow.id))) or 0
+            old = select(AuditRow.id).where((AuditRow.time < now - self._keep_s) | (AuditRow.id <= newest - MOST_LINES))
+            due = session.scalars(old.order_by(AuditRow.id).limit(AT_ONCE)).all()
+        if due:
+            with self._db.write() as session:
+                session.execute(delete(AuditRow).where(AuditRow.id >= due[0], AuditRow.id <= due[-1]))
+            logger.info("audit_pruned lines=%d", len(due))
+        self._due = now if len(due) == AT_ONCE else now + PAUSE_S
+
+
+def _views(rows: Iterable[AuditRow]) -> Iterable[AuditLine]:
+    for row in rows:
+        yield AuditLine(
+            number=row.id,
+            time=datetime.fromtimestamp(row.time, UTC),
+            who=row.who,
+            role=Role(row.role) if row.role is not None else None,
+            what=row.what,
+            job_id=row.job_id,
+            about=row.about,
+            address=row.address,
+            status=row.status,
+        )
+
+
+def _plain(given: object, longest: int) -> str | None:
+    """As one word of a line, whatever a path held."""
+    if not isinstance(given, str) or not given:
+        return None
+    return "".join(sign if sign.isascii() and sign.isprintable() and sign != " " else "?" for sign in given)[:longest]

@@ -1,0 +1,111 @@
+"""The routes of people's tokens and of the audit, for operators."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from sqlalchemy.exc import SQLAlchemyError
+
+from thinwire.contract.people import AuditList, MadeToken, NewToken, RotatedToken, TokenList, TokenName
+from thinwire.service.auth import operator
+from thinwire.service.db import Database
+from thinwire.service.errors import (
+    BodyTooLarge,
+    Forbidden,
+    InvalidRequest,
+    TokenExists,
+    TokenNotFound,
+    TooManyWrongTokens,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMediaType,
+    documented,
+)
+from thinwire.service.people.audit import Audit, Change, change_of
+from thinwire.service.people.operator_file import OperatorToken
+from thinwire.service.people.tokens import Tokens
+from thinwire.service.requests import json_body, known_query
+
+LARGEST_NUMBER = 2**31 - 1
+
+people = APIRouter(
+    prefix="/v1",
+    dependencies=[Depends(operator), Depends(known_query)],
+    responses=documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable),
+    tags=["people"],
+)
+
+
+def _tokens(request: Request) -> Tokens:
+    tokens: Tokens = request.app.state.plane.tokens
+    return tokens
+
+
+def _audit(request: Request) -> Audit:
+    audit: Audit = request.app.state.plane.audit
+    return audit
+
+
+AllTokens = Annotated[Tokens, Depends(_tokens)]
+Asked = Annotated[Change, Depends(change_of)]
+Named = Annotated[TokenName, Path(description="of the token")]
+
+
+@people.post(
+    "/tokens",
+    status_code=201,
+    dependencies=[Depends(json_body)],
+    responses=documented(TokenExists, BodyTooLarge, UnsupportedMediaType),
+)
+def create_token(asked: NewToken, tokens: AllTokens, change: Asked) -> MadeToken:
+    """Make a token for a person or a program. Its text is in this answer and nowhere else.
+
+    A name that has a token which is not revoked is a conflict.
+    """
+    return tokens.create(asked, change)
+
+
+@people.get("/tokens")
+def list_tokens(tokens: AllTokens) -> TokenList:
+    """Everybody's tokens: role, when made, last used, over. Not the operator's in the home."""
+    return tokens.list()
+
+
+@people.delete("/tokens/{name}", status_code=204, responses=documented(TokenNotFound))
+def revoke_token(name: Named, tokens: AllTokens, change: Asked) -> None:
+    """Refuse the token of this name from now on. Asking again is fine. Jobs of its owner go on."""
+    tokens.revoke(name, change)
+
+
+@people.post("/tokens/operator/rotate")
+def rotate_token(request: Request, change: Asked) -> RotatedToken:
+    """Put a new operator's token into the home of the service that answers. The one before is refused at once."""
+    db: Database = request.app.state.plane.db
+    held: OperatorToken = request.app.state.plane.operator_token
+    try:
+        with db.write() as session:
+            change.write(session, about="operator")
+            return RotatedToken(token=held.rotate())
+    except OSError as error:
+        raise Unavailable(
+            f"the token file in the home cannot be written ({error.strerror or error}): the token is as it was"
+        ) from error
+    except SQLAlchemyError as error:
+        raise Unavailable(
+            "the database did not answer, and the token may have changed all the same: see the file 'token' in the home"
+        ) from error
+
+
+@people.get("/audit")
+def read_audit(
+    audit: Annotated[Audit, Depends(_audit)],
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="`next` of an earlier answer")] = None,
+    who: Annotated[TokenName | None, Query(description="only what this one has asked for")] = None,
+    job_id: Annotated[
+        str | None, Query(pattern=r"^[\x21-\x7e]{1,80}$", description="only what was asked of this job")
+    ] = None,
+) -> AuditList:
+    """Who has changed what, newest first."""
+    return audit.lines(limit, before, who, job_id)

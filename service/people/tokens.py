@@ -1,0 +1,140 @@
+"""People's tokens: made, listed, revoked, recognised. The database has the SHA-256 of each, and nobody its text."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from thinwire.contract.jobs import Problem
+from thinwire.contract.people import OPERATOR, MadeToken, NewToken, Role, TokenItem, TokenList
+from thinwire.service.auth import Person, token_hash
+from thinwire.service.db import Database
+from thinwire.service.errors import InvalidRequest, TokenExists, TokenNotFound, Unauthorized
+from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
+from thinwire.service.people.models import TokenRow
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "twp_"
+"""Of every token of a person: who searches files for secrets finds it."""
+COARSE_S = 600.0
+"""When a token was used last is written this seldom."""
+DAY_S = 86_400.0
+
+
+class Tokens:
+    """People's tokens. Methods may be called from any thread.
+
+    keep_days: a token that is no longer valid is listed, and says why it is refused, for so long. clock: unix seconds.
+    """
+
+    def __init__(self, db: Database, *, keep_days: float, clock: Callable[[], float]) -> None:
+        self._db, self._keep_s, self._clock = db, keep_days * DAY_S, clock
+        self._lock = threading.Lock()
+        self._used: dict[int, float] = {}
+        self._due = float("-inf")
+
+    def create(self, asked: NewToken, change: Change) -> MadeToken:
+        """A new token, with its text, which is not told again. Raises: InvalidRequest, TokenExists."""
+        if asked.name in (OPERATOR, SERVICE):
+            words = f"must be another name: {OPERATOR!r} has the token in the home, {SERVICE!r} is the service itself"
+            raise InvalidRequest.of([Problem(path="name", value=asked.name, message=words)])
+        token = PREFIX + secrets.token_urlsafe(32)
+        now = self._clock()
+        row = TokenRow(
+            name=asked.name,
+            token_hash=token_hash(token),
+            role=asked.role.value,
+            created_at=now,
+            created_by=change.who,
+            expires_at=None if asked.days is None else now + asked.days * DAY_S,
+        )
+        try:
+            with self._db.write() as session:
+                session.add(row)
+                session.flush()
+                change.write(session, about=f"{asked.name}:{asked.role.value}")
+        except IntegrityError as error:
+            raise TokenExists(asked.name) from error
+        return MadeToken(**_view(row, now).model_dump(), token=token)
+
+    def list(self) -> TokenList:
+        """All tokens, by name, and of a name the newest first."""
+        now = self._clock()
+        with self._db.read() as session:
+            rows = session.scalars(select(TokenRow).order_by(TokenRow.name, TokenRow.id.desc())).all()
+        return TokenList(tokens=[_view(row, now) for row in rows])
+
+    def revoke(self, name: str, change: Change) -> None:
+        """From now on the token of this name is refused; revoking it again changes nothing. Raises TokenNotFound."""
+        with self._db.write() as session:
+            found = session.scalars(select(TokenRow).where(TokenRow.name == name)).all()
+            if not found:
+                raise TokenNotFound(name)
+            for row in found:
+                if row.revoked_at is None:
+                    row.revoked_at = self._clock()
+            change.write(session, about=name)
+
+    def person(self, session: Session, digest: str) -> Person | None:
+        """Whose token has this SHA-256; None where nobody's has. Raises Unauthorized for one that is over."""
+        row = session.scalar(select(TokenRow).where(TokenRow.token_hash == digest))
+        if row is None:
+            return None
+        now = self._clock()
+        if row.revoked_at is not None:
+            raise Unauthorized(f"this token, {row.name!r}, was revoked on {_day(row.revoked_at)}: ask the operator")
+        if row.expires_at is not None and row.expires_at <= now:
+            raise Unauthorized(f"this token, {row.name!r}, expired on {_day(row.expires_at)}: ask the operator")
+        if row.last_used_at is None or now - row.last_used_at >= COARSE_S:
+            with self._lock:
+                self._used[row.id] = now
+        return Person(row.name, Role(row.role))
+
+    def prune(self) -> None:
+        """Write when tokens were last used, and forget those that have long been over; once in a while."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + PAUSE_S
+        with self._lock:
+            used, self._used = self._used, {}
+        old = now - self._keep_s
+        over = (TokenRow.revoked_at < old) | (TokenRow.expires_at < old)
+        with self._db.read() as session:
+            forgotten = session.scalars(select(TokenRow.id).where(over)).all()
+        if not used and not forgotten:
+            return
+        with self._db.write() as session:
+            for token_id, at in used.items():
+                session.execute(update(TokenRow).where(TokenRow.id == token_id).values(last_used_at=at))
+            if forgotten:
+                session.execute(delete(TokenRow).where(TokenRow.id.in_(forgotten)))
+
+
+def _view(row: TokenRow, now: float) -> TokenItem:
+    return TokenItem(
+        name=row.name,
+        role=Role(row.role),
+        created_at=datetime.fromtimestamp(row.created_at, UTC),
+        created_by=row.created_by,
+        last_used_at=_time(row.last_used_at),
+        expires_at=_time(row.expires_at),
+        revoked_at=_time(row.revoked_at),
+        valid=row.revoked_at is None and (row.expires_at is None or row.expires_at > now),
+    )
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

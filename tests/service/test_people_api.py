@@ -1,0 +1,356 @@
+"""People's tokens, what each role may do, and the line that every change leaves; on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, select
+
+from tests.service.control_plane_harness import Service, spec
+from tests.service.postgresql import postgresql
+from thinwire.contract.people import Role
+from thinwire.service.people import callers, operator_file
+from thinwire.service.people.models import AuditRow, TokenRow
+
+DAY_S = 86_400.0
+
+
+@pytest.fixture(scope="module")
+def new_database() -> Iterator[Callable[[], str]]:
+    with postgresql() as make:
+        yield make
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
+    """A service on each kind of database."""
+    url = request.getfixturevalue("new_database")() if request.param == "postgresql" else None
+    started = Service(tmp_path / "home", database_url=url)
+    yield started
+    started.close()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def made(service: Service, name: str, role: str = "user", **more: Any) -> dict[str, str]:
+    """Make a token; what its owner sends."""
+    answer = service.client.post("/v1/tokens", json={"name": name, "role": role, **more})
+    assert answer.status_code == 201, answer.text
+    return bearer(answer.json()["token"])
+
+
+def audit(service: Service, **query: Any) -> list[dict[str, Any]]:
+    answer = service.client.get("/v1/audit", params=query)
+    assert answer.status_code == 200, answer.text
+    lines: list[dict[str, Any]] = answer.json()["lines"]
+    return lines
+
+
+OF_OPERATORS = {
+    ("POST", "/v1/tokens"),
+    ("GET", "/v1/tokens"),
+    ("DELETE", "/v1/tokens/{name}"),
+    ("POST", "/v1/tokens/operator/rotate"),
+    ("GET", "/v1/audit"),
+}
+OF_TICKETS = {("POST", "/v1/jobs/{job_id}/claim")}
+OPEN = {"/healthz", "/readyz"}
+
+
+def test_each_role_may_do_what_it_says_and_no_more(either: Service) -> None:
+    """Over every route of the application: one that is added joins."""
+    job_id = either.submit()
+    headers = {role: made(either, f"a-{role}", role) for role in Role}
+    document = either.client.get("/openapi.json").json()
+    for path, item in document["paths"].items():
+        for method in map(str.upper, item):
+            if path in OPEN or (method, path) == ("POST", "/v1/tokens/operator/rotate"):
+                continue
+            needed = Role.VIEWER if method == "GET" else Role.USER
+            needed = Role.OPERATOR if (method, path) in OF_OPERATORS else needed
+            at = path.replace("{job_id}", job_id).replace("{rank}", "0").replace("{name}", "loss.png")
+            at = at.replace("{sha256}", "0" * 64)
+            for role in Role:
+                answer = either.client.request(method, at, headers=headers[role])
+                refused = not role.allows(needed) or (method, path) in OF_TICKETS
+                assert (answer.status_code == 403) is refused, (method, path, role, answer.text)
+                assert answer.status_code not in (401, 500), (method, path, role)
+                if not role.allows(needed) and (method, path) not in OF_TICKETS:
+                    said = answer.json()["message"]
+                    assert f"'a-{role}' has the role {role}, and this takes the role {needed}" in said
+
+
+def test_a_token_is_told_once_and_kept_as_its_hash(either: Service) -> None:
+    answer = either.client.post("/v1/tokens", json={"name": "anna"})
+    token = answer.json()["token"]
+    assert answer.json()["role"] == "user"
+    assert token.startswith("twp_")
+    assert len(token) > 40
+    assert token not in either.client.get("/v1/tokens").text
+    with either.plane.db.read() as session:
+        row = session.scalars(select(TokenRow)).one()
+        assert token not in str(vars(row))
+    again = either.client.post("/v1/tokens", json={"name": "anna"})
+    assert (again.status_code, again.json()["code"]) == (409, "token_exists")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"name": "operator"},
+        {"name": "service"},
+        {"name": "Anna"},
+        {"name": ""},
+        {"name": "a b"},
+        {"name": "x" * 64},
+        {"name": "anna", "role": "king"},
+        {"name": "anna", "days": 0},
+        {"name": "anna", "days": 4000},
+        {"name": "anna", "days": "10"},
+        {"name": "anna", "token": "mine"},
+        {},
+    ],
+)
+def test_what_cannot_be_a_token_is_told_with_its_field(shared_service: Service, body: dict[str, Any]) -> None:
+    answer = shared_service.client.post("/v1/tokens", json=body)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["problems"][0]["path"] in {"name", "role", "days", "token"}
+
+
+def test_a_token_that_is_revoked_or_has_expired_says_so(either: Service) -> None:
+    anna, bert = made(either, "anna"), made(either, "bert", days=2.0)
+    assert either.client.get("/v1/jobs", headers=anna).status_code == 200
+    assert either.client.delete("/v1/tokens/anna").status_code == 204
+    assert either.client.delete("/v1/tokens/anna").status_code == 204  # again is fine
+    assert either.client.delete("/v1/tokens/nobody").status_code == 404
+    for _ in range(2):  # the second is answered from memory
+        answer = either.client.get("/v1/jobs", headers=anna)
+        assert (answer.status_code, "'anna', was revoked on" in answer.json()["message"]) == (401, True)
+    either.clock.pass_(2 * DAY_S - 1)
+    assert either.client.get("/v1/jobs", headers=bert).status_code == 200
+    either.clock.pass_(2)
+    answer = either.client.get("/v1/jobs", headers=bert)
+    assert (answer.status_code, "'bert', expired on" in answer.json()["message"]) == (401, True)
+    anew = made(either, "anna", "viewer")  # the name is free again, and the old token stays refused
+    assert either.client.get("/v1/jobs", headers=anew).status_code == 200
+    assert either.client.get("/v1/jobs", headers=anna).status_code == 401
+    states = [(one["name"], one["valid"]) for one in either.client.get("/v1/tokens").json()["tokens"]]
+    assert states == [("anna", True), ("anna", False), ("bert", False)]
+
+
+def test_the_last_use_is_known_to_ten_minutes_and_costs_no_write_each(either: Service) -> None:
+    anna = made(either, "anna")
+
+    def last_used() -> str | None:
+        found: str | None = either.client.get("/v1/tokens").json()["tokens"][0]["last_used_at"]
+        return found
+
+    assert last_used() is None
+    assert either.client.get("/v1/jobs", headers=anna).status_code == 200
+    either.clock.pass_(60)
+    either.plane.tokens.prune()
+    first = last_used()
+    assert first is not None
+    either.client.get("/v1/jobs", headers=anna)
+    either.clock.pass_(60)
+    either.plane.tokens.prune()
+    assert last_used() == first
+    either.clock.pass_(600)
+    either.client.get("/v1/jobs", headers=anna)
+    either.plane.tokens.prune()
+    assert last_used() != first
+
+
+def test_a_job_says_who_has_submitted_it(either: Service) -> None:
+    anna = made(either, "anna")
+    mine = either.client.post("/v1/jobs", json=spec(), headers=anna).json()
+    theirs = either.submit()
+    assert mine["submitted_by"] == "anna"
+    listed = {job["id"]: job["submitted_by"] for job in either.client.get("/v1/jobs").json()["jobs"]}
+    assert listed == {mine["id"]: "anna", theirs: "operator"}
+
+
+def test_every_change_leaves_one_line_done_or_refused(either: Service) -> None:
+    anna, carl = made(either, "anna"), made(either, "carl", "viewer")
+    key = {"Idempotency-Key": "k"}
+    job_id = either.client.post("/v1/jobs", json=spec(), headers={**anna, **key}).json()["id"]
+    either.client.post("/v1/jobs", json=spec(), headers={**anna, **key})
+    either.client.post("/v1/jobs", json={"steps": "ten"}, headers=anna)
+    either.client.get(f"/v1/jobs/{job_id}", headers=anna)  # reads leave none
+    either.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"max": 3}}, headers=anna)
+    either.client.post(f"/v1/jobs/{job_id}/cancel", headers=carl)
+    either.client.post(f"/v1/jobs/{job_id}/cancel", headers=anna)
+    either.turn(2)
+    either.client.delete(f"/v1/jobs/{job_id}")
+    either.client.delete("/v1/jobs/gone%0Aaudit who=bert")
+    either.client.delete("/v1/tokens/carl")
+    lines = [(x["who"], x["role"], x["what"], x["job_id"], x["about"], x["status"]) for x in audit(either)][::-1]
+    assert lines == [
+        ("operator", "operator", "create_token", None, "anna:user", 201),
+        ("operator", "operator", "create_token", None, "carl:viewer", 201),
+        ("anna", "user", "submit", job_id, None, 202),
+        ("anna", "user", "submit", job_id, "repeated", 202),
+        ("anna", "user", "submit", None, None, 422),
+        ("anna", "user", "change", job_id, "workers max=3", 200),
+        ("carl", "viewer", "cancel", job_id, None, 403),
+        ("anna", "user", "cancel", job_id, None, 202),
+        ("operator", "operator", "delete", job_id, None, 204),
+        ("operator", "operator", "delete", "gone?audit?who=bert", None, 404),
+        ("operator", "operator", "revoke_token", None, "carl", 204),
+    ]
+    assert {x["address"] for x in audit(either)} == {"127.0.0.1"}
+    assert [x["what"] for x in audit(either, who="anna", job_id=job_id)] == ["cancel", "change", "submit", "submit"]
+    page = either.client.get("/v1/audit", params={"limit": 2}).json()
+    assert [x["number"] for x in audit(either, limit=1, before=page["next"])] == [page["next"] - 1]
+
+
+def test_the_log_has_the_same_line_and_no_secret_is_in_either(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    anna = made(service, "anna")
+    secret = anna["Authorization"].split()[1]
+    job_id = service.client.post("/v1/jobs", json=spec(), headers=anna).json()["id"]
+    rotated = service.client.post("/v1/tokens/operator/rotate").json()["token"]
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert f"audit who=anna role=user what=submit job_id={job_id} about=- address=127.0.0.1 status=202" in said
+    assert "audit who=operator role=operator what=rotate_token" in said
+    with service.plane.db.read() as session:
+        kept = str([vars(row) for row in session.scalars(select(AuditRow))])
+    job_token = (service.run_dir(job_id) / "token").read_text().strip()
+    for one in (secret, rotated, service.token, job_token):
+        assert one not in said
+        assert one not in kept
+
+
+def test_a_change_without_its_line_is_no_change(service: Service) -> None:
+    """The line is in the transaction of the change: where it cannot be written, nothing has changed."""
+    job_id = service.running()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no line")
+
+    event.listen(AuditRow, "before_insert", refuse)
+    try:
+        assert service.client.post(f"/v1/jobs/{job_id}/cancel").status_code == 500
+        assert service.client.post("/v1/tokens", json={"name": "anna"}).status_code == 500
+        assert service.client.post("/v1/jobs", json=spec()).status_code == 500
+    finally:
+        event.remove(AuditRow, "before_insert", refuse)
+    assert service.state(job_id) == "RUNNING"
+    assert service.client.get("/v1/tokens").json()["tokens"] == []
+    assert len(service.client.get("/v1/jobs").json()["jobs"]) == 1
+
+
+def test_what_the_service_deletes_by_itself_has_a_line_too(tmp_path: Path) -> None:
+    service = Service(tmp_path / "home", keep_jobs=0)
+    try:
+        job_id = service.submit()
+        service.client.post(f"/v1/jobs/{job_id}/cancel")
+        service.turn(3)
+        [line] = audit(service, job_id=job_id, limit=1)
+        assert (line["who"], line["role"], line["what"], line["address"]) == ("service", None, "delete", None)
+    finally:
+        service.close()
+
+
+def test_old_lines_and_tokens_that_are_long_over_go(either: Service) -> None:
+    made(either, "anna")
+    made(either, "bert", days=1)
+    either.client.delete("/v1/tokens/anna")
+    either.clock.pass_(89 * DAY_S)
+    made(either, "dora")
+    either.turn()
+    assert len(audit(either)) == 4
+    either.clock.pass_(2 * DAY_S)
+    either.turn()
+    assert [line["about"] for line in audit(either)] == ["dora:user"]
+    assert [one["name"] for one in either.client.get("/v1/tokens").json()["tokens"]] == ["dora"]
+
+
+def test_reports_of_a_job_leave_no_line(service: Service) -> None:
+    job_id = service.running()
+    before = len(audit(service))
+    assert service.post(job_id, samples=[]).status_code == 204
+    assert service.register(job_id, 0).status_code == 204
+    assert len(audit(service)) == before
+
+
+def test_the_operators_token_rotates_without_a_restart(service: Service) -> None:
+    job_id = service.running()
+    anna = made(service, "anna")
+    answer = service.client.post("/v1/tokens/operator/rotate")
+    token = answer.json()["token"]
+    assert token != service.token
+    assert (service.home / "token").read_text() == token + "\n"
+    assert (service.home / "token").stat().st_mode & 0o777 == 0o600
+    assert service.client.get("/v1/jobs").status_code == 401  # the old one, at once
+    assert service.client.get("/v1/jobs", headers=bearer(token)).status_code == 200
+    assert service.client.get("/v1/jobs", headers=anna).status_code == 200
+    assert service.post(job_id, samples=[]).status_code == 204  # the jobs go on
+    assert service.client.post("/v1/tokens/operator/rotate", headers=anna).status_code == 403
+
+
+def test_a_token_that_cannot_be_written_stays_as_it_was(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(operator_file, "write_private", full)
+    answer = service.client.post("/v1/tokens/operator/rotate")
+    assert (answer.status_code, "No space left" in answer.json()["message"]) == (503, True)
+    assert service.client.get("/v1/jobs").status_code == 200
+    assert [line["status"] for line in audit(service, limit=1)] == [503]
+
+
+def test_a_token_that_is_put_into_the_file_holds_and_a_spoilt_one_does_not(tmp_path: Path) -> None:
+    now = [0.0]
+    path = tmp_path / "home" / "token"
+    held = operator_file.OperatorToken(path, lambda: now[0])
+    first = held.hash
+    assert not held.due
+    for content in (None, "short\n", b"\xff" * 40):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        now[0] += 1.0
+        assert held.due
+        held.look()
+        assert held.hash == first
+    path.write_text("another one, long enough\n")
+    held.look()
+    assert held.hash != first
+
+
+def test_wrong_tokens_do_not_cost_a_look_up_each(service: Service) -> None:
+    job_id = service.running()
+    known = service.job_headers(job_id)
+    assert service.client.get(f"/v1/jobs/{job_id}/run", headers=known).status_code == 200
+    before = service.plane.callers.look_ups
+    for _ in range(100):  # the same one, as of a program with an old token
+        assert service.client.get("/v1/jobs", headers=bearer("wrong")).status_code == 401
+    assert service.plane.callers.look_ups <= before + 5
+    statuses = [service.client.get("/v1/jobs", headers=bearer(f"guess {i}")).status_code for i in range(400)]
+    assert statuses.count(429) > 200
+    assert set(statuses) == {401, 429}
+    last = service.client.get("/v1/jobs", headers=bearer("one more guess"))
+    assert (last.status_code, int(last.headers["retry-after"]) >= 1) == (429, True)
+    # Who has lately been known is heard from that address all the same.
+    assert service.client.get(f"/v1/jobs/{job_id}/run", headers=known).status_code == 200
+    assert service.client.get("/v1/jobs").status_code == 200
+    assert service.client.get("/healthz", headers=bearer("guess")).status_code == 200
+
+
+def test_what_is_remembered_of_tokens_is_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "MOST_REMEMBERED", 3)
+    now = [0.0]
+    remembered = callers._Remembered(5.0)
+    for name in "abcd":
+        remembered.put(name, name, now[0])
+    assert [remembered.get(name, now[0]) for name in "abcd"] == [None, "b", "c", "d"]
+    assert remembered.get("d", 5.0) is None

@@ -1,0 +1,96 @@
+"""Who may use a service, and who has changed what: people's tokens and the audit, as the REST API shows them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+OPERATOR: Final = "operator"
+"""The name of who has the token in the service's home; no other token may be called so."""
+LONGEST_DAYS: Final = 3650.0
+
+
+class Role(StrEnum):
+    """What a person may do. Each may do what those before it may."""
+
+    VIEWER = "viewer"
+    """reads"""
+    USER = "user"
+    """does everything to jobs"""
+    OPERATOR = "operator"
+    """hands out tokens and reads the audit"""
+
+    def allows(self, needed: Role) -> bool:
+        """May it do what takes `needed`?"""
+        order = list(Role)
+        return order.index(self) >= order.index(needed)
+
+
+TokenName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="whose it is, in lower case")]
+
+
+class NewToken(BaseModel):
+    """POST /v1/tokens: a token for a person or a program."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: TokenName
+    role: Annotated[Role, Field(strict=False)] = Role.USER
+    days: float | None = Field(
+        None, gt=0.0, le=LONGEST_DAYS, allow_inf_nan=False, description="it expires after so long; null: never"
+    )
+
+
+class TokenItem(BaseModel):
+    """A token as a list shows it: all but the token."""
+
+    name: str
+    role: Role
+    created_at: datetime
+    created_by: str
+    last_used_at: datetime | None = Field(None, description="to about ten minutes; null: never so far")
+    expires_at: datetime | None = Field(None, description="null: never")
+    revoked_at: datetime | None = None
+    valid: bool = Field(description="neither revoked nor expired")
+
+
+class MadeToken(TokenItem):
+    """A token that has just been made. Its text is shown this once: the service keeps its SHA-256 alone."""
+
+    token: str
+
+
+class TokenList(BaseModel):
+    """GET /v1/tokens, by name; of one name the newest first."""
+
+    tokens: list[TokenItem]
+
+
+class RotatedToken(BaseModel):
+    """POST /v1/tokens/operator/rotate: the operator's new token, which is in the home too."""
+
+    token: str
+
+
+class AuditLine(BaseModel):
+    """One change that a person has asked for, done or refused."""
+
+    number: int = Field(description="in the order in which they were written")
+    time: datetime
+    who: str = Field(description="the name of the token; 'service' for what the service did by itself")
+    role: Role | None = Field(None, description="of the token at that time; null: the service itself")
+    what: str = Field(description="the operation: submit, change, cancel, delete, create_token, ...")
+    job_id: str | None = Field(None, description="which job; it may be gone by now")
+    about: str | None = Field(None, description="of whom or what else: the token, the package, the new limits")
+    address: str | None = Field(None, description="from where the request came; behind a proxy, the proxy's")
+    status: int = Field(description="what was answered: below 400 it was done, else refused")
+
+
+class AuditList(BaseModel):
+    """GET /v1/audit, newest first."""
+
+    lines: list[AuditLine]
+    next: int | None = Field(None, description="ask again with before=<this> for older ones; null: there are none")
