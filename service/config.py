@@ -34,11 +34,20 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home, description="token, server.json, thinwire.db, runs/")
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="0: a free port, written to server.json")
-    launcher: Literal["local", "ray", "fake"] = "local"
+    launcher: Literal["local", "ray", "kuberay", "fake"] = "local"
     ray_address: str | None = Field(None, description="launcher ray: the cluster's dashboard, http://head:8265")
     ray_token_file: Path | None = Field(None, description="launcher ray: the file that holds the cluster's token")
+    kuberay_namespace: str | None = Field(
+        None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
+    )
+    kuberay_template: Path | None = Field(
+        None, description="launcher kuberay: a file with a RayJob; default: the service's own template"
+    )
+    kuberay_image: str | None = Field(
+        None, description="launcher kuberay: of head and workers; default: those of the template"
+    )
     shared_folders: tuple[Path, ...] = Field(
-        (), description="launcher ray: folders that all machines of the cluster share, as a JSON list"
+        (), description="launchers ray and kuberay: folders that all machines of the cluster share, as a JSON list"
     )
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
@@ -80,7 +89,7 @@ class Settings(BaseSettings):
             raise ValueError("must be an address such as http://head:8265, without user or query")
         return url and url.rstrip("/")
 
-    @field_validator("ray_token_file")
+    @field_validator("ray_token_file", "kuberay_template")
     @classmethod
     def _absolute_file(cls, file: Path | None) -> Path | None:
         return file and file.expanduser().absolute()
@@ -100,10 +109,10 @@ class Settings(BaseSettings):
                 "launcher = ray needs THINWIRE_RAY_ADDRESS, the dashboard of the cluster such as http://head:8265; "
                 "`thinwire up --head` starts a cluster and prints it"
             )
-        if self.launcher == "ray" and self.public_url is None:
+        if self.launcher in ("ray", "kuberay") and self.public_url is None:
             raise ValueError(
-                "launcher = ray needs THINWIRE_PUBLIC_URL: the service as the machines of the cluster reach it, such "
-                "as http://10.0.0.5:8400 (and --host and --port to listen there)"
+                f"launcher = {self.launcher} needs THINWIRE_PUBLIC_URL: the service as the machines of the cluster "
+                "reach it, such as http://10.0.0.5:8400 (and --host and --port to listen there)"
             )
         return self
 

@@ -122,7 +122,7 @@ class ControlPlane:
         self.reports = WorkerReports(
             self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
         )
-        self.remote_runs = RemoteRuns(self.db, folders)
+        self.remote_runs = RemoteRuns(self.db, folders, self.packages)
         self.metrics.watch(
             self.jobs.count_by_state,
             launcher.name,

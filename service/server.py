@@ -222,11 +222,28 @@ def _ray(settings: Settings) -> Launcher:
     return RayLauncher(settings.ray_address, settings.ray_token_file)
 
 
+def _kuberay(settings: Settings) -> Launcher:
+    try:
+        from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "kubernetes":
+            raise
+        raise ServeRefused(
+            "launcher = kuberay needs the Kubernetes client, which is not installed: pip install 'thinwire[kubernetes]'"
+        ) from error
+    return KubeRayLauncher(settings.kuberay_namespace, settings.kuberay_template, settings.kuberay_image)
+
+
 def _fake(settings: Settings) -> Launcher:
     return FakeLauncher(timeline=Timeline())
 
 
-LAUNCHERS: dict[str, Callable[[Settings], Launcher]] = {"local": _local, "ray": _ray, "fake": _fake}
+LAUNCHERS: dict[str, Callable[[Settings], Launcher]] = {
+    "local": _local,
+    "ray": _ray,
+    "kuberay": _kuberay,
+    "fake": _fake,
+}
 
 
 def make_launcher(settings: Settings) -> Launcher:

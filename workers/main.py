@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--service", help="the service's URL, where it shares no folder with this machine")
     parser.add_argument("--job", help="with --service: the job's ID")
     parser.add_argument("--ticket", help="with --service: of this attempt; it is worth nothing afterwards")
+    parser.add_argument("--package", help="with --service: sha256 of the script's package, which is fetched there")
     parser.add_argument("--attempt", type=int, default=1, help="which submission of the job this is")
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.service is None) or (options.service and not options.ticket):
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     place = RemotePlace(papers.settle(), papers, claimed.attempt)
     log = LogCopy.of_this_process(place.run)
     try:
-        return _run(place, claimed.job, claimed.attempt, claimed.unique_name)
+        return _run(place, claimed.job, claimed.attempt, claimed.unique_name, options.package)
     finally:
         if log is not None:
             log.close()
@@ -81,13 +82,19 @@ def _job_in(run_dir: Path) -> dict[str, Any] | Exception:
     return job
 
 
-def _run(place: Place, job: dict[str, Any] | Exception, attempt: int, name: str | None) -> int:
-    """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
+def _run(
+    place: Place, job: dict[str, Any] | Exception, attempt: int, name: str | None, package: str | None = None
+) -> int:
+    """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id.
+
+    package: sha256 of what the cluster does not have yet, and the service has.
+    """
     try:
         if isinstance(job, Exception):
             raise job
         spec = read_spec(job["spec"])
-        fit(spec, name or job["job_id"], place, attempt)
+        zipped = place.run.package(package) if package and isinstance(place, RemotePlace) else None
+        fit(spec, name or job["job_id"], place, attempt, zipped)
     except Exception as error:
         logger.exception("job_failed")
         failure = _in_short(error)
@@ -103,10 +110,11 @@ def _run(place: Place, job: dict[str, Any] | Exception, attempt: int, name: str 
     return 0
 
 
-def fit(spec: JobSpec, name: str, place: Place, attempt: int) -> None:
+def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | None = None) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
-    name: of the job in Ray. Raises: what Ray Train raises once spec.workers.max_restarts is used up.
+    name: of the job in Ray. package: a zip that its workers are to run in.
+    Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # the Train page of the dashboard shows the run
@@ -120,7 +128,9 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int) -> None:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "local")
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
-        environment = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
+        environment: dict[str, Any] = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
+        if package is not None:
+            environment["working_dir"] = str(package)
         ray.init(address=address, runtime_env=environment)
     interface = spec.network.interface
     refuse_misfits(interface)

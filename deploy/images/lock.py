@@ -15,7 +15,7 @@ from pathlib import Path
 
 IMAGES = Path(__file__).parent
 ROOT = IMAGES.parents[1]
-EXTRAS = {"service": "postgresql", "worker": "worker,s3"}
+EXTRAS = {"service": "postgresql,kubernetes", "worker": "worker,s3"}
 
 
 def lock(extras: str) -> str:

@@ -7,7 +7,8 @@ CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
 CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
 PENDING     RUNNING         Run
 either      SUCCEEDED       Succeed
-either      FAILED          Fail with the reason that the run left; Retry where it left none: it was killed
+either      FAILED          Fail with the reason that the run left, or the cluster where a further attempt would fail
+                            alike; Retry where neither has said one: it was killed
 either      STOPPED         Fail: nobody asked us; or Succeed where the run left its summary
 either      ABSENT          Wait for ABSENT_POLLS of them; then by what the run left: Succeed, Fail, or Retry
 any         UNKNOWN         Wait
@@ -131,6 +132,8 @@ def _absent(job: JobView) -> Action:
 def _failed(job: JobView, status: LaunchStatus) -> Action:
     if job.failure is not None:
         return Fail(failure_text(job.failure))
+    if status.for_good:
+        return Fail(status.message)
     # A driver says why it fails, so one that ended without a word was killed: by hand, or for want of memory.
     return _lost(job, f"attempt {job.attempt} was killed before it could say why", last_words(job, status))
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.contract.jobs import JobState
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
-from thinwire.contract.reports import Failure
+from thinwire.contract.reports import EventKind, Failure
 from thinwire.contract.script import ScriptRecipe
 from thinwire.service.auth import new_token, ticket_of, token_hash
 from thinwire.service.db import Database
@@ -41,7 +41,7 @@ from thinwire.service.jobs.decide import (
 )
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository, storable, transition_all
+from thinwire.service.jobs.repository import JobRepository, last_step, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Code, Launcher, LauncherError, LaunchState, LaunchStatus
@@ -57,10 +57,24 @@ A_TRANSACTION = 100
 """Jobs that are moved in one transaction: requests that write wait for it."""
 TOLD_AFTER_S = 10.0
 """A submit that has not been answered for so long is told as the reason why the job waits."""
+TOLD_AGAIN_S = 60.0
+"""Other words for what pods wait for are written after so long; the first at once."""
 _READY, _PRUNE = "the launcher itself", "what need not be kept"
 
 
+_LIVE = frozenset({LaunchState.PENDING, LaunchState.RUNNING})
 _OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was written of a job's pods, and when."""
+
+    words: str
+    at: float
+
+
+NOTHING_TOLD = Told("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +126,7 @@ class Reconciler:
         self._absent: dict[str, int] = {}
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
+        self._waits: dict[str, Told] = {}
         self._turns = 0
         self._wake = threading.Event()
         self._due = threading.Event()
@@ -161,6 +176,7 @@ class Reconciler:
         self._absent = {job: polls for job, polls in self._absent.items() if job in known}
         self._asked_in = {job: turn for job, turn in self._asked_in.items() if job in known}
         self._slow &= known
+        self._waits = {job: told for job, told in self._waits.items() if job in known}
         rows = [row for row in rows if self._keep_wanted(row)]
         unready = self._unready()  # without jobs as well: requests are answered from the last look
         if rows and not self._stop.is_set():
@@ -179,6 +195,7 @@ class Reconciler:
         answers = [*self._submits.answers(), *self._questions.answers()]
         found = [asked for answer in answers if (asked := self._heard(answer)) is not None]
         self._explain({asked.row: asked.refusal for asked in found if asked.refusal is not None})
+        self._tell_waits(found)
         moves = [asked for asked in found if asked.refusal is None and _moves(asked.action)]
         for first in range(0, len(moves), A_TRANSACTION):
             self._move_all(moves[first : first + A_TRANSACTION])
@@ -302,7 +319,17 @@ class Reconciler:
                 logger.warning("cancel_failed job_id=%s error=%s", row.id, error)
         elif not self._launcher.own_cluster and status.state in _OVER:
             self._keep_rest_of_log(row)
+        elif status.state in _LIVE:
+            self._make_room(row)
         return Asked(row, action, status)
+
+    def _make_room(self, row: JobRow) -> None:
+        """Let the cluster have as many pods as the job may have workers now."""
+        wanted = wanted_workers(row)
+        try:
+            self._launcher.resize(submission_id(row.id, row.attempt), wanted.min, wanted.max)
+        except LauncherError as error:
+            logger.warning("resize_failed job_id=%s error=%s", row.id, error)
 
     def _keep_rest_of_log(self, row: JobRow) -> None:
         """What a driver has not sent any more of its log its cluster may still have."""
@@ -465,6 +492,31 @@ class Reconciler:
             with self._db.write() as session:
                 for reason, ids in by_reason.items():
                     JobRepository(session).set_reason(ids, reason)
+
+    def _tell_waits(self, found: Iterable[Asked]) -> None:
+        """Write what pods wait for, in the reason of jobs that have not begun and in the events of all."""
+        now = self._clock()
+        news: list[tuple[JobRow, str]] = []
+        for asked in found:
+            job, words = asked.row.id, storable(asked.status.waits_for)
+            told = self._waits.get(job, NOTHING_TOLD)
+            # The scheduler counts nodes in its words: they may be others every second.
+            if (
+                asked.status.state in _LIVE
+                and words != told.words
+                and (not told.words or now >= told.at + TOLD_AGAIN_S)
+            ):
+                self._waits[job] = Told(words, now)
+                news.append((asked.row, words))
+        if not news:
+            return
+        with self._db.write() as session:
+            jobs = JobRepository(session)
+            for row, words in news:
+                jobs.set_waits_for(row.id, f"waiting for the cluster: {words}" if words else None)
+                if words:
+                    event = {"kind": EventKind.CLUSTER_WAITS.value, "step": last_step(row), "time": now}
+                    jobs.put_events(row.id, row.attempt, [{**event, "fields": {"reason": words}}])
 
     def _drop_expired_leases(self) -> None:
         now = self._clock()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from pathlib import Path
 
 from sqlalchemy.orm import Session
 
@@ -31,6 +32,7 @@ from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.views import job_json
 from thinwire.service.jobs.worker_numbers import wanted_workers
+from thinwire.service.packages.store import PackageGone, Packages
 
 BURST_BYTES, BYTES_A_SECOND = 16 << 20, 1 << 20
 """What one job may leave of logs and files at once and in the long run."""
@@ -39,8 +41,8 @@ BURST_BYTES, BYTES_A_SECOND = 16 << 20, 1 << 20
 class RemoteRuns:
     """Methods may be called from any thread, and block."""
 
-    def __init__(self, db: Database, folders: RunFolders) -> None:
-        self._db, self._folders = db, folders
+    def __init__(self, db: Database, folders: RunFolders, packages: Packages) -> None:
+        self._db, self._folders, self._packages = db, folders, packages
         self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
 
     def claim(self, job_id: str, claim: Claim) -> Claimed:
@@ -101,6 +103,22 @@ class RemoteRuns:
             raise FileNotKept(job_id, name) from None
         except OSError as error:
             raise Unavailable(f"{name} cannot be read on the service's machine: {error.strerror}") from error
+
+    def package(self, job_id: str) -> Path:
+        """The zip of the job's script, whole. Raises JobNotFound, FileNotKept, Unavailable."""
+        with self._db.read() as session:
+            row = JobRepository(session).get(job_id)
+        if row is None:
+            raise JobNotFound(job_id)
+        sha256 = row.spec.get("recipe", {}).get("package")
+        if sha256 is None:
+            raise FileNotKept(job_id, "package")
+        try:
+            return self._packages.whole(sha256)
+        except PackageGone as error:
+            raise Unavailable(str(error)) from error
+        except OSError as error:
+            raise Unavailable(f"the package {sha256} cannot be read: {error.strerror}") from error
 
     def add_log(self, job_id: str, attempt: int, offset: int, content: bytes) -> LogKept:
         """Add what comes from byte `offset` on; what is there already stays as it is.

@@ -110,6 +110,12 @@ class JobRepository:
         waiting = table.c.id.in_(job_ids) & (table.c.state == JobState.SUBMITTING.value)
         self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
 
+    def set_waits_for(self, job_id: str, reason: str | None) -> None:
+        """Say what the pods of a job that is submitted wait for. Its row's version stays: no decision depends on it."""
+        table = JobRow.__table__
+        waiting = (table.c.id == job_id) & (table.c.state == JobState.PENDING.value)
+        self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
+
     def set_token_hash(self, job_id: str, token_hash: str) -> None:
         """Replace the job's token. The row's version stays: no decision depends on the token."""
         table = JobRow.__table__

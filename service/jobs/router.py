@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
+from starlette.responses import FileResponse, StreamingResponse
 
 from thinwire.contract.jobs import (
     CheckpointList,
@@ -316,6 +316,17 @@ async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, re
 def get_file(job_id: str, name: KeptFile, runs: Runs) -> Response:
     """A file that the run has left."""
     return Response(runs.get_file(job_id, name), media_type=PLAIN_BYTES)
+
+
+@workers.get(
+    "/{job_id}/package",
+    responses={**documented(JobNotFound, FileNotKept), **_GIVES_BYTES},
+    response_class=FileResponse,
+    tags=["remote runs"],
+)
+def get_package(job_id: str, runs: Runs) -> FileResponse:
+    """The zip of the job's script, for a driver whose cluster does not have it."""
+    return FileResponse(runs.package(job_id), media_type=PLAIN_BYTES)
 
 
 @workers.post(

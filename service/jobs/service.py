@@ -317,11 +317,16 @@ class JobService:
             raise InvalidRequest.of([Problem(path="recipe.entry", value=recipe.entry, message=wrong)])
 
     def _check_places(self, spec: TrainSpec | ScriptSpec) -> None:
-        """Refuse data or checkpoints where the job's machines cannot reach them. Raises InvalidRequest."""
+        """Refuse what the job's machines cannot reach, or its cluster does not have. Raises InvalidRequest."""
+        if spec.kueue is not None and self._launcher.name != "kuberay":
+            words = (
+                f"Kueue queues jobs on Kubernetes, and this service's launcher is {self._launcher.name}: leave it out"
+            )
+            raise InvalidRequest.of([Problem(path="kueue.queue", value=spec.kueue.queue, message=words)])
         if not self._launcher.own_cluster:  # data are on the cluster's machines, which this one cannot see
-            if words := unshared(spec.checkpoint.store, self._shared_folders):
+            if where := unshared(spec.checkpoint.store, self._shared_folders):
                 store = spec.checkpoint.store
-                raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=words)])
+                raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=where)])
         elif isinstance(spec, TrainSpec):
             _check_data(spec)
 

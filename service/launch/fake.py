@@ -81,17 +81,20 @@ class FakeLauncher:
         self.starts = 0
         self.closes = 0
         self.submissions: dict[str, Submission] = {}
+        self.resized: dict[str, tuple[int, int]] = {}
         self._timeline = timeline
         self._clock = clock
         self._lock = threading.Lock()
 
     # the script of a test
 
-    def put(self, submission_id: str, state: LaunchState, message: str = "") -> None:
+    def put(
+        self, submission_id: str, state: LaunchState, message: str = "", *, waits_for: str = "", for_good: bool = False
+    ) -> None:
         """Let the cluster say this of a submission from now on. Raises KeyError for one that is not known."""
         with self._lock:
             submission = self.submissions[submission_id]
-            submission.status, submission.by_time = LaunchStatus(state, message), False
+            submission.status, submission.by_time = LaunchStatus(state, message, waits_for, for_good), False
 
     def write_log(self, submission_id: str, text: str) -> None:
         """Append to a submission's log. Raises KeyError for one that is not known."""
@@ -152,6 +155,10 @@ class FakeLauncher:
             self._advance(submission_id, submission)
             if submission.status.state not in _OVER and not self.ignore_cancel:
                 submission.status, submission.by_time = LaunchStatus(LaunchState.STOPPED), False
+
+    def resize(self, submission_id: str, least: int, most: int) -> None:
+        """Noted in `resized`."""
+        self.resized[submission_id] = (least, most)
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The log from byte `offset` on. Raises NoLog for an unknown submission, LauncherError where unreachable."""

@@ -120,6 +120,9 @@ class LocalLauncher:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._jobs().stop(submission_id)
 
+    def resize(self, submission_id: str, least: int, most: int) -> None:
+        """Nothing: this machine is as large as it is."""
+
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output from byte `offset` on. Gone with its head. Raises LauncherError.
 

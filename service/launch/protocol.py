@@ -35,6 +35,10 @@ class LaunchStatus:
 
     state: LaunchState
     message: str = ""
+    waits_for: str = ""
+    """Of PENDING and RUNNING: what keeps the cluster from giving it all the pods that it asks for."""
+    for_good: bool = False
+    """Of FAILED: a further attempt would fail alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,11 @@ class Launcher(Protocol):
 
     def cancel(self, submission_id: str) -> None:
         """Ask for its end. A submission that is over or absent is a success. Raises LauncherError."""
+
+    def resize(self, submission_id: str, least: int, most: int) -> None:
+        """Let the cluster have room for so many workers of this submission, where it grows and shrinks with its jobs.
+        Called again and again, whether or not they have changed. Raises LauncherError.
+        """
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """Log text of up to `limit` bytes from byte `offset` on; empty where there is none yet. Raises LauncherError,

@@ -9,22 +9,15 @@ environment or log.
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
-from thinwire.contract.run_folder import RunFolder
-from thinwire.service.auth import ticket_of
+from thinwire.service.launch.driver import driver_command
 from thinwire.service.launch.log_files import decoded
 from thinwire.service.launch.protocol import LOG_PART_BYTES, Code, LauncherError, LaunchStatus, LogChunk, NoLog
 from thinwire.service.launch.ray_jobs import RayJobs
 
 _log = logging.getLogger(__name__)
-
-
-PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
-"""The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
 
 
 class RayLauncher:
@@ -70,15 +63,7 @@ class RayLauncher:
         self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
     ) -> None:
         """Start the job under our id, with this attempt's ticket; a known id is a success. Raises LauncherError."""
-        folder = RunFolder(run_dir)
-        try:
-            token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
-        except OSError as error:
-            raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
-        arguments = ["--service", url, "--job", metadata["job_id"], "--attempt", str(attempt)]
-        arguments += ["--ticket", ticket_of(token, attempt)]
-        python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
-        entrypoint = f"{python} -m thinwire.workers.main {shlex.join(arguments)}"
+        entrypoint = driver_command(run_dir, attempt, metadata, code)
         self._cluster().submit(self.named(submission_id), entrypoint, metadata, code)
 
     def status(self, submission_id: str) -> LaunchStatus:
@@ -88,6 +73,9 @@ class RayLauncher:
     def cancel(self, submission_id: str) -> None:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._cluster().stop(self.named(submission_id))
+
+    def resize(self, submission_id: str, least: int, most: int) -> None:
+        """Nothing: who runs the cluster says how large it is."""
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output as Ray has it. Raises LauncherError, NoLog.

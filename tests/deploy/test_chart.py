@@ -15,7 +15,6 @@ from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
 
-OF_THE_LAUNCHER = {"kuberay_namespace", "kuberay_template", "kuberay_image"}
 NO_SCHEMA = {"ServiceMonitor", "PodMonitor"}
 
 
@@ -79,7 +78,7 @@ def test_the_service_knows_each_setting_and_takes_its_value(name, tmp_path, monk
         for env in environment
         if env["name"].startswith("THINWIRE_")
     }
-    assert set(settings) - OF_THE_LAUNCHER <= set(Settings.model_fields)
+    assert set(settings) <= set(Settings.model_fields)
     if settings["launcher"] == "ray":
         for key, value in settings.items():
             monkeypatch.setenv(f"THINWIRE_{key.upper()}", value)

@@ -13,7 +13,7 @@ from tests.deploy.policies import POLICIES, RAY_POD, broken
 from tests.deploy.rendering import ROOT, VALUES, Object, objects, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, complaints
 
-# None as long as no launcher brings one; the test of it is then skipped.
+# The templates that launchers bring.
 TEMPLATES = sorted((ROOT / "service/launch").rglob("rayjob.yaml"))
 GONE = object()
 POD = ("Deployment", "spec", "template", "spec")

@@ -11,8 +11,8 @@ import httpx
 
 from thinwire.doctor.examination import LOG_MARK, Examination, Say
 from thinwire.doctor.facts import Questions
+from thinwire.service.launch.driver import PYTHON
 from thinwire.service.launch.protocol import LauncherError, LaunchState
-from thinwire.service.launch.ray import PYTHON
 from thinwire.service.launch.ray_jobs import RayJobs
 
 POLL_S = 1.0

@@ -4,6 +4,7 @@
     GET  /v1/jobs/{id}/run              RunNow               all else with the job's own token
     PUT  /v1/jobs/{id}/files/{name}     one of KEPT_FILES, whole
     GET  /v1/jobs/{id}/files/{name}
+    GET  /v1/jobs/{id}/package          the zip of its script
     POST /v1/jobs/{id}/log              a part of the driver's log -> LogKept
     GET  /v1/jobs/{id}/metrics          the history so far
 

@@ -182,6 +182,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     RESIZE_REQUESTED = "resize_requested"
+    CLUSTER_WAITS = "cluster_waits"
     JOB_SUBMITTING = "job_submitting"
     JOB_PENDING = "job_pending"
     JOB_RUNNING = "job_running"

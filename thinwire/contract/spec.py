@@ -254,6 +254,23 @@ class Network(_Frozen):
     )
 
 
+_LABEL = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+
+
+class Kueue(_Frozen):
+    """Where Kueue, on Kubernetes, is to admit the job: it waits there for quota, as a whole."""
+
+    queue: str = Field(min_length=1, max_length=63, pattern=_LABEL, description="name of a LocalQueue")
+    priority: str | None = Field(
+        None, min_length=1, max_length=63, pattern=_LABEL, description="name of a WorkloadPriorityClass"
+    )
+    elastic: bool = Field(
+        False,
+        description="the job grows and shrinks by workload slices, which Kueue must have turned on "
+        "(ElasticJobsViaWorkloadSlices); without it the job has workers.max pods from its beginning to its end",
+    )
+
+
 class Evaluation(_Frozen):
     """When the validation loss is taken, on the same fixed samples each time; always at the start and at the end."""
 
@@ -296,6 +313,7 @@ class JobSpec(_Frozen):
         None, description="given weights, or a checkpoint of another job; null: the job begins with fresh values"
     )
     network: Network = Field(default_factory=Network)
+    kueue: Kueue | None = Field(None, description="where the launcher is kuberay; null: the job waits in no queue")
 
 
 class TrainSpec(JobSpec):

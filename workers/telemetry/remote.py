@@ -8,6 +8,7 @@ RemoteRun     the run as the service knows it, and the files that it keeps
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import logging
 import os
@@ -64,6 +65,10 @@ def claim(service_url: str, job_id: str, ticket: str, patience_s: float = CLAIM_
                 )
             logger.warning("service_awaited url=%s reason=%r", service_url, why)
             time.sleep(RETRY_S)
+
+
+class PackageDiffers(Exception):
+    """What was fetched is not the job's package."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,24 @@ class RemoteRun:
             if content:
                 write_whole(self._folder.path / name, content)
             return bool(content)
+
+    def package(self, sha256: str, patience_s: float = CLAIM_S) -> Path:
+        """The zip of the job's script, brought into the run folder. Raises: ServiceError, PackageDiffers, OSError."""
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                content = self._client.ask("package")
+                break
+            except ServiceUnavailable:
+                if time.monotonic() + RETRY_S > until:
+                    raise
+                time.sleep(RETRY_S)
+        found = hashlib.sha256(content).hexdigest()
+        if found != sha256:
+            raise PackageDiffers(f"the service gave a package of sha256 {found}, and the job's is {sha256}")
+        path = self._folder.path / f"{sha256}.zip"
+        write_whole(path, content)
+        return path
 
     def leave(self, name: KeptFile) -> None:
         """Leave a file of the run folder with the service. Raises ServiceError, OSError."""

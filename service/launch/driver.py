@@ -1,0 +1,39 @@
+"""The command line of a driver that shares no folder with the service: in every cluster the same.
+
+It stands where all users of the cluster can read it, so no secret is in it: a ticket is worth nothing once it was used
+(contract/remote_run.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from thinwire.contract.run_folder import RunFolder
+from thinwire.service.auth import ticket_of
+from thinwire.service.launch.protocol import Code, LauncherError
+
+PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
+"""The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
+
+
+def driver_command(
+    run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None, *, fetch: bool = False
+) -> str:
+    """The shell command line of this attempt's driver. fetch: it brings the job's package to the cluster itself.
+
+    Raises: LauncherError where the run folder cannot be read.
+    """
+    folder = RunFolder(run_dir)
+    try:
+        token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
+    except OSError as error:
+        raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
+    arguments = ["--service", url, "--job", metadata["job_id"], "--attempt", str(attempt)]
+    arguments += ["--ticket", ticket_of(token, attempt)]
+    if fetch and code is not None and code.sha256 is not None:
+        arguments += ["--package", code.sha256]
+    python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
+    return f"{python} -m thinwire.workers.main {shlex.join(arguments)}"

@@ -1,0 +1,279 @@
+"""The few calls of the Kubernetes API that the launcher makes, with time-outs and one kind of error.
+
+The official client does the talking: configuration of a pod or of kubectl, tokens that are renewed, TLS. It retries
+nothing here: the reconciler does, and it must know what has been answered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import kubernetes.client
+import kubernetes.config
+import kubernetes.watch
+import urllib3
+from kubernetes.client.rest import ApiException
+
+from thinwire.service.launch.kuberay.manifest import Object
+from thinwire.service.launch.protocol import LauncherError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S, ANSWER_S = 5.0, 15.0
+WATCH_S: Final = 60
+"""The API server ends a watch after so long; the next goes on where it ended."""
+WATCH_SILENT_S: Final = WATCH_S + 30.0
+"""A watch that neither says something nor ends for so long has lost its server."""
+PAGE: Final = 500
+"""Objects in an answer to a list."""
+KUEUE_VERSIONS: Final = ("v1beta2", "v1beta1")
+NEEDED: Final = (
+    ("ray.io", "rayjobs", ("get", "list", "watch", "create", "delete")),
+    ("ray.io", "rayclusters", ("get", "list", "watch", "patch")),
+    ("", "pods", ("list",)),
+    ("", "events", ("list",)),
+)
+"""Group, resource and verbs that the launcher cannot do without, as deploy/chart gives them."""
+
+
+class KubeError(LauncherError):
+    """The API server refused, or did not answer. status: of HTTP; None without an answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Expired(Exception):
+    """What a watch was to go on from is gone (410): list again."""
+
+
+class Kube:
+    """A client of one API server and one namespace. Threads may share it, but for a watch, which has one of its own."""
+
+    def __init__(self, configuration: kubernetes.client.Configuration, namespace: str) -> None:
+        configuration.retries = urllib3.Retry(0)
+        self.url, self.namespace = configuration.host, namespace
+        self._api = kubernetes.client.ApiClient(configuration)
+        self._custom = kubernetes.client.CustomObjectsApi(self._api)
+        self._core = kubernetes.client.CoreV1Api(self._api)
+        self._authorization = kubernetes.client.AuthorizationV1Api(self._api)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._api.close()
+
+    # what there is
+
+    def missing(self) -> str | None:
+        """What keeps the launcher from working here, in a sentence: no KubeRay, or rights that are not given.
+
+        Raises: KubeError where that cannot be found out.
+        """
+        try:
+            self._call("list RayJobs", self._custom.list_namespaced_custom_object, *_ray("rayjobs", self), limit=1)
+        except KubeError as error:
+            if error.status == 404:
+                return (
+                    f"the API server {self.url} knows no rayjobs.ray.io/v1: install KubeRay 1.7, or the namespace "
+                    f"{self.namespace!r} is not there"
+                )
+            if error.status not in (401, 403):
+                raise
+        if lacking := [words for group, resource, verbs in NEEDED for words in self._lacks(group, resource, verbs)]:
+            return (
+                f"the service's account may not {', '.join(lacking)} in namespace {self.namespace!r}: give it the Role "
+                "of deploy/chart/templates/rbac.yaml there"
+            )
+        return None
+
+    def _lacks(self, group: str, resource: str, verbs: Sequence[str]) -> Iterator[str]:
+        for verb in verbs:
+            attributes = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
+            body = {"spec": {"resourceAttributes": attributes}}
+            answer = self._call("ask for its own rights", self._authorization.create_self_subject_access_review, body)
+            if not answer.status.allowed:
+                yield f"{verb} {resource}{'.' + group if group else ''}"
+
+    def all(self, plural: str, selector: str) -> tuple[list[Object], str]:
+        """All of them with these labels, and the version that they are of. Raises KubeError, Expired."""
+        found: list[Object] = []
+        further = None
+        while True:
+            page = self._call(
+                f"list {plural}",
+                self._custom.list_namespaced_custom_object,
+                *_ray(plural, self),
+                label_selector=selector,
+                limit=PAGE,
+                **({"_continue": further} if further else {}),
+            )
+            found += page["items"]
+            further = page["metadata"].get("continue")
+            if not further:
+                return found, page["metadata"]["resourceVersion"]
+
+    def watch(self, plural: str, selector: str, version: str) -> Iterator[tuple[str, Object]]:
+        """What has changed since this version: ADDED, MODIFIED, DELETED, BOOKMARK, each with the object. It ends by
+        itself after WATCH_S. Raises: KubeError, Expired.
+        """
+        stream = kubernetes.watch.Watch().stream(
+            self._custom.list_namespaced_custom_object,
+            *_ray(plural, self),
+            label_selector=selector,
+            resource_version=version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=WATCH_S,
+            _request_timeout=(CONNECT_S, WATCH_SILENT_S),
+        )
+        try:
+            for event in stream:
+                if event is not None:  # None: a line that broke off
+                    yield event["type"], event["raw_object"]
+        except Exception as error:
+            raise _told(error, f"watch {plural}", self.url) from error
+
+    def get(self, plural: str, name: str) -> Object | None:
+        """The object; None where it is not there. Raises KubeError."""
+        try:
+            found: Object = self._call(
+                f"get {plural}/{name}", self._custom.get_namespaced_custom_object, *_ray(plural, self), name
+            )
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def create(self, plural: str, body: Object) -> None:
+        """Make it. One of this name that is there already is a success. Raises KubeError."""
+        name = body["metadata"]["name"]
+        try:
+            self._call(
+                f"create {plural}/{name}", self._custom.create_namespaced_custom_object, *_ray(plural, self), body
+            )
+        except KubeError as error:
+            if error.status != 409:
+                raise
+
+    def delete(self, plural: str, name: str, uid: str | None = None) -> None:
+        """Delete it, with what it owns. One that is not there, or of another uid, is a success. Raises KubeError."""
+        body = kubernetes.client.V1DeleteOptions(propagation_policy="Background")
+        if uid is not None:
+            body.preconditions = kubernetes.client.V1Preconditions(uid=uid)
+        try:
+            self._call(
+                f"delete {plural}/{name}",
+                self._custom.delete_namespaced_custom_object,
+                *_ray(plural, self),
+                name,
+                body=body,
+            )
+        except KubeError as error:
+            if error.status not in (404, 409):
+                raise
+
+    def patch(self, plural: str, name: str, patch: Sequence[Object]) -> None:
+        """Change it by a JSON patch. One that is not there any more is a success. Raises KubeError."""
+        try:
+            self._call(
+                f"patch {plural}/{name}",
+                self._custom.patch_namespaced_custom_object,
+                *_ray(plural, self),
+                name,
+                list(patch),
+            )
+        except KubeError as error:
+            if error.status != 404:
+                raise
+
+    def pods(self, selector: str) -> list[Object]:
+        """Pods with these labels. Raises KubeError."""
+        return self._plain("list pods", self._core.list_namespaced_pod, label_selector=selector)
+
+    def warnings(self) -> list[Object]:
+        """The Warning events of the namespace. Raises KubeError."""
+        return self._plain("list events", self._core.list_namespaced_event, field_selector="type=Warning")
+
+    def workloads(self) -> list[Object]:
+        """Kueue's view of the namespace's jobs; none without Kueue, or without the right to ask. Raises KubeError."""
+        for version in KUEUE_VERSIONS:
+            try:
+                found = self._call(
+                    "list workloads",
+                    self._custom.list_namespaced_custom_object,
+                    "kueue.x-k8s.io",
+                    version,
+                    self.namespace,
+                    "workloads",
+                )
+            except KubeError as error:
+                if error.status not in (403, 404):
+                    raise
+            else:
+                items: list[Object] = found["items"]
+                return items
+        return []
+
+    def _plain(self, what: str, ask: Any, **how: Any) -> list[Object]:
+        """A list of a built-in kind as the server wrote it: of its fields three are wanted, of hundreds."""
+        answer = self._call(what, ask, self.namespace, limit=PAGE, _preload_content=False, **how)
+        items: list[Object] = json.loads(answer.data)["items"]
+        return items
+
+    def _call(self, what: str, ask: Any, *arguments: Any, **how: Any) -> Any:
+        try:
+            return ask(*arguments, _request_timeout=(CONNECT_S, ANSWER_S), **how)
+        except Exception as error:
+            raise _told(error, what, self.url) from error
+
+
+def connect(namespace: str | None) -> Kube:
+    """With the account of the pod that this runs in, else as kubectl would. namespace: None, of pod or context.
+
+    Raises: LauncherError where there is neither.
+    """
+    configuration = kubernetes.client.Configuration()
+    try:
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            kubernetes.config.load_incluster_config(client_configuration=configuration)
+            with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
+                own = file.read().strip()
+        else:
+            kubernetes.config.load_kube_config(client_configuration=configuration)
+            own = kubernetes.config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
+    except (kubernetes.config.ConfigException, OSError) as error:
+        raise LauncherError(
+            f"no way to the Kubernetes API: {error}. In a pod give it a service account with a token; elsewhere set "
+            "KUBECONFIG to the file that kubectl uses"
+        ) from error
+    return Kube(configuration, namespace or own)
+
+
+def _ray(plural: str, kube: Kube) -> tuple[str, str, str, str]:
+    return "ray.io", "v1", kube.namespace, plural
+
+
+def _told(error: Exception, what: str, url: str) -> Exception:
+    """What the client raised, as an error of ours; what is none of its own stays as it is."""
+    if isinstance(error, ApiException):
+        if error.status == 410:
+            return Expired(what)
+        return KubeError(f"the Kubernetes API at {url} did not {what} ({error.status}: {_said(error)})", error.status)
+    if isinstance(error, (urllib3.exceptions.HTTPError, OSError)):
+        words = str(getattr(error, "reason", None) or error) or type(error).__name__
+        return KubeError(f"the Kubernetes API at {url} does not answer, asked to {what} ({words[:300]})")
+    return error
+
+
+def _said(error: ApiException) -> str:
+    """The message of the Status that the server sent; else the beginning of what it did send."""
+    try:
+        message = json.loads(error.body)["message"]
+    except (TypeError, ValueError, KeyError):
+        message = error.reason or error.body or "without a word"
+    return str(message)[:1000]

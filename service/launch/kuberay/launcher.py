@@ -1,0 +1,289 @@
+"""The launcher of Kubernetes: each attempt of a job is a RayJob in one namespace, named by its submission.
+
+What the service knows of RayJobs and their RayClusters it is told by a watch, so that asking costs no call: `status`
+answers from that. The truth is the API server's and the database's: a service that starts again lists what is there,
+and finds its own by the label with its id. KubeRay makes the pods, Ray's autoscaler asks for more of them, and the
+driver, which runs on the head, fetches all else from the service with its ticket, as in any standing cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from thinwire.contract.reports import WantedWorkers
+from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.spec import read_spec
+from thinwire.service.launch.driver import driver_command
+from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Kube, KubeError, connect
+from thinwire.service.launch.kuberay.manifest import (
+    LABEL_SERVICE,
+    QUEUE,
+    Attempt,
+    Object,
+    Template,
+    TemplateRefused,
+    rayjob,
+    rayjob_name,
+    read_template,
+    resized,
+)
+from thinwire.service.launch.kuberay.reasons import why_waiting
+from thinwire.service.launch.kuberay.states import cluster_of, is_over, status_of
+from thinwire.service.launch.kuberay.watched import Watched
+from thinwire.service.launch.protocol import (
+    LOG_PART_BYTES,
+    Code,
+    LauncherError,
+    LaunchState,
+    LaunchStatus,
+    LogChunk,
+    NoLog,
+)
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 3.0
+"""Between two looks for what pods wait for."""
+KEPT_S: Final = 3600.0
+"""A RayJob that is over stays for so long once the service knows, for `kubectl get rayjobs`."""
+KEPT_UNTOLD_S: Final = 86400.0
+"""And for so long where nobody has asked for its end."""
+_POD_CLUSTER: Final = "ray.io/cluster"
+
+
+class KubeRayLauncher:
+    """Implements `protocol.Launcher` with KubeRay. Threads may share it.
+
+    namespace: of the RayJobs; None: that of the service's pod, or of kubectl's context. template: a RayJob of your own.
+    image: of head and workers, in the place of the template's.
+    """
+
+    name = "kuberay"
+    own_cluster = False
+
+    def __init__(
+        self,
+        namespace: str | None = None,
+        template: Path | None = None,
+        image: str | None = None,
+        connect: Callable[[str | None], Kube] = connect,
+    ) -> None:
+        self._namespace, self._template_file, self._image, self._connect = namespace, template, image, connect
+        self._template: Template | None = None
+        self._service_id = ""
+        self._kube: Kube | None = None
+        self._jobs: Watched | None = None
+        self._clusters: Watched | None = None
+        self._waits: dict[str, str] = {}
+        self._told: dict[str, float] = {}
+        self._over_since: dict[str, float] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, service_id: str = "") -> None:
+        """Read the template, ask for rights and KubeRay, and list what is there. Raises LauncherError."""
+        self._service_id = service_id
+        try:
+            self._template = read_template(self._template_file, self._image)
+        except TemplateRefused as error:
+            raise LauncherError(str(error)) from error
+        kube = self._connect(self._namespace)
+        try:
+            if (missing := kube.missing()) is not None:
+                raise LauncherError(missing)
+            selector = f"{LABEL_SERVICE}={service_id}"
+            jobs, clusters = Watched(kube, "rayjobs", selector), Watched(kube, "rayclusters", selector)
+            jobs.start()
+            clusters.start()
+        except BaseException:
+            kube.close()
+            raise
+        self._kube, self._jobs, self._clusters = kube, jobs, clusters
+        self._thread = threading.Thread(target=self._look_around, name="thinwire-kuberay", daemon=True)
+        self._thread.start()
+        logger.info("kuberay_found url=%s namespace=%s rayjobs=%d", kube.url, kube.namespace, len(jobs.all()))
+
+    def close(self) -> None:
+        """Follow no more. The RayJobs go on; started again, the service finds them."""
+        self._closing.set()
+        for watched in (self._jobs, self._clusters):
+            if watched is not None:
+                watched.close()
+        if self._kube is not None:
+            self._kube.close()
+
+    def ready(self) -> str | None:
+        """None when jobs can be submitted, else the reason they cannot."""
+        if self._jobs is None:
+            return "it has not started"
+        return self._silence(self._jobs)
+
+    def submit(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> None:
+        """Create the RayJob of the submission; one that is there is a success. Raises LauncherError."""
+        kube, jobs = self._started()
+        body = self.manifest(submission_id, run_dir, attempt, metadata, code)
+        kube.create("rayjobs", body)
+        if (found := kube.get("rayjobs", body["metadata"]["name"])) is not None:
+            jobs.put(found)
+
+    def manifest(
+        self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
+    ) -> Object:
+        """The RayJob that `submit` creates. Raises LauncherError."""
+        kube, _ = self._started()
+        assert self._template is not None, "read when it started"
+        folder = RunFolder(run_dir)
+        try:
+            spec = read_spec(json.loads(folder.job.read_text())["spec"])
+            wanted = WantedWorkers.model_validate_json(folder.workers.read_text())
+        except (OSError, ValueError, KeyError) as error:
+            raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
+        return rayjob(
+            self._template,
+            Attempt(
+                service_id=self._service_id,
+                submission_id=submission_id,
+                entrypoint=driver_command(run_dir, attempt, metadata, code, fetch=True),
+                metadata=metadata,
+                spec=spec,
+                least=wanted.min,
+                most=wanted.max,
+                code=code,
+                namespace=kube.namespace,
+            ),
+        )
+
+    def status(self, submission_id: str) -> LaunchStatus:
+        """What the RayJob says, as the API server has last told it; UNKNOWN while that is silent."""
+        if self._jobs is None:
+            return LaunchStatus(LaunchState.UNKNOWN, "the launcher has not started")
+        if (silence := self._silence(self._jobs)) is not None:
+            return LaunchStatus(LaunchState.UNKNOWN, silence)
+        name = self._name(submission_id)
+        found = self._jobs.get(name)
+        if found is None:
+            return LaunchStatus(LaunchState.ABSENT)
+        status = status_of(found)
+        if is_over(found):
+            self._told.setdefault(name, time.time())
+        elif (wait := self._waits.get(name)) is not None:
+            return LaunchStatus(status.state, waits_for=wait)
+        return status
+
+    def cancel(self, submission_id: str) -> None:
+        """Delete the RayJob: KubeRay stops its driver, then its pods end. Over or absent is a success.
+
+        Raises: LauncherError.
+        """
+        kube, jobs = self._started()
+        found = jobs.get(self._name(submission_id))
+        if found is not None and "deletionTimestamp" not in found["metadata"]:
+            kube.delete("rayjobs", found["metadata"]["name"], found["metadata"].get("uid"))
+
+    def resize(self, submission_id: str, least: int, most: int) -> None:
+        """Give the RayCluster of the submission these limits, where it has others: KubeRay hands no change of a RayJob
+        on. Raises LauncherError.
+        """
+        kube, jobs = self._started()
+        assert self._clusters is not None, "it has started"
+        found = jobs.get(self._name(submission_id))
+        name = None if found is None or is_over(found) else cluster_of(found)
+        cluster = None if name is None else self._clusters.get(name)
+        if cluster is None or "deletionTimestamp" in cluster["metadata"]:
+            return
+        if (patch := resized(cluster, least, most)) is not None:
+            kube.patch("rayclusters", cluster["metadata"]["name"], patch)
+            logger.info("raycluster_resized name=%s min=%d max=%d", cluster["metadata"]["name"], least, most)
+
+    def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
+        """None: the driver sends its log itself, and what it did not send went with its pod. Raises NoLog."""
+        raise NoLog(f"the log of {submission_id} is kept as far as its driver has sent it; the rest was in its pod")
+
+    def dashboard_url(self, submission_id: str) -> str | None:
+        """The job's page in the dashboard of its own Ray, at an address inside of Kubernetes."""
+        found = None if self._jobs is None else self._jobs.get(self._name(submission_id))
+        status = {} if found is None or is_over(found) else found.get("status") or {}
+        if not status.get("dashboardURL"):
+            return None
+        return f"http://{status['dashboardURL']}/#/jobs/{status.get('jobId', '')}"
+
+    # what it does by itself
+
+    def _look_around(self) -> None:
+        """Find out what pods wait for, and remove RayJobs that have been over for long."""
+        while not self._closing.wait(LOOK_S):
+            try:
+                self._waits = self._what_waits()
+                self._remove_old()
+            except KubeError as error:  # what was found before holds on; `ready` says more
+                logger.debug("look_failed error=%s", error)
+            except Exception:  # an object of a form that nobody foresaw
+                logger.exception("look_failed")
+
+    def _what_waits(self) -> dict[str, str]:
+        """Name of a RayJob -> what its pods wait for."""
+        kube, jobs = self._started()
+        waiting = [one for one in jobs.all() if self._waits_for_something(one)]
+        if not waiting:
+            return {}
+        clusters = [name for one in waiting if (name := cluster_of(one)) is not None]
+        pods = kube.pods(f"{_POD_CLUSTER} in ({','.join(sorted(clusters))})") if clusters else []
+        queued = any(QUEUE in one["metadata"].get("labels", {}) for one in waiting)
+        workloads = kube.workloads() if queued else []
+        warnings, now = kube.warnings(), time.time()
+        found = {}
+        for one in waiting:
+            own = [pod for pod in pods if pod["metadata"]["labels"].get(_POD_CLUSTER) == cluster_of(one)]
+            if (why := why_waiting(one, own, warnings, workloads, now)) is not None:
+                found[one["metadata"]["name"]] = why
+        return found
+
+    def _waits_for_something(self, one: Object) -> bool:
+        if is_over(one):
+            return False
+        if status_of(one).state is not LaunchState.RUNNING:
+            return True
+        assert self._clusters is not None, "it has started"
+        cluster = self._clusters.get(cluster_of(one) or "")
+        counts = {} if cluster is None else cluster.get("status") or {}
+        return int(counts.get("readyWorkerReplicas") or 0) < int(counts.get("desiredWorkerReplicas") or 0)
+
+    def _remove_old(self) -> None:
+        kube, jobs = self._started()
+        now, names = time.time(), set()
+        for one in jobs.all():
+            name = one["metadata"]["name"]
+            names.add(name)
+            if not is_over(one) or "deletionTimestamp" in one["metadata"]:
+                continue
+            seen = self._told.get(name)
+            first = self._over_since.setdefault(name, now)
+            if (seen is not None and now - seen > KEPT_S) or now - first > KEPT_UNTOLD_S:
+                kube.delete("rayjobs", name, one["metadata"].get("uid"))
+                logger.info("rayjob_removed name=%s", name)
+        for known in (self._told, self._over_since):
+            for gone in known.keys() - names:
+                known.pop(gone, None)
+
+    def _silence(self, jobs: Watched) -> str | None:
+        """Why what was last told cannot be trusted any more."""
+        silent_s = jobs.silent_s()
+        if silent_s is not None and silent_s <= WATCH_SILENT_S:
+            return None
+        return f"the Kubernetes API has said nothing for {silent_s or 0:.0f} s; {jobs.why() or 'its watch is silent'}"
+
+    def _name(self, submission_id: str) -> str:
+        return rayjob_name(self._service_id, submission_id)
+
+    def _started(self) -> tuple[Kube, Watched]:
+        if self._kube is None or self._jobs is None:
+            raise LauncherError("the launcher has not started; the service's log says why")
+        return self._kube, self._jobs

@@ -1,0 +1,235 @@
+"""The RayJob of an attempt: a template with a few fields filled in, and the changes of its RayCluster later.
+
+The template is a whole RayJob that a person reads and changes (rayjob.yaml, or one's own). What a launcher must be able
+to rely on is checked when it is read, not when the first job comes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from thinwire.contract.spec import JobSpec
+from thinwire.service.launch.protocol import Code
+
+Object = dict[str, Any]
+
+LABEL_SERVICE: Final = "thinwire/service"
+"""Of RayJob and RayCluster: whose they are."""
+SUBMISSION: Final = "thinwire/submission"
+"""The annotation with the submission id, as the service knows it."""
+QUEUE: Final = "kueue.x-k8s.io/queue-name"
+PRIORITY: Final = "kueue.x-k8s.io/priority-class"
+ELASTIC: Final = "kueue.x-k8s.io/elastic-job"
+GPU: Final = "nvidia.com/gpu"
+END_OF_RAY_S: Final = 30
+"""Beside workers.grace_s: the hand-over's own start, and Ray's end after it."""
+LONGEST_NAME: Final = 47
+"""Of a RayJob: KubeRay makes the names of its RayCluster and Services of it."""
+_SLUG: Final = 20
+
+
+class TemplateRefused(Exception):
+    """The template is no RayJob that jobs can run in; the message says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A RayJob that passed `read_template`. It is never modified."""
+
+    rayjob: Object
+    image: str | None = None
+    """In the place of the images of head and workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What is filled in. entrypoint: a shell command line, which the cluster shows to its users: no secrets."""
+
+    service_id: str
+    submission_id: str
+    entrypoint: str
+    metadata: Mapping[str, str]
+    spec: JobSpec
+    least: int
+    most: int
+    code: Code | None = None
+    namespace: str = "default"
+
+
+def rayjob_name(service_id: str, submission_id: str) -> str:
+    """A DNS label of at most LONGEST_NAME characters that is this submission's alone, and tells people which it is."""
+    slug = re.sub(r"[^a-z0-9]+", "-", submission_id.lower()).strip("-")[:_SLUG].strip("-")
+    digest = hashlib.sha256(f"{service_id}.{submission_id}".encode()).hexdigest()[:12]
+    return f"tw-{slug}-{digest}" if slug else f"tw-{digest}"
+
+
+def read_template(path: Path | None, image: str | None = None) -> Template:
+    """The template in this file; None: the service's own. Raises TemplateRefused."""
+    named = "the service's own template" if path is None else f"THINWIRE_KUBERAY_TEMPLATE={path}"
+    try:
+        text = files(__package__).joinpath("rayjob.yaml").read_text() if path is None else path.read_text("utf-8")
+        found = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TemplateRefused(f"{named} cannot be read as YAML: {error}") from error
+    wrong = _wrong(found)
+    if wrong is not None:
+        raise TemplateRefused(f"{named}: {wrong}; begin with what `thinwire manifest` prints")
+    return Template(found, image)
+
+
+def rayjob(template: Template, attempt: Attempt) -> Object:
+    """The RayJob of this attempt, as it is created."""
+    made = copy.deepcopy(template.rayjob)
+    metadata, spec = made.setdefault("metadata", {}) or {}, made["spec"]
+    made["metadata"] = metadata
+    metadata.pop("generateName", None)
+    metadata["name"] = rayjob_name(attempt.service_id, attempt.submission_id)
+    metadata["namespace"] = attempt.namespace
+    labels = metadata.setdefault("labels", {})
+    labels |= {LABEL_SERVICE: attempt.service_id, "app.kubernetes.io/managed-by": "thinwire"}
+    annotations = metadata.setdefault("annotations", {})
+    annotations[SUBMISSION] = attempt.submission_id
+    _queue(spec, labels, annotations, attempt.spec)
+    spec["entrypoint"] = attempt.entrypoint
+    spec["jobId"] = f"{attempt.service_id}.{attempt.submission_id}"
+    spec["metadata"] = dict(attempt.metadata)
+    environment = _environment(attempt.code)
+    if environment:
+        spec["runtimeEnvYAML"] = yaml.safe_dump(environment, sort_keys=True)
+    cluster = spec["rayClusterSpec"]
+    head, group = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]
+    least = attempt.least
+    if _is_fixed(made):  # Kueue counts its pods once, when it admits it, and takes no autoscaler
+        least = attempt.most
+        cluster["enableInTreeAutoscaling"] = False
+        cluster.pop("autoscalerOptions", None)
+    group |= {"replicas": least, "minReplicas": least, "maxReplicas": attempt.most}
+    pod = group["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = round(attempt.spec.workers.grace_s) + END_OF_RAY_S
+    _device(group, attempt.spec.workers.device)
+    if template.image is not None:
+        head["containers"][0]["image"] = pod["containers"][0]["image"] = template.image
+    return made
+
+
+def resized(cluster: Object, least: int, most: int) -> list[Object] | None:
+    """The JSON patch that gives a RayCluster these limits; None where it has them, or what Kueue has admitted cannot
+    change. least and most: workers.
+
+    The upper limit does not go below what runs: Ray's autoscaler would end pods with workers in them. Workers that
+    are dismissed leave idle pods, which it ends by itself; then the limit follows.
+    """
+    if _is_fixed(cluster):
+        return None
+    group = cluster["spec"]["workerGroupSpecs"][0]
+    upper = max(most, int(group.get("replicas") or 0))
+    now = (group.get("minReplicas"), group.get("maxReplicas"))
+    if now == (least, upper):
+        return None
+    path = "/spec/workerGroupSpecs/0"
+    return [
+        # Of this group, however others have changed the list meanwhile.
+        {"op": "test", "path": f"{path}/groupName", "value": group["groupName"]},
+        {"op": "add", "path": f"{path}/minReplicas", "value": least},
+        {"op": "add", "path": f"{path}/maxReplicas", "value": upper},
+    ]
+
+
+def printed(made: Object) -> str:
+    """As YAML, in the order in which people read it. Without anchors: what is used twice is written twice."""
+    return yaml.safe_dump(json.loads(json.dumps(made)), sort_keys=False, width=120)
+
+
+def _queue(spec: Object, labels: dict[str, str], annotations: dict[str, str], job: JobSpec) -> None:
+    """Kueue admits it: it is created suspended, and Kueue lets it go."""
+    kueue = job.kueue
+    if kueue is None:
+        return
+    labels[QUEUE] = kueue.queue
+    if kueue.priority is not None:
+        labels[PRIORITY] = kueue.priority
+    if kueue.elastic:
+        annotations[ELASTIC] = "true"
+    spec["suspend"] = True
+
+
+def _is_fixed(found: Object) -> bool:
+    """Does Kueue admit so many pods, and no others later? Of a RayJob, or of the RayCluster made of it."""
+    metadata = found["metadata"]
+    return QUEUE in metadata.get("labels", {}) and metadata.get("annotations", {}).get(ELASTIC) != "true"
+
+
+def _environment(code: Code | None) -> Object:
+    """Ray's runtime environment. The package is not in it: the driver fetches that with the job's token."""
+    if code is None:
+        return {}
+    found: Object = {}
+    if code.package is None and code.working_dir is not None:
+        found["working_dir"] = f"local://{code.working_dir}"
+    if code.pip:
+        found["pip"] = list(code.pip)
+    if code.env_vars:
+        found["env_vars"] = dict(code.env_vars)
+    return found
+
+
+def _device(group: Object, device: str) -> None:
+    """One GPU a worker, none, or what the template has."""
+    if device == "auto":
+        return
+    resources = group["template"]["spec"]["containers"][0].setdefault("resources", {})
+    for kind in ("requests", "limits"):
+        resources.setdefault(kind, {}).pop(GPU, None)
+        if device == "gpu":
+            resources[kind][GPU] = "1"
+    group["rayStartParams"].pop("num-gpus", None)
+
+
+def _wrong(found: Any) -> str | None:
+    """What of a template cannot be relied on, in a sentence."""
+    if not isinstance(found, dict) or found.get("kind") != "RayJob" or found.get("apiVersion") != "ray.io/v1":
+        return "it is no RayJob of ray.io/v1"
+    spec = found.get("spec")
+    if not isinstance(spec, dict) or not isinstance(spec.get("rayClusterSpec"), dict):
+        return "spec.rayClusterSpec is missing"
+    if spec.get("submissionMode") != "HTTPMode":
+        return f"spec.submissionMode is {spec.get('submissionMode')!r}, and must be HTTPMode"
+    if spec.get("backoffLimit", 0) != 0:
+        return f"spec.backoffLimit is {spec['backoffLimit']!r}, and must be 0: the service tries again by itself"
+    if spec.get("shutdownAfterJobFinishes") is not True:
+        return "spec.shutdownAfterJobFinishes must be true, or the pods of jobs that are over would stay"
+    cluster = spec["rayClusterSpec"]
+    if not isinstance(cluster.get("authOptions"), dict) or cluster["authOptions"].get("mode") != "token":
+        return "spec.rayClusterSpec.authOptions.mode must be token: a Ray without one runs what anybody sends it"
+    groups = cluster.get("workerGroupSpecs")
+    if not isinstance(groups, list) or len(groups) != 1:
+        return "spec.rayClusterSpec.workerGroupSpecs must have one group: the workers"
+    for name, group in (("headGroupSpec", cluster.get("headGroupSpec")), ("workerGroupSpecs[0]", groups[0])):
+        if not _has_container(group):
+            return f"spec.rayClusterSpec.{name}.template.spec.containers must have a container with an image"
+        if not isinstance(group.get("rayStartParams"), dict):
+            return f"spec.rayClusterSpec.{name}.rayStartParams is missing; it may be {{}}"
+    if str(cluster["headGroupSpec"]["rayStartParams"].get("num-cpus")) != "0":
+        return 'spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus must be "0": no worker runs on the head'
+    if groups[0]["rayStartParams"].get("num-cpus") != "1":
+        return 'spec.rayClusterSpec.workerGroupSpecs[0].rayStartParams.num-cpus must be "1": a pod is one worker'
+    if not isinstance(groups[0].get("groupName"), str):
+        return "spec.rayClusterSpec.workerGroupSpecs[0].groupName is missing"
+    return None
+
+
+def _has_container(group: Any) -> bool:
+    try:
+        return isinstance(group["template"]["spec"]["containers"][0]["image"], str)
+    except (KeyError, IndexError, TypeError):
+        return False

@@ -1,0 +1,50 @@
+"""What the status of a RayJob says of the attempt that it is (KubeRay 1.7, apis/ray/v1/rayjob_types.go). Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from thinwire.service.launch.kuberay.manifest import Object
+from thinwire.service.launch.protocol import LaunchState, LaunchStatus
+
+_OF_RAY: Final = {
+    "PENDING": LaunchState.PENDING,
+    "RUNNING": LaunchState.RUNNING,
+    "SUCCEEDED": LaunchState.SUCCEEDED,
+    "FAILED": LaunchState.FAILED,
+    "STOPPED": LaunchState.STOPPED,
+}
+_NO_FURTHER: Final = {
+    "ValidationFailed": "KubeRay refuses the RayJob",
+    "PreRunningDeadlineExceeded": "it did not begin within preRunningDeadlineSeconds of the template",
+    "DeadlineExceeded": "it took longer than activeDeadlineSeconds of the template",
+}
+"""Reasons that a further attempt would meet again."""
+
+
+def status_of(rayjob: Object) -> LaunchStatus:
+    """PENDING until its job has begun; then as Ray says, and as KubeRay where that gave it up."""
+    status = rayjob.get("status") or {}
+    deployment, of_ray = status.get("jobDeploymentStatus", ""), _OF_RAY.get(status.get("jobStatus", ""))
+    reason, message = str(status.get("reason", "")), str(status.get("message", ""))
+    if reason in _NO_FURTHER and deployment in ("Failed", "ValidationFailed"):
+        return LaunchStatus(LaunchState.FAILED, f"{_NO_FURTHER[reason]}: {message or reason}", for_good=True)
+    if deployment == "Failed":
+        # Ray's own end, where there is one: KubeRay calls a run that was stopped complete, and others failed.
+        return LaunchStatus(LaunchState.FAILED, message or reason)
+    if deployment == "Complete":
+        return LaunchStatus(of_ray or LaunchState.SUCCEEDED, message)
+    if deployment == "Running" and of_ray in (LaunchState.RUNNING, LaunchState.PENDING):
+        return LaunchStatus(of_ray)
+    # Ray may have said the end that KubeRay has not noted yet; the next status has both.
+    return LaunchStatus(LaunchState.RUNNING if deployment == "Running" and of_ray else LaunchState.PENDING)
+
+
+def is_over(rayjob: Object) -> bool:
+    """Will nothing more become of it?"""
+    return (rayjob.get("status") or {}).get("jobDeploymentStatus") in ("Complete", "Failed", "ValidationFailed")
+
+
+def cluster_of(rayjob: Object) -> str | None:
+    """The name of the RayCluster that KubeRay made for it, or is about to."""
+    return (rayjob.get("status") or {}).get("rayClusterName") or None
