@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.control_plane_harness import Service, sample
+from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.auth import token_hash
 from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
@@ -326,3 +326,59 @@ def test_a_submission_that_was_made_before_a_crash_is_found(service: Service, mo
     service.turn()
     assert service.state(job_id) == "PENDING"
     assert list(service.launcher.submissions) == [job_id]
+
+
+def waits(service: Service, job_id: str) -> list[str]:
+    events = service.client.get(f"/v1/jobs/{job_id}/metrics?event_kind=cluster_waits").json()["events"]
+    return [event["fields"]["reason"] for event in events]
+
+
+def test_what_pods_wait_for_is_the_reason_and_an_event(service: Service) -> None:
+    job_id = service.submit()
+    service.turn()
+    service.launcher.put(job_id, LaunchState.PENDING, waits_for="pod a: Unschedulable: no GPU")
+    service.turn(3)
+    assert service.job(job_id)["reason"] == "waiting for the cluster: pod a: Unschedulable: no GPU"
+    assert waits(service, job_id) == ["pod a: Unschedulable: no GPU"]
+    service.launcher.put(job_id, LaunchState.PENDING, waits_for="pod a: Unschedulable: still none \0 \ud800")
+    service.turn(5)
+    assert len(waits(service, job_id)) == 1  # other words, told once a minute
+    service.clock.pass_(60.0)
+    service.turn()
+    assert waits(service, job_id)[1].startswith("pod a: Unschedulable: still none")
+    service.clock.pass_(60.0)
+    service.launcher.put(job_id, LaunchState.RUNNING)
+    service.turn()
+    assert (service.job(job_id)["state"], service.job(job_id)["reason"]) == ("RUNNING", None)
+
+
+def test_a_worker_that_finds_no_place_is_an_event_of_a_job_that_runs(service: Service) -> None:
+    job_id = service.running()
+    service.launcher.put(job_id, LaunchState.RUNNING, waits_for="pod b: ImagePullBackOff: no such tag")
+    service.turn()
+    assert waits(service, job_id) == ["pod b: ImagePullBackOff: no such tag"]
+    assert service.job(job_id)["reason"] is None
+
+
+def test_what_no_attempt_could_change_fails_at_once(service: Service) -> None:
+    job_id = service.submit(workers={"max_restarts": 3})
+    service.turn()
+    service.launcher.put(job_id, LaunchState.FAILED, "KubeRay refuses the RayJob: no head", for_good=True)
+    service.turn()
+    job = service.job(job_id)
+    assert (job["state"], job["attempt"], job["reason"]) == ("FAILED", 1, "KubeRay refuses the RayJob: no head")
+
+
+def test_the_cluster_is_told_how_many_workers_a_live_job_may_have(service: Service) -> None:
+    job_id = service.running(workers={"min": 1, "max": 4})
+    assert service.launcher.resized[job_id] == (1, 4)
+    answer = service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 2, "max": 6}})
+    assert answer.status_code == 200, answer.text
+    service.turn()
+    assert service.launcher.resized[job_id] == (2, 6)
+
+
+def test_a_queue_of_kueue_is_refused_where_nobody_would_admit(service: Service) -> None:
+    answer = service.client.post("/v1/jobs", json=spec(kueue={"queue": "team"}))
+    assert answer.status_code == 422
+    assert answer.json()["problems"][0]["path"] == "kueue.queue"

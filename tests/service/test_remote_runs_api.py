@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.service.control_plane_harness import Service, spec
+from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.remote_run import LARGEST_FILE_BYTES
 from thinwire.service.auth import ticket_of
 from thinwire.service.jobs import job_folder, remote_runs
@@ -208,3 +209,23 @@ def test_an_orderly_end_of_the_service_does_not_excuse_what_goes_on(tmp_path: Pa
     far.launcher.lose(f"{job_id}-attempt2")
     far.turn(3)
     assert far.state(job_id) == "FAILED"
+
+
+def test_a_driver_fetches_the_package_of_its_job_and_of_no_other(far: Service) -> None:
+    data = zipped()
+    sha256 = sha(data)
+    assert far.client.put(f"/v1/packages/{sha256}", content=data, headers=PLAIN).status_code == 201
+    recipe = {"name": "script", "entry": "train.py", "package": sha256}
+    job = {"name": "mine", "recipe": recipe, **STORE}
+    job_id = far.client.post("/v1/jobs", json=job).json()["id"]
+    far.turn()
+    given = far.client.get(f"/v1/jobs/{job_id}/package", headers=far.job_headers(job_id))
+    assert (given.status_code, given.content) == (200, data)
+    other = far.running(**STORE)
+    assert far.client.get(f"/v1/jobs/{job_id}/package", headers=far.job_headers(other)).status_code == 403
+    none = far.client.get(f"/v1/jobs/{other}/package", headers=far.job_headers(other))
+    assert (none.status_code, none.json()["code"]) == (404, "file_not_kept")
+    (far.home / "packages" / f"{sha256}.zip").unlink()
+    gone = far.client.get(f"/v1/jobs/{job_id}/package", headers=far.job_headers(job_id))
+    assert (gone.status_code, gone.json()["code"]) == (503, "unavailable")
+    assert "submit the same folder again" in gone.json()["message"]

@@ -30,6 +30,7 @@ from thinwire.cli.client import (
 )
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
+from thinwire.cli.manifest import manifest
 from thinwire.cli.news import workers_rows
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
@@ -71,6 +72,7 @@ class LauncherName(StrEnum):
 
     LOCAL = "local"
     RAY = "ray"
+    KUBERAY = "kuberay"
     FAKE = "fake"
 
 
@@ -84,7 +86,7 @@ def serve(
         LauncherName | None,
         typer.Option(
             help="local: a Ray of its own on this machine (default). ray: the cluster of THINWIRE_RAY_ADDRESS. "
-            "fake: runs nothing, for development."
+            "kuberay: a RayJob in Kubernetes for each attempt. fake: runs nothing, for development."
         ),
     ] = None,
 ) -> None:
@@ -118,6 +120,7 @@ def serve(
 app.command()(submit)
 app.command()(up)
 app.command()(down)
+app.command()(manifest)
 
 
 @app.command()

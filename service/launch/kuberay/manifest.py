@@ -75,7 +75,7 @@ def rayjob_name(service_id: str, submission_id: str) -> str:
 
 def read_template(path: Path | None, image: str | None = None) -> Template:
     """The template in this file; None: the service's own. Raises TemplateRefused."""
-    named = "the service's own template" if path is None else f"THINWIRE_KUBERAY_TEMPLATE={path}"
+    named = "the service's own template" if path is None else f"the template {path}"
     try:
         text = files(__package__).joinpath("rayjob.yaml").read_text() if path is None else path.read_text("utf-8")
         found = yaml.safe_load(text)

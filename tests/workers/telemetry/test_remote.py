@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.service.live_service import LiveService, live_service
+from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.reports import Failure, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.service.auth import ticket_of
@@ -20,7 +21,7 @@ from thinwire.workers import run_place
 from thinwire.workers.run_place import RemotePlace
 from thinwire.workers.telemetry.history import History, read
 from thinwire.workers.telemetry.log_copy import LogCopy
-from thinwire.workers.telemetry.remote import ClaimRefused, Papers, claim
+from thinwire.workers.telemetry.remote import ClaimRefused, PackageDiffers, Papers, claim
 from thinwire.workers.telemetry.reporter import ServiceReporter
 
 STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
@@ -182,3 +183,20 @@ def test_a_history_is_filled_with_what_others_have_told(tmp_path: Path) -> None:
             (4, None),
             (5, None),
         ]
+
+
+def test_the_package_is_brought_and_held_against_its_hash(far: LiveService, tmp_path: Path) -> None:
+    data = zipped()
+    client = far.service.client
+    headers = {"Content-Type": "application/octet-stream"}
+    assert client.put(f"/v1/packages/{sha(data)}", content=data, headers=headers).status_code == 201
+    recipe = {"name": "script", "entry": "train.py", "package": sha(data)}
+    job_id = client.post("/v1/jobs", json={"name": "mine", "recipe": recipe, **STORE}).json()["id"]
+    far.service.turn()
+    claimed = claim(url(far), job_id, ticket(far, job_id))
+    papers = Papers(claimed.job, claimed.token, url(far))
+    place = RemotePlace(papers.settle(), papers, claimed.attempt)
+    assert place.run.package(sha(data)).read_bytes() == data
+    with pytest.raises(PackageDiffers, match=sha(data)):
+        place.run.package("0" * 64)
+    place.client.close()
