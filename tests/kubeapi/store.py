@@ -64,6 +64,8 @@ class Store:
         self.changed = threading.Condition(threading.RLock())
         self.logs: dict[tuple[str, str, str], bytes] = {}
         """What containers have written: by namespace, pod and container."""
+        self.admission: list[Callable[[Kind, Object], None]] = []
+        """Each may refuse an object that is to be made, as a webhook does: by raising Refused."""
         self._objects: dict[tuple[str, str, str], Object] = {}
         self._kinds = {NAMESPACES.resource: NAMESPACES}
         self._version, self._forgotten = 1, 1
@@ -136,6 +138,8 @@ class Store:
             made["status"] = {"phase": "Pending"}
         check(kind, made)
         with_defaults(kind, made)
+        for review in self.admission:
+            review(kind, made)
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
         if kind.is_custom:
             metadata["generation"] = 1
