@@ -54,7 +54,9 @@ def test_what_cannot_be_is_told_and_nothing_is_started(job, capsys, monkeypatch,
     ("document", "words"),
     [
         ({**SMALL, "steps": 0, "speed": 1}, ["steps = 0: must be", "speed = 1: there is no such field"]),
-        (SCRIPT, ["a job of a script", "thinwire_predicted_step_seconds"]),
+        ({**SCRIPT, "optimizer": {"name": "adam"}}, ["the script makes its own optimizer"]),
+        ({"recipe": {**SCRIPT["recipe"], "working_dir": "nowhere"}}, ["recipe.working_dir = 'nowhere'", "no folder"]),
+        ({"recipe": {"name": "script", "entry": "train.py", "package": "0" * 64}}, ["recipe.package", "working_dir"]),
         ([], ["not a mapping of fields"]),
     ],
 )
@@ -64,6 +66,32 @@ def test_a_file_that_is_no_job_is_refused_with_its_problems(job, capsys, documen
     assert code == 2
     for word in words:
         assert word in told
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_script_is_planned_with_its_folder_and_its_arguments(job, capsys, monkeypatch, as_file):
+    asked = []
+    monkeypatch.setattr(plan_cli, "work", lambda name: lambda request, say: asked.append(request))
+    (job.parent / "train.py").write_text("")
+    job.write_text(json.dumps({"recipe": {**SCRIPT["recipe"], "working_dir": ".", "args": ["--lr", "1e-3"]}}))
+    call = [job] if as_file else [job.parent / "train.py"]
+    code, _, _ = run(capsys, *call, "--rate", "1gbit", "--workers", "4", *([] if as_file else ["--", "--lr", "1e-3"]))
+    assert code == 0
+    (request,) = asked
+    recipe = request.spec.recipe
+    assert (recipe.entry, recipe.args, recipe.working_dir) == ("train.py", ("--lr", "1e-3"), str(job.parent))
+    assert request.workers == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["no.py"], "no.py cannot be read"), (["job.json", "--", "--lr"], "--lr: only for a script")],
+)
+def test_a_script_that_is_not_there_and_arguments_of_a_job_file_are_refused(job, capsys, monkeypatch, arguments, words):
+    monkeypatch.chdir(job.parent)
+    code, _, told = run(capsys, *arguments[:1], "--rate", "1gbit", *arguments[1:])
+    assert code == 2
+    assert words in told
 
 
 def test_a_plan_that_failed_says_why(job, capsys, monkeypatch):

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import JsonValue
 
 from thinwire.cli.commands import work
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import bytes_text
+from thinwire.cli.script_job import folder_of, script_job
 from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest, hours, ms
-from thinwire.contract.spec import MOST_WORKERS, TrainSpec
+from thinwire.contract.spec import MOST_WORKERS, ScriptSpec, TrainSpec
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="A job file, as for `thinwire submit`.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="A job file or a script, train.py, as for `thinwire submit`.", show_default=False)
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --: what the script is called with.")] = None,
     rate: Annotated[
         str | None,
         typer.Option(help="Of one machine's link, such as 100mbit, 1gbit, 25gbit. Without it the link is measured."),
@@ -42,6 +47,14 @@ def plan(
     ] = 1,
     steps: Annotated[int, typer.Option(min=1, max=100, help="Dry steps of each kind that are timed.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(help="The folder that a script runs in. Default: its own.", rich_help_panel="Scripts"),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE for a script's environment; repeat it.", rich_help_panel="Scripts"),
+    ] = None,
 ) -> None:
     """Predict, before a job is started, whether compression pays: step time, bytes and the gain over the whole run.
 
@@ -56,14 +69,19 @@ def plan(
     **What to look at.** "step" is a step after the warm-up, "warm-up" one in it, which sends the gradient in full. A
     gain of 1.8 says that the run takes 1/1.8 of the time of dense training. Below 1.05 the advice is not to compress.
 
+    **A script** is run here, in this Python, as worker 0 of so many: it makes a few steps of its own loop, which are
+    timed, and is ended.
+
     Run it on a quiet machine of the kind that the job will have. What is left out is in docs/plan.md.
 
     Examples: `thinwire plan job.yaml --rate 1gbit --workers 4`,
+    `thinwire plan train.py --rate 1gbit --workers 4 -- --lr 1e-3`,
     `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire plan job.yaml` on each of two machines
     """
     from thinwire.cli.plan_link import link_of
 
-    request = PlanRequest(_job(file), link_of(rate, latency, doctor), workers, per_machine, steps)
+    spec = _job(file, arguments or (), working_dir, env or ())
+    request = PlanRequest(spec, link_of(rate, latency, doctor), workers, per_machine, steps)
     _refuse_what_cannot_be(request)
     planning: Planning = work("plan")
     try:
@@ -117,26 +135,43 @@ def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
     ]
 
 
-def _job(file: Path) -> TrainSpec:
-    """The spec in a job file. Raises: JobFileError, with every problem at once."""
+def _job(file: Path, arguments: Sequence[str], working_dir: Path | None, env: Sequence[str]) -> TrainSpec | ScriptSpec:
+    """The spec in a job file, or of a script. Raises: JobFileError, with every problem at once."""
     from pydantic import TypeAdapter, ValidationError
 
     from thinwire.contract.spec import AnySpec, read_spec
     from thinwire.service.problems import describe_problems
 
-    document = read_job_file(file)
+    document = _document(file, arguments, working_dir, env)
     try:
-        spec = read_spec(document)
+        return read_spec(document)
     except ValidationError as error:
         schema = TypeAdapter(AnySpec).json_schema()
         errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         raise explain_rejection(file, "it is no job", describe_problems(errors, schema, schema)) from error
-    if not isinstance(spec, TrainSpec):
-        raise JobFileError(
-            f"{file} is a job of a script, whose model only the script can make; `thinwire plan` rehearses the recipes "
-            "gpt, bert and resnet. A running job tells its own prediction: thinwire_predicted_step_seconds"
-        )
-    return spec
+
+
+def _document(
+    file: Path, arguments: Sequence[str], working_dir: Path | None, env: Sequence[str]
+) -> dict[str, JsonValue]:
+    """The job as JSON; a script's with its folder on this machine. Raises: JobFileError, Unpackable."""
+    if file.suffix == ".py":
+        nothing: dict[str, Any] = {"name": None, "workers": {}, "store": None, "start": {}, "pip": (), "secrets": ()}
+        job, folder = script_job(file, working_dir, arguments, env=env, **nothing)
+    else:
+        given = [name for name, value in (("--working-dir", working_dir), ("--env", env)) if value] + list(arguments)
+        if given:
+            raise JobFileError(f"{', '.join(given)}: only for a script, and {file} is a job file: write it there")
+        job = read_job_file(file)
+        found = folder_of(job, file)
+        if found is None:
+            return job
+        folder = found
+    recipe = job["recipe"]
+    assert isinstance(recipe, dict)
+    if not folder.is_dir():
+        raise JobFileError(f"{file}: recipe.working_dir = {recipe.get('working_dir')!r}: there is no folder {folder}")
+    return {**job, "recipe": {**recipe, "working_dir": str(folder.resolve())}}
 
 
 def _refuse_what_cannot_be(request: PlanRequest) -> None:
@@ -146,7 +181,12 @@ def _refuse_what_cannot_be(request: PlanRequest) -> None:
         raise typer.BadParameter(
             f"{workers} workers do not fill machines of {request.per_machine}", param_hint="--per-machine"
         )
-    if workers > request.spec.global_batch:
+    if isinstance(request.spec, ScriptSpec) and request.spec.recipe.package is not None:
+        raise JobFileError(
+            "recipe.package: the files of that script are with the service; `thinwire plan` runs it here: name its "
+            "folder by recipe.working_dir"
+        )
+    if request.spec.global_batch is not None and workers > request.spec.global_batch:
         raise typer.BadParameter(
             f"{workers} for global_batch = {request.spec.global_batch}: each needs a sample", param_hint="--workers"
         )

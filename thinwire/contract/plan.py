@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import ScriptSpec, TrainSpec
 
 Say = Callable[[str, float], None]
 """What is going on, and how much of it is done, 0 to 1."""
@@ -30,10 +30,10 @@ class PlanRequest:
     """What is to be predicted. link: None: measure it, which needs the ranks to be started on their machines.
 
     workers: None: as many as were started, else the job's workers.max. per_machine: so many share one machine's link
-    and its cores. steps: dry steps of each kind.
+    and its cores. steps: dry steps of each kind. spec: of a script with the folder on this machine that it is in.
     """
 
-    spec: TrainSpec
+    spec: TrainSpec | ScriptSpec
     link: Link | None
     workers: int | None = None
     per_machine: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -80,8 +80,10 @@ def chosen_bucket(spec: TrainSpec, network: Network, elements: int, on_gpu: bool
     return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements)
 
 
-def forecast(spec: TrainSpec, link: Link, workers: int, per_machine: int, found: Rehearsed) -> Plan:
-    """The plan of a job. Pure."""
+def forecast(
+    spec: TrainSpec, link: Link, workers: int, per_machine: int, found: Rehearsed, assumed: Sequence[str] = ()
+) -> Plan:
+    """The plan of a job. Pure. assumed: what else the figures stand on."""
     network = network_of(link, workers, per_machine)
     bucket = chosen_bucket(spec, network, found.elements, found.cores == inf)
     dense = {name: _dense(name, spec, network, found) for name in DENSE}
@@ -107,7 +109,7 @@ def forecast(spec: TrainSpec, link: Link, workers: int, per_machine: int, found:
         compress=compress,
         best=best.name,
         verdict=_verdict(spec, network, found, methods, best if compress else None),
-        assumed=tuple(_assumed(spec, found)),
+        assumed=(*assumed, *_assumed(spec, found)),
     )
 
 

@@ -30,6 +30,7 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import transport
 from thinwire.workers.plan.forecast import Busy, Rehearsed
 from thinwire.workers.plan.rehearsal import RecipeModel, Setting, Tell, rehearse
+from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 
 MARK = "@plan "
 PARTS = 5
@@ -40,20 +41,28 @@ LAST_WORDS = 15
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """spec: as JSON. workers: of the job; per_machine: of them here; bucket_elements, steps: as in Setting."""
+    """spec: as JSON. workers: of the job; per_machine: of them here; bucket_elements, steps: as in Setting.
+
+    script: what was learned of one, as JSON; then spec is what that amounts to. None where a recipe is rehearsed.
+    """
 
     spec: dict[str, Any]
     workers: int
     per_machine: int
     bucket_elements: int
     steps: int
+    script: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:
         """What the job's workers will use, of what is here."""
-        wanted = self.spec["workers"]["device"]
-        on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
-        return torch.device("cuda" if on_gpu else "cpu")
+        return device_of(self.spec["workers"]["device"])
+
+
+def device_of(wanted: str) -> torch.device:
+    """What `workers.device` of a job means here."""
+    on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def spawn(orders: Orders, say: Say) -> Rehearsed:
@@ -172,7 +181,11 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
     def together() -> None:
         dist.barrier(group=fellows)
 
-    return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell if rank == 0 else _quiet)
+    tell = tell if rank == 0 else _quiet
+    if orders.script is None:
+        return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
+    learned = Learned(**orders.script)
+    return with_script(rehearse(OfShapes(learned.shapes, device), setting, together, tell), learned)
 
 
 def _quiet(doing: str) -> None:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from thinwire.comm.bucket_size import measure
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import chosen_bucket, forecast, network_of
-from thinwire.workers.plan.ranks import PARTS, Orders, run_rank, spawn
-from thinwire.workers.recipes import REGISTRY as RECIPES
+from thinwire.workers.plan.ranks import PARTS, Orders, device_of, run_rank, spawn
+from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.recipes import recipe_of
 
+DRY_STEPS = "dry steps of the script"
 HERE = Link(0.0, float("inf"), "one worker: no link")
 
 
 def run(request: PlanRequest, say: Say) -> Plan | None:
     """Rehearse and predict. None on all ranks but 0. Raises: PlanFailed."""
-    if request.spec.recipe.name not in RECIPES:
-        raise PlanFailed(f"recipe {request.spec.recipe.name!r}: its model cannot be rehearsed by `thinwire plan` yet")
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return _as_ranks(request, say)
         return _alone(request, say)
+    except ValidationError as error:
+        raise PlanFailed(f"what the script says cannot stand together: {error.errors()[0]['msg']}") from error
     except (DataError, ValueError) as error:
         raise PlanFailed(str(error)) from error
 
@@ -43,22 +46,50 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
             "the command on each machine as torchrun starts a script: torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 "
             "--no-python thinwire plan FILE"
         )
-    orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
-    found = spawn(orders, say)
+    network_of(link, workers, request.per_machine)  # before anything is started
+    learned = None
+    if isinstance(request.spec, ScriptSpec):
+        say(DRY_STEPS, 0.0)
+        devices = _devices(request.spec, request.per_machine)
+        learned = dry_steps(request.spec, workers, request.per_machine, request.steps, devices)
+    spec = _as_job(request.spec, learned)
+    found = spawn(orders_of(spec, link, workers, request.per_machine, request.steps, learned), say)
     say("done", 1.0)
-    return forecast(request.spec, link, workers, request.per_machine, found)
+    return forecast(spec, link, workers, request.per_machine, found, learned.assumed() if learned else ())
 
 
-def orders_of(spec: TrainSpec, link: Link, workers: int, per_machine: int, steps: int) -> Orders:
+def orders_of(
+    spec: TrainSpec, link: Link, workers: int, per_machine: int, steps: int, learned: Learned | None = None
+) -> Orders:
     """What the processes that rehearse are told. Raises: ValueError where machines are not full, more workers than
     samples."""
     if workers > spec.global_batch:
         raise ValueError(f"{workers} workers for global_batch = {spec.global_batch}: at least one sample a worker")
     network = network_of(link, workers, per_machine)
     with torch.device("meta"):
-        elements = sum(param.numel() for param in recipe_of(spec).model().parameters())
+        model = recipe_of(spec).model() if learned is None else OfShapes(learned.shapes, torch.device("meta")).fresh()
+    elements = sum(param.numel() for param in model.parameters())
     bucket = chosen_bucket(spec, network, elements, on_gpu=False)
-    return Orders(spec.model_dump(mode="json"), workers, per_machine, bucket, steps)
+    told = None if learned is None else asdict(learned)
+    return Orders(spec.model_dump(mode="json"), workers, per_machine, bucket, steps, told)
+
+
+def _as_job(spec: TrainSpec | ScriptSpec, learned: Learned | None) -> TrainSpec:
+    if isinstance(spec, TrainSpec):
+        return spec
+    assert learned is not None
+    return learned.as_job(spec)
+
+
+def _devices(spec: ScriptSpec, count: int) -> list[str]:
+    """For so many processes of this machine. Raises: PlanFailed where it has too few GPUs."""
+    kind = device_of(spec.workers.device).type
+    if kind == "cuda" and torch.cuda.device_count() < count:
+        raise PlanFailed(
+            f"{count} workers on a machine, and this one has {torch.cuda.device_count()} GPUs: lower --per-machine, "
+            "or set workers.device = cpu"
+        )
+    return [kind if kind == "cpu" else f"cuda:{number}" for number in range(count)]
 
 
 def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
@@ -76,8 +107,18 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
                 say("measuring the link", 0.0)
             network = measure(group)
             link = Link(network.latency_s, network.bytes_per_s, f"measured between {group.size} ranks")
-        orders = orders_of(request.spec, link, workers, request.per_machine, request.steps)
-        here = sum(machine == _machine() for machine in _machines(group))
+        network_of(link, workers, request.per_machine)
+        machines = _machines(group)
+        here = sum(machine == _machine() for machine in machines)
+        learned = None
+        if isinstance(request.spec, ScriptSpec):
+            if group.rank == 0:
+                say(DRY_STEPS, 0.0)
+            beside = sum(machine == _machine() for machine in machines[: group.rank])
+            device = _devices(request.spec, here)[beside]
+            learned = dry_steps(request.spec, workers, 1, request.steps, [device], dist.barrier)
+        spec = _as_job(request.spec, learned)
+        orders = orders_of(spec, link, workers, request.per_machine, request.steps, learned)
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
         told = iter(range(1, PARTS))
         sharing = max(here, request.per_machine)
@@ -85,7 +126,7 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
         if found is None:
             return None
         say("done", 1.0)
-        return forecast(request.spec, link, workers, request.per_machine, found)
+        return forecast(spec, link, workers, request.per_machine, found, learned.assumed() if learned else ())
     finally:
         if own:
             dist.destroy_process_group()

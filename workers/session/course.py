@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import regroup
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
-from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
+from thinwire.workers.data.feed import Feed, Share
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
@@ -75,6 +75,18 @@ class Place:
     close: Callable[[], None] = field(default=lambda: None)
 
 
+class ScriptFeed(Feed, Protocol):
+    """A feed that says of itself, in which workers must agree: its data, and how they are drawn."""
+
+    @property
+    def told(self) -> str:
+        """The data."""
+
+    @property
+    def drawn(self) -> str:
+        """How they are drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """What a script trains with, over one group: a workers.trained.Trained."""
@@ -83,7 +95,7 @@ class Script:
     device: torch.device
     optimizer: FlatOptimizer[Any]
     registered: Registered
-    feed: MapFeed | StreamFeed
+    feed: ScriptFeed
     rates: dict[int, float]
     model: None = None
 
@@ -99,9 +111,7 @@ class Script:
 class ScriptCourse(Course[Script]):
     """Of a script: whoever draws from batches() computes the step before drawing again."""
 
-    def __init__(
-        self, place: Place, optimizer: FlatOptimizer[Any], registered: Registered, feed: MapFeed | StreamFeed
-    ) -> None:
+    def __init__(self, place: Place, optimizer: FlatOptimizer[Any], registered: Registered, feed: ScriptFeed) -> None:
         super().__init__(place.run, place.ranks, place.device, place.reporter, place.checkpoint, place.start)
         self._place, self._feed = place, feed
         self.last, self.evaluate_every = feed.last, 0

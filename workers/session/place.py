@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,20 +22,18 @@ from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.session import Session
 from thinwire.workers.telemetry.reporter import Silent
 
-_place: ContextVar[Place | None] = ContextVar("place of a script", default=None)
-_last: ContextVar[list[Session] | None] = ContextVar("sessions of a script", default=None)
+_placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)
 
 
 @contextmanager
-def placed(place: Place) -> Iterator[list[Session]]:
+def placed(place: Place, make: Callable[[Place], Session] = Session) -> Iterator[list[Session]]:
     """Inside, a session of this thread is of this place. Gives the sessions that were begun."""
     begun: list[Session] = []
-    tokens = _place.set(place), _last.set(begun)
+    token = _placed.set((lambda: make(place), begun))
     try:
         yield begun
     finally:
-        _place.reset(tokens[0])
-        _last.reset(tokens[1])
+        _placed.reset(token)
 
 
 def begin(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Session:
@@ -43,11 +41,12 @@ def begin(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> 
 
     Raises: ScriptError for a second session in a job; RuntimeError where torch.distributed cannot be initialised.
     """
-    place, begun = _place.get(), _last.get()
-    if place is not None and begun is not None:
+    there = _placed.get()
+    if there is not None:
+        make, begun = there
         if begun:
             raise ScriptError("session() for a second time in a job: a script trains one run")
-        begun.append(Session(place))
+        begun.append(make())
         return begun[0]
     return Session(_outside_of_a_job(folder, save_every, keep))
 

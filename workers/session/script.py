@@ -11,9 +11,11 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MOST_FRAMES = 20
 """Of a traceback in a failure: the first are the script's own."""
+_LONGEST = 500
+"""Characters of a line of stderr that are kept."""
 
 
 def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> Summary | None:
@@ -50,8 +54,8 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
     place = Place(ranks, device, run, reporter, spec.checkpoint, group, spec, spec.start)
     with placed(place) as begun:
         try:
-            with _as_main(spec.recipe, _folder(spec.recipe)) as entry:
-                end = _run(entry)
+            with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
+                end = run_entry(entry)
             _refuse_untrained(begun, end)
         except Left as left:
             raise left.reason from None
@@ -83,7 +87,7 @@ def _tells_of_a_peer(error: BaseException) -> bool:
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
     words = _in_words(error, recipe)
-    where = _where(error, recipe)
+    where = where_in_script(error, recipe)
     text = words if not where else f"{words}\n{where}"
     return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
 
@@ -96,7 +100,7 @@ def _in_words(error: BaseException, recipe: ScriptRecipe) -> str:
     return str(error) or type(error).__name__
 
 
-def _where(error: BaseException, recipe: ScriptRecipe) -> str:
+def where_in_script(error: BaseException, recipe: ScriptRecipe) -> str:
     """The traceback from the script's first line on; empty where none of it is the script's."""
     frames = traceback.extract_tb(error.__traceback__)
     name = Path(recipe.entry).name
@@ -115,7 +119,7 @@ def _root(recipe: ScriptRecipe) -> Path:
     return Path.cwd() if recipe.working_dir is None else Path(recipe.working_dir)
 
 
-def _folder(recipe: ScriptRecipe) -> Path:
+def folder_of(recipe: ScriptRecipe) -> Path:
     """Where its files are on this box. Raises: ScriptError where they are not."""
     folder = _root(recipe)
     if not (folder / recipe.entry).is_file():
@@ -127,7 +131,7 @@ def _folder(recipe: ScriptRecipe) -> Path:
 
 
 @contextmanager
-def _as_main(recipe: ScriptRecipe, folder: Path) -> Iterator[Path]:
+def as_main(recipe: ScriptRecipe, folder: Path) -> Iterator[Path]:
     """Inside, this process looks as if python had been called with the script."""
     entry = folder / recipe.entry
     before = os.getcwd(), sys.argv, list(sys.path)
@@ -156,28 +160,82 @@ def _secret(name: str, source: SecretSource) -> str:
         raise ScriptError(f"recipe.secrets.{name}: {source.file} on this box: {reason}") from None
 
 
-def _run(entry: Path) -> int | str | None:
-    """Run it. Returns what it gave to sys.exit(), None where it came to its end. Raises: all else that it raises."""
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a script ended that raised nothing: what it gave to sys.exit(), None where it came to its end.
+
+    last_line: what it wrote last to stderr; argparse says there what is wrong with the arguments.
+    """
+
+    code: int | str | None
+    last_line: str
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        return "the script " + ("came to its end" if self.code is None else f"called sys.exit({self.code!r})")
+
+    @property
+    def last_words(self) -> str:
+        """Of a script that says by its status that it has failed; empty where there are none."""
+        failed = self.code not in (None, 0) and self.last_line
+        return f". The last line of its stderr: {self.last_line}" if failed else ""
+
+
+def run_entry(entry: Path) -> End:
+    """Run it to its end. Raises: what it raises but SystemExit."""
+    seen = _LastLine(sys.stderr)
     try:
-        runpy.run_path(str(entry), run_name="__main__")
+        with redirect_stderr(cast(TextIO, seen)):
+            runpy.run_path(str(entry), run_name="__main__")
     except SystemExit as end:
-        return 0 if end.code is None else end.code
-    return None
+        return End(0 if end.code is None else end.code, seen.line)
+    return End(None, seen.line)
 
 
-def _refuse_untrained(begun: list[Session], end: int | str | None) -> None:
+class _LastLine:
+    """A stream that keeps the last line that is written to it which is not empty, and hands everything on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._open, self._last = stream, "", ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's own."""
+        *whole, self._open = (self._open + text[-_LONGEST:]).split("\n")
+        self._open = self._open[-_LONGEST:]
+        self._last = next((line for line in reversed(whole) if line.strip()), self._last)
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """As the stream's own."""
+        for line in lines:
+            self.write(line)
+
+    @property
+    def line(self) -> str:
+        """The last one, where it is long its end."""
+        return (self._open if self._open.strip() else self._last).strip()[-_LONGEST:]
+
+
+def _refuse_untrained(begun: list[Session], end: End) -> None:
     """Raises: ScriptError where the script has ended and training has not."""
-    how = "came to its end" if end is None else f"called sys.exit({end!r})"
     if not begun:
+        if end.code not in (None, 0):
+            raise ScriptError(f"{end.told} before its session began{end.last_words}")
         raise ScriptError(
-            f"the script {how} without a session: write `with thinwire.train.session() as run:` and loop over "
+            f"{end.told} without a session: write `with thinwire.train.session() as run:` and loop over "
             "run.batches(...); a script that is not to be trained with is no job"
         )
-    if begun[0].has_finished and end in (None, 0):
+    if begun[0].has_finished and end.code in (None, 0):
         return
     if not begun[0].has_begun:
-        raise ScriptError(f"the script {how} and never drew a batch: loop over run.batches(...), inside of session()")
-    raise ScriptError(f"the script {how} {begun[0].progress}")
+        raise ScriptError(
+            f"{end.told} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
+        )
+    raise ScriptError(f"{end.told} {begun[0].progress}{end.last_words}")
 
 
 _watched: list[int] = []

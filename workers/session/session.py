@@ -28,7 +28,7 @@ from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
-from thinwire.workers.session.course import Left, Place, ScriptCourse, ScriptError
+from thinwire.workers.session.course import Left, Place, ScriptCourse, ScriptError, ScriptFeed
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
@@ -289,7 +289,9 @@ class Session:
         batch, last, drawn = chosen
         if batch is None:
             raise ValueError("run.batches(global_batch=...) is missing: how many samples has a step, over all workers?")
-        feed = feed_of(dataset, batch, steps=last, epochs=epochs, shuffle=shuffle, seed=drawn or 0, loader=loader or {})
+        feed = self._fed(
+            feed_of(dataset, batch, steps=last, epochs=epochs, shuffle=shuffle, seed=drawn or 0, loader=loader or {})
+        )
         if self._own is not None:
             self._own.close()
             self._own = None
@@ -301,7 +303,11 @@ class Session:
         self._batches = self._loop(course)
         return self._batches
 
-    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: MapFeed | StreamFeed) -> None:
+    def _fed(self, feed: MapFeed | StreamFeed) -> ScriptFeed:
+        """What the loop draws from. Another kind of session may take another one."""
+        return feed
+
+    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: ScriptFeed) -> None:
         for name, value in self._given.items():
             if value is not optimizer:
                 registered.add(name, value)

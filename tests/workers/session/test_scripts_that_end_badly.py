@@ -76,6 +76,11 @@ BAD = {
     "raises in mid-step": (script("raise KeyError('mine')"), "KeyError", ["mine", "train.py", "in step"]),
     "raises after the last step": (script(after="raise OSError('late')"), "OSError", ["late", "train.py"]),
     "exits early": (script("sys.exit(0)"), "ScriptError", ["called sys.exit(0) after step 0 of 3"]),
+    "refuses its arguments": (
+        "import argparse\nargparse.ArgumentParser(prog='train.py').parse_args(['--lr', '1'])",
+        "ScriptError",
+        ["called sys.exit(2) before its session began", "train.py: error: unrecognized arguments: --lr 1"],
+    ),
     "exits with a status": (script(after="sys.exit(3)"), "ScriptError", ["called sys.exit(3) after step 3 of 3"]),
     "never draws": (script(data="[]"), "ScriptError", ["came to its end and never drew a batch"]),
     "has no session": ("print(1)\n", "ScriptError", ["without a session"]),

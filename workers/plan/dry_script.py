@@ -1,0 +1,162 @@
+"""The process in which a script of the user's own makes its dry steps.
+
+    python -m thinwire.workers.plan.dry_script ORDERS      started by scripts.py
+
+It answers on one pipe, a JSON object a line: {"ready"} when the script has its first batch, then {"learned"} or
+{"failed"}. On another one it is told to go on, once all who share the machine are ready; where that one ends, it ends.
+What the script prints goes where this process's output goes. It is ended from the inside as soon as enough is known, so
+that a loop of a million steps costs what a few of them do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from thinwire.comm import SoloGroup
+from thinwire.contract.script import ScriptRecipe
+from thinwire.contract.spec import ScriptSpec
+from thinwire.optim import ZeroOneAdam
+from thinwire.optim.variance.freezing import FreezingOptimizer
+from thinwire.optim.variance.run_length import has_scheduler, known_length
+from thinwire.optim.variance.warmup import WarmupOptimizer
+from thinwire.workers.course import Run
+from thinwire.workers.hyper import OPTIMIZERS
+from thinwire.workers.plan.scripts import Learned, ScriptOrders
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.course import Place
+from thinwire.workers.session.dry import SETTLING, DrySession, DrySteps
+from thinwire.workers.session.place import placed
+from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
+from thinwire.workers.session.session import Session
+from thinwire.workers.telemetry.reporter import Silent
+
+
+@dataclass(slots=True)
+class _Pipes:
+    """To the parent, and from it."""
+
+    told: int
+    answers: int
+
+    def say(self, **message: Any) -> None:
+        os.write(self.answers, json.dumps(message).encode() + b"\n")
+
+    def meet(self) -> None:
+        """Wait for all who share the machine; from then on end with the parent."""
+        self.say(ready=True)
+        if not os.read(self.told, 1):
+            os._exit(1)
+        threading.Thread(target=self._end_with_the_parent, daemon=True).start()
+
+    def end(self, **message: Any) -> NoReturn:
+        """The last word. No finaliser of the script's runs: nothing of it is to be kept."""
+        self.say(**message)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _end_with_the_parent(self) -> None:
+        while os.read(self.told, 1):
+            pass
+        os._exit(1)
+
+
+def _main(told: str) -> None:
+    orders = ScriptOrders(**json.loads(told))
+    pipes = _Pipes(orders.told, orders.answers)
+    spec = ScriptSpec.model_validate(orders.spec)
+    device = torch.device(orders.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as a worker on a CPU: Ray gives it one
+    else:
+        torch.cuda.set_device(device)
+
+    def done(steps: DrySteps) -> NoReturn:
+        pipes.end(learned=asdict(learned(steps)))
+
+    def make(place: Place) -> Session:
+        return DrySession(place, orders.workers, orders.steps, pipes.meet, done)
+
+    group = SoloGroup()
+    run = Run(Path(orders.folder), time.time())
+    place = Place(FixedRanks(group), device, run, Silent(), None, group, spec)
+    os.environ.update(spec.recipe.env_vars)
+    with placed(place, make) as begun:
+        try:
+            with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
+                end = run_entry(entry)
+        except BaseException as error:  # noqa: BLE001 - the border of the process: told to whoever started it
+            pipes.end(failed=_as_words(error, spec.recipe))
+        pipes.end(failed=_not_learned(begun, end))
+
+
+def learned(steps: DrySteps) -> Learned:
+    """What is known of the script by its dry steps, its optimizer, and its scheduler where that says so."""
+    optimizer = steps.optimizer
+    name = next(name for name, kind in OPTIMIZERS.items() if type(optimizer) is kind)
+    first = optimizer.param_groups[0]
+    settings: dict[str, Any] = {"name": name, "lr": first["lr"]}
+    if "betas" in first:
+        settings["betas"] = list(first["betas"])
+    if isinstance(optimizer, FreezingOptimizer):
+        settings["warmup"] = optimizer.warmup
+    if isinstance(optimizer, ZeroOneAdam):
+        settings |= {
+            "var_freeze": optimizer.freeze.var_freeze_step or "auto",
+            "dense_steps": optimizer.dense_steps,
+            "var_update_scaler": optimizer.var_update_scaler,
+            "local_step_scaler": optimizer.local_step_scaler,
+            "local_step_clipper": optimizer.local_step_clipper,
+        }
+    of_run = optimizer.total_steps if isinstance(optimizer, WarmupOptimizer) else None
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return Learned(
+        shapes=[[list(param.shape), str(param.dtype).removeprefix("torch.")] for param in params],
+        forward_s=steps.forward_s,
+        backward_s=steps.backward_s,
+        timed=steps.timed,
+        global_batch=steps.global_batch,
+        steps=steps.last or of_run or known_length(optimizer, optimizer.num_steps),
+        optimizer=settings,
+        has_scheduler=has_scheduler(optimizer),
+        lr_warmup_steps=optimizer.lr_warmup_steps if isinstance(optimizer, WarmupOptimizer) else None,
+        overlap=optimizer.overlaps,
+    )
+
+
+def _as_words(error: BaseException, recipe: ScriptRecipe) -> str:
+    """The script's own traceback first, as Python would print it."""
+    where = where_in_script(error, recipe)
+    words = "".join(traceback.format_exception_only(error)).rstrip()
+    if isinstance(error, ModuleNotFoundError):
+        words += "\n`thinwire plan` runs the script in its own Python and makes no environment for it: install it here"
+    return f"{where}\n{words}" if where else words
+
+
+def _not_learned(begun: list[Session], end: End) -> str:
+    """The script is over, and too little is known of it."""
+    if not begun and end.code not in (None, 0):
+        return f"{end.told} before its session began{end.last_words}"
+    if not begun:
+        words = "write `with thinwire.train.session() as run:` and loop over run.batches(...)"
+        return f"{end.told} without a session: {words}"
+    if not begun[0].has_begun:
+        return f"{end.told} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
+    return (
+        f"{end.told} after {begun[0].step_number} steps: {SETTLING + 1} are needed to time one, for the first "
+        f"{SETTLING} touch memory for the first time{end.last_words}"
+    )
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,253 @@
+"""What does a step of a script of the user's own compute? The script itself makes a few, in processes of its own.
+
+Only the script knows its model, its data and its loop. So `thinwire plan` runs it, as a job would, in a session whose
+steps are timed and which then ends (session/dry.py); as many at once as will share a machine. What is learned takes the
+place of what a job file of a recipe says: forward and backward, the shapes of the parameters, the optimizer, the length
+of the run. The methods' own work is then rehearsed on parameters of those shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.contract.plan import PlanFailed
+from thinwire.contract.spec import ScriptSpec, TrainSpec
+from thinwire.workers.plan.forecast import Busy, Rehearsed
+
+LIMIT_S = 900.0
+"""Until all have drawn their first batch, and again until they have made their steps."""
+LAST_WORDS = 15
+"""Lines of a process that ended without a word that are shown."""
+ASSUMED_STEPS = 1000
+"""Of a run whose length the script does not tell."""
+END_S = 5.0
+"""For a process that has said its last word to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOrders:
+    """Of one process. spec: as JSON. workers: of the job. steps: that are timed. folder: for what the script keeps.
+
+    told, answers: descriptors of the pipes.
+    """
+
+    spec: dict[str, Any]
+    workers: int
+    steps: int
+    device: str
+    folder: str
+    told: int
+    answers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a script's dry steps have told. shapes: of its trainable parameters, [[sizes], dtype].
+
+    optimizer: as in a job file. steps: of the whole run; None where nobody knows it. timed: dry steps that were.
+    """
+
+    shapes: list[list[Any]]
+    forward_s: float
+    backward_s: float
+    timed: int
+    global_batch: int
+    steps: int | None
+    optimizer: dict[str, Any]
+    has_scheduler: bool
+    lr_warmup_steps: int | None
+    overlap: bool
+
+    def as_job(self, spec: ScriptSpec) -> TrainSpec:
+        """A job of a recipe that would make the same steps: what a forecast asks of a job file.
+
+        Raises: ValueError where the optimizer's settings do not fit the length of the run.
+        """
+        steps = self.steps or ASSUMED_STEPS
+        schedule: dict[str, Any] = {"warmup": self.lr_warmup_steps or 1, "decay": "constant"}
+        if self.has_scheduler:
+            schedule = {"warmup": self.lr_warmup_steps or 0.05}
+        return TrainSpec.model_validate(
+            {
+                "name": spec.name,
+                "steps": steps,
+                "global_batch": self.global_batch,
+                "bucket_elements": spec.bucket_elements,
+                "overlap": self.overlap,
+                "workers": spec.workers,
+                "optimizer": self.optimizer,
+                "lr_schedule": schedule,
+            }
+        )
+
+    def assumed(self) -> list[str]:
+        """What the script did not tell, and what stands in its place."""
+        found = []
+        if self.steps is None:
+            found.append(
+                f"the script does not say how many steps the run has: {ASSUMED_STEPS} are assumed. Say steps= in "
+                "run.batches(), or steps in the job's file"
+            )
+        rates = "to fall in a cosine, as a scheduler is there" if self.has_scheduler else "to stay as it is"
+        found.append(f"the learning rate is taken {rates}: only the script knows it; it matters to 0/1 Adam alone")
+        found.append("forward has in it all that the loop does beside backward and optimizer.step(), but not the data")
+        return found
+
+
+class OfShapes:
+    """A DryModel with parameters of given shapes, and next to nothing to compute: for what the optimizers do."""
+
+    def __init__(self, shapes: Sequence[Sequence[Any]], device: torch.device) -> None:
+        self._shapes = [(tuple(sizes), getattr(torch, dtype)) for sizes, dtype in shapes]
+        self._device = device
+
+    def fresh(self) -> nn.Module:
+        """Zeros."""
+        params = [nn.Parameter(torch.zeros(sizes, dtype=dtype, device=self._device)) for sizes, dtype in self._shapes]
+        return nn.ParameterList(params)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """The sum of all: each gradient is 1."""
+        return torch.stack([param.float().sum() for param in model.parameters()]).sum()
+
+
+def with_script(found: Rehearsed, learned: Learned) -> Rehearsed:
+    """What was rehearsed on an OfShapes, with the script's forward and backward in place of its own."""
+    own_s = found.forward_s + found.backward_s
+    more_s = learned.forward_s + learned.backward_s - own_s
+
+    def of(busy: Busy) -> Busy:
+        # Kernels that launch in backward may take less than that beside it; never less than the script alone.
+        least_s = learned.forward_s + learned.backward_s
+        local_s = max(busy.local + more_s, least_s) if busy.local else 0.0
+        return Busy(max(busy.full + more_s, least_s), max(busy.compressed + more_s, least_s), local_s)
+
+    busy = {name: of(one) for name, one in found.busy.items()}
+    return replace(found, forward_s=learned.forward_s, backward_s=learned.backward_s, busy=busy)
+
+
+def slowest_of(all_n: Sequence[Learned]) -> Learned:
+    """Ranks wait for the last one."""
+    forward_s, backward_s = (max(getattr(one, name) for one in all_n) for name in ("forward_s", "backward_s"))
+    return replace(all_n[0], forward_s=forward_s, backward_s=backward_s)
+
+
+def dry_steps(
+    spec: ScriptSpec,
+    workers: int,
+    at_once: int,
+    steps: int,
+    devices: Sequence[str],
+    together: Callable[[], None] = lambda: None,
+) -> Learned:
+    """Run the script `at_once` times beside one another, and return what the slowest has told.
+
+    devices: one for each. together: called when all are ready, before they make steps. Raises: PlanFailed, with the
+    script's own traceback first. Ends what it started, also on Ctrl-C.
+    """
+    with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder, contextlib.ExitStack() as stack:
+        runs = []
+        for number in range(at_once):
+            own = Path(folder) / str(number)
+            own.mkdir()
+            runs.append(stack.enter_context(_Running(spec, workers, steps, devices[number], own)))
+        for one in runs:
+            one.answer("ready")
+        together()
+        for one in runs:
+            one.go()
+        return slowest_of([Learned(**one.answer("learned")) for one in runs])
+
+
+class _Running:
+    """One process that runs the script, for as long as it is needed."""
+
+    def __init__(self, spec: ScriptSpec, workers: int, steps: int, device: str, folder: Path) -> None:
+        self._told, self._answers = os.pipe(), os.pipe()
+        self._log: IO[str] = (folder / "log").open("w+", errors="replace")
+        kept = folder / "kept"
+        kept.mkdir()
+        orders = ScriptOrders(
+            spec.model_dump(mode="json"), workers, steps, device, str(kept), self._told[0], self._answers[1]
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "thinwire.workers.plan.dry_script", json.dumps(asdict(orders))],
+            env=_environment(device),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(self._told[0], self._answers[1]),
+            start_new_session=True,  # what the script starts is ended with it
+        )
+        for theirs in (self._told[0], self._answers[1]):
+            os.close(theirs)
+        self._read = b""
+
+    def __enter__(self) -> _Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._told[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._answers[0])
+        self._log.close()
+
+    def go(self) -> None:
+        """All are ready."""
+        with contextlib.suppress(BrokenPipeError):  # it says why in its answer
+            os.write(self._told[1], b"g")
+
+    def answer(self, word: str) -> Any:
+        """What it says next, which is this. Raises: PlanFailed."""
+        message = self._message(time.monotonic() + LIMIT_S, word)
+        if word not in message:
+            raise PlanFailed(f"the script cannot be rehearsed:\n{message.get('failed', message)}")
+        return message[word]
+
+    def _message(self, until: float, awaited: str) -> dict[str, Any]:
+        while b"\n" not in self._read:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not select.select([self._answers[0]], [], [], left_s)[0]:
+                what = "drawn its first batch" if awaited == "ready" else "made its dry steps"
+                raise PlanFailed(f"the script has not {what} in {LIMIT_S:.0f} s. {self._words()}")
+            part = os.read(self._answers[0], 1 << 16)
+            if not part:
+                code = self._process.wait(END_S)
+                raise PlanFailed(f"the script ended its process (exit code {code}). {self._words()}")
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().splitlines()[-LAST_WORDS:]
+        return "Its last words:\n" + "\n".join(lines) if lines else "It has printed nothing"
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Of a process that is no rank of anything, whoever started this one: as that of a job's worker."""
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in of_ranks and not name.startswith(("TORCHELASTIC_", "THINWIRE_"))
+    }
+    return kept | ({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})
