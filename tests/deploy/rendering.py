@@ -45,5 +45,5 @@ def objects(text: str) -> list[Object]:
 
 def with_jobs(found: list[Object]) -> list[Object]:
     """These, and the RayJobs in their ConfigMaps, as pods would come of them."""
-    templates = [each["data"]["rayjob.yaml"] for each in found if each["kind"] == "ConfigMap"]
+    templates = [each["data"]["rayjob.yaml"] for each in found if "rayjob.yaml" in each.get("data", ())]
     return [*found, *(yaml.load(template, Loader=yaml.CSafeLoader) for template in templates)]

@@ -1,4 +1,6 @@
-"""Objects against the schemas of Kubernetes and of KubeRay's CRDs; a field that no schema knows is an error.
+"""Objects against the schemas of Kubernetes and of the CRDs of KubeRay and of Prometheus' operator.
+
+A field that no schema knows is an error.
 
 Not checked: the CRDs' CEL rules (x-kubernetes-validations), and whatever an API server does beyond its schemas.
 """
@@ -17,17 +19,25 @@ from jsonschema import Draft202012Validator
 from tests.deploy.rendering import Object
 
 OLDEST, NEWEST = "1.29", "1.37"
-CRDS = Path(__file__).parents[1] / "data/kuberay"
-KUBERAY = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
+DATA = Path(__file__).parents[1] / "data"
+CRDS = {
+    ("ray.io/v1", "RayJob"): "kuberay/rayjobs.v1",
+    ("ray.io/v1", "RayCluster"): "kuberay/rayclusters.v1",
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): "prometheus-operator/servicemonitors.v1",
+    ("monitoring.coreos.com/v1", "PodMonitor"): "prometheus-operator/podmonitors.v1",
+    ("monitoring.coreos.com/v1", "PrometheusRule"): "prometheus-operator/prometheusrules.v1",
+    ("monitoring.coreos.com/v1alpha1", "ScrapeConfig"): "prometheus-operator/scrapeconfigs.v1alpha1",
+}
 
 # Read once a session: the definitions of one version are a megabyte.
 kubernetes.schema_contents = functools.cache(kubernetes.schema_contents)
 
 
 def complaints(found: Object, version: str) -> list[str]:
-    """What this version of Kubernetes, or KubeRay 1.7, would not take, and where."""
-    if found["apiVersion"] == "ray.io/v1":
-        return [f"{error.json_path}: {error.message}" for error in crd(found["kind"]).iter_errors(found)]
+    """What this version of Kubernetes, KubeRay 1.7 or Prometheus' operator would not take, and where."""
+    which = found["apiVersion"], found["kind"]
+    if which in CRDS:
+        return [f"{error.json_path}: {error.message}" for error in crd(*which).iter_errors(found)]
     try:
         kubernetes.validate(found, version, strict=True)
     except kubernetes.ValidationError as error:
@@ -36,11 +46,10 @@ def complaints(found: Object, version: str) -> list[str]:
 
 
 @functools.cache
-def crd(kind: str) -> Draft202012Validator:
-    """The validator of a kind of ray.io/v1, strict."""
-    return Draft202012Validator(
-        _strict(json.loads(gzip.decompress((CRDS / f"{KUBERAY[kind]}.v1.json.gz").read_bytes())))
-    )
+def crd(version: str, kind: str) -> Draft202012Validator:
+    """The validator of a custom resource, strict."""
+    packed = (DATA / f"{CRDS[version, kind]}.json.gz").read_bytes()
+    return Draft202012Validator(_strict(json.loads(gzip.decompress(packed))))
 
 
 def _strict(schema: Any) -> Any:

@@ -15,15 +15,13 @@ from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
 
-NO_SCHEMA = {"ServiceMonitor", "PodMonitor"}
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", VALUES)
 def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(name, version):
     for found in with_jobs(objects(rendered(name))):
-        if found["kind"] not in NO_SCHEMA:
-            assert complaints(found, version) == [], found["kind"]
+        assert complaints(found, version) == [], found["kind"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +44,8 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
         (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
         (["--set", "monitoring.serviceMonitor=true"], "needs tokenSecret.name"),
+        (["--set", "monitoring.scrapeConfig=true"], "needs tokenSecret.name"),
+        (["--set", "monitoring.runbooks=here"], "monitoring.runbooks"),
         (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
@@ -136,6 +136,28 @@ def test_monitors_look_for_labels_and_ports_that_are_there():
         next(each for each in found if each["kind"] == "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"]
         == "metrics"
     )
+
+
+def test_the_scrape_configuration_asks_the_service_for_the_workers():
+    found = objects(rendered("ingress"))
+    (scraped,) = (each["spec"] for each in found if each["kind"] == "ScrapeConfig")
+    service = next(each for each in found if each["kind"] == "Service")
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    (discovery,) = scraped["httpSDConfigs"]
+    assert discovery["url"] == f"http://{name}.thinwire:{port}/v1/metrics/targets"
+    assert discovery["authorization"] == {
+        "type": "Bearer",
+        "credentials": {"name": "thinwire-token", "key": "operator"},
+    }
+
+
+def test_the_rules_of_the_chart_are_those_that_are_tested_with_runbooks_where_they_are_kept():
+    found = [each for each in objects(rendered("ingress")) if each["kind"] == "PrometheusRule"]
+    files = [ROOT / f"deploy/prometheus/{name}.yaml" for name in ("recording", "alerts")]
+    there = "runbook_url: https://git.example.org/thinwire/docs/"
+    expected = [yaml.safe_load(file.read_text().replace("runbook_url: docs/", there)) for file in files]
+    assert [each["spec"] for each in found] == expected
+    assert len({each["metadata"]["name"] for each in found}) == 2
 
 
 def test_another_template_starts_the_pods_anew():

@@ -67,8 +67,10 @@ app.kubernetes.io/part-of: thinwire
 {{- fail "ingress.enabled needs ingress.controllerNamespace: the network policy lets nobody else in" -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.monitoring.serviceMonitor (not $v.tokenSecret.name) -}}
-{{- fail "monitoring.serviceMonitor needs tokenSecret.name: Prometheus sends the operator's token" -}}
+{{- range $name := list "serviceMonitor" "scrapeConfig" -}}
+{{- if and (get $v.monitoring $name) (not $v.tokenSecret.name) -}}
+{{- fail (printf "monitoring.%s needs tokenSecret.name: Prometheus sends the operator's token" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
 {{- if has $name (list "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
