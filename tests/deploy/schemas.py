@@ -20,14 +20,14 @@ from tests.deploy.rendering import Object
 
 OLDEST, NEWEST = "1.29", "1.37"
 DATA = Path(__file__).parents[1] / "data"
-CRDS = {
-    ("ray.io/v1", "RayJob"): "kuberay/rayjobs.v1",
-    ("ray.io/v1", "RayCluster"): "kuberay/rayclusters.v1",
-    ("monitoring.coreos.com/v1", "ServiceMonitor"): "prometheus-operator/servicemonitors.v1",
-    ("monitoring.coreos.com/v1", "PodMonitor"): "prometheus-operator/podmonitors.v1",
-    ("monitoring.coreos.com/v1", "PrometheusRule"): "prometheus-operator/prometheusrules.v1",
-    ("monitoring.coreos.com/v1alpha1", "ScrapeConfig"): "prometheus-operator/scrapeconfigs.v1alpha1",
+KUBERAY = {"RayJob": "kuberay/rayjobs.v1", "RayCluster": "kuberay/rayclusters.v1"}
+OPERATOR = {
+    "ServiceMonitor": "prometheus-operator/servicemonitors.v1",
+    "PodMonitor": "prometheus-operator/podmonitors.v1",
+    "PrometheusRule": "prometheus-operator/prometheusrules.v1",
+    "ScrapeConfig": "prometheus-operator/scrapeconfigs.v1alpha1",
 }
+CRDS = {**KUBERAY, **OPERATOR}
 
 # Read once a session: the definitions of one version are a megabyte.
 kubernetes.schema_contents = functools.cache(kubernetes.schema_contents)
@@ -35,9 +35,11 @@ kubernetes.schema_contents = functools.cache(kubernetes.schema_contents)
 
 def complaints(found: Object, version: str) -> list[str]:
     """What this version of Kubernetes, KubeRay 1.7 or Prometheus' operator would not take, and where."""
-    which = found["apiVersion"], found["kind"]
-    if which in CRDS:
-        return [f"{error.json_path}: {error.message}" for error in crd(*which).iter_errors(found)]
+    group, _, of = found["apiVersion"].partition("/")
+    if group in ("ray.io", "monitoring.coreos.com"):
+        if not CRDS.get(found["kind"], "").endswith(f".{of}"):
+            return [f"{group} has no {found['kind']} in {of}"]
+        return [f"{error.json_path}: {error.message}" for error in crd(found["kind"]).iter_errors(found)]
     try:
         kubernetes.validate(found, version, strict=True)
     except kubernetes.ValidationError as error:
@@ -46,9 +48,9 @@ def complaints(found: Object, version: str) -> list[str]:
 
 
 @functools.cache
-def crd(version: str, kind: str) -> Draft202012Validator:
-    """The validator of a custom resource, strict."""
-    packed = (DATA / f"{CRDS[version, kind]}.json.gz").read_bytes()
+def crd(kind: str) -> Draft202012Validator:
+    """The validator of a kind of custom resource, strict."""
+    packed = (DATA / f"{CRDS[kind]}.json.gz").read_bytes()
     return Draft202012Validator(_strict(json.loads(gzip.decompress(packed))))
 
 

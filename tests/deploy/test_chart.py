@@ -16,7 +16,6 @@ from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
 
 
-
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", VALUES)
 def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(name, version):
@@ -163,3 +162,13 @@ def test_the_rules_of_the_chart_are_those_that_are_tested_with_runbooks_where_th
 def test_another_template_starts_the_pods_anew():
     hashes = [re.findall(r"thinwire/template: (.*)", rendered(name))[0] for name in ("as-it-is", "template")]
     assert hashes[0] != hashes[1]
+
+
+@pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor", "ScrapeConfig", "PrometheusRule"])
+def test_an_error_in_an_object_of_the_operator_is_found(kind):
+    found = next(each for each in objects(rendered("ingress")) if each["kind"] == kind)
+    assert complaints(found, NEWEST) == []
+    found["spec"]["relabeling"] = []
+    assert any("relabeling" in each for each in complaints(found, NEWEST))
+    found["apiVersion"] = "monitoring.coreos.com/v2"
+    assert complaints(found, NEWEST) == [f"monitoring.coreos.com has no {kind} in v2"]
