@@ -134,6 +134,11 @@ def _failed(job: JobView, status: LaunchStatus) -> Action:
         return Fail(failure_text(job.failure))
     if status.for_good:
         return Fail(status.message)
+    if not status.began:
+        # A later one had begun before: what keeps it from it now may pass.
+        never = f"attempt {job.attempt} could not begin"
+        words = f"{status.message}\nFull log: thinwire logs {job.id}"
+        return Fail(f"the job could not begin: {words}") if job.attempt == 1 else _lost(job, never, words)
     # A driver says why it fails, so one that ended without a word was killed: by hand, or for want of memory.
     return _lost(job, f"attempt {job.attempt} was killed before it could say why", last_words(job, status))
 

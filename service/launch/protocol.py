@@ -39,6 +39,8 @@ class LaunchStatus:
     """Of PENDING and RUNNING: what keeps the cluster from giving it all the pods that it asks for."""
     for_good: bool = False
     """Of FAILED: a further attempt would fail alike."""
+    began: bool = True
+    """Of FAILED: not where the cluster could not start its process; then message says why, in one or two lines."""
 
 
 @dataclass(frozen=True, slots=True)

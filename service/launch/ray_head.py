@@ -329,6 +329,8 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         # How long a node may be cut off from the head before Ray ends its workers. Longer than the 45 s for which a
         # member of a job's membership may commit without it (workers/membership/commit_lease.py): they may come back.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "60",
+        # What pip says while Ray makes a job's environment is in the job's log.
+        "RAY_STREAM_RUNTIME_ENV_LOG_TO_JOB_DRIVER_LOG": "1",
         "RAY_JOB_STOP_WAIT_TIME_S": "10",  # a cancelled driver's time from SIGTERM to SIGKILL
         **kept,
         processes.MARKER: str(temp_dir),

@@ -20,6 +20,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from thinwire.service.launch.protocol import Code, LauncherError, LaunchState, LaunchStatus
+from thinwire.service.launch.ray_words import why_never_begun
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class _Job(BaseModel):
     status: str
     message: str | None = None
     driver_node_id: str | None = None
+    error_type: str | None = None
+    driver_exit_code: int | None = None
 
 
 class _Node(BaseModel):
@@ -161,6 +164,11 @@ class RayJobs:
             return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} told the unknown job status {job.status!r}")
         if state is LaunchState.RUNNING and job.driver_node_id is not None and job.driver_node_id in self._dead_nodes():
             return LaunchStatus(LaunchState.ABSENT, f"the node {job.driver_node_id} of its driver is dead")
+        if state is LaunchState.FAILED:
+            told = why_never_begun(job.error_type, job.driver_exit_code, job.message or "")
+            if told is not None:
+                _log.warning("job_never_began submission_id=%s ray_says=%r", submission_id, job.message)
+                return LaunchStatus(state, told, began=False)
         return LaunchStatus(state, _shortened(job.message or ""))
 
     def _dead_nodes(self) -> frozenset[str]:
