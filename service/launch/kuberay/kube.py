@@ -61,10 +61,13 @@ class Kube:
         self._api = kubernetes.client.ApiClient(configuration)
         self._custom = kubernetes.client.CustomObjectsApi(self._api)
         self._core = kubernetes.client.CoreV1Api(self._api)
+        self._watches: set[kubernetes.watch.Watch] = set()
         self._authorization = kubernetes.client.AuthorizationV1Api(self._api)
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Drop the connections; a watch that is under way ends."""
+        for watch in tuple(self._watches):
+            watch.stop()
         self._api.close()
 
     # what there is
@@ -121,7 +124,8 @@ class Kube:
         """What has changed since this version: ADDED, MODIFIED, DELETED, BOOKMARK, each with the object. It ends by
         itself after WATCH_S. Raises: KubeError, Expired.
         """
-        stream = kubernetes.watch.Watch().stream(
+        watch = kubernetes.watch.Watch()
+        stream = watch.stream(
             self._custom.list_namespaced_custom_object,
             *_ray(plural, self),
             label_selector=selector,
@@ -130,12 +134,15 @@ class Kube:
             timeout_seconds=WATCH_S,
             _request_timeout=(CONNECT_S, WATCH_SILENT_S),
         )
+        self._watches.add(watch)
         try:
             for event in stream:
                 if event is not None:  # None: a line that broke off
                     yield event["type"], event["raw_object"]
         except Exception as error:
             raise _told(error, f"watch {plural}", self.url) from error
+        finally:
+            self._watches.discard(watch)
 
     def get(self, plural: str, name: str) -> Object | None:
         """The object; None where it is not there. Raises KubeError."""
@@ -186,6 +193,7 @@ class Kube:
                 *_ray(plural, self),
                 name,
                 list(patch),
+                _content_type="application/json-patch+json",  # or the client says that it is a merge patch
             )
         except KubeError as error:
             if error.status != 404:

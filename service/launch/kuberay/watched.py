@@ -84,6 +84,8 @@ class Watched:
                 self._version = ""
                 continue
             except KubeError as error:
+                if self._stop.is_set():
+                    return
                 if str(error) != self._why:
                     logger.warning("watch_failed kind=%s error=%s", self._plural, error)
                 self._why = str(error)

@@ -1,0 +1,214 @@
+"""Jobs of a service as RayJobs, from their creation to their end, through an API server that speaks as a real one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kubeapi.faults import LoseAnswer, LoseRequest
+from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS
+from tests.kubeapi.server import KubeApi
+from tests.service.control_plane_harness import wait_until
+from tests.service.kuberay.harness import Counted, OnKubernetes
+from thinwire.service.config import Settings
+from thinwire.service.launch.kuberay.kube import connect
+from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
+
+SUMMARY = {"state": "SUCCEEDED", "steps": 100}
+
+
+def test_a_job_goes_from_submission_to_success(kube: OnKubernetes) -> None:
+    job_id = kube.submit(workers={"min": 2, "max": 5})
+    made = kube.rayjob(job_id)
+    token = (kube.service.run_dir(job_id) / "token").read_text().strip()
+    assert token not in json.dumps(made)
+    assert f"--job {job_id} --attempt 1 --ticket " in made["spec"]["entrypoint"]
+    group = made["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    assert (group["minReplicas"], group["maxReplicas"]) == (2, 5)
+    kube.say(made, "Initializing")
+    kube.service.turn()
+    assert kube.service.state(job_id) == "PENDING"
+    kube.say(made, "Running", "RUNNING", dashboardURL="head.default.svc:8265", jobId="x")
+    kube.turn_until(lambda: kube.service.state(job_id) == "RUNNING", "the job runs")
+    assert kube.service.job(job_id)["dashboard_url"] == "http://head.default.svc:8265/#/jobs/x"
+    kube.service.post(job_id, summary=SUMMARY)
+    kube.say(made, "Complete", "SUCCEEDED")
+    kube.turn_until(lambda: kube.service.state(job_id) == "SUCCEEDED", "the job is over")
+    assert len(kube.rayjobs()) == 1
+
+
+def test_a_service_that_starts_again_finds_its_jobs_and_makes_none_twice(kube: OnKubernetes) -> None:
+    pending, running = kube.submit(), kube.running()
+    kube.restart()
+    kube.turn_until(lambda: kube.service.state(running) == "RUNNING", "the job is followed")
+    kube.say(kube.rayjob(pending), "Running", "RUNNING")
+    kube.turn_until(lambda: kube.service.state(pending) == "RUNNING", "the other is, too")
+    assert len(kube.rayjobs()) == 2
+    assert kube.service.job(running)["attempt"] == 1
+
+
+@pytest.mark.parametrize("fault", [LoseAnswer(), LoseRequest()])
+def test_a_create_whose_answer_is_lost_makes_one_rayjob(kube: OnKubernetes, fault: object) -> None:
+    kube.api.faults.tell(fault, times=3, when=lambda request: request.verb == "create" and request.group == "ray.io")  # type: ignore[arg-type]
+    job_id = kube.submit()
+    assert len(kube.rayjobs()) == 1
+    assert kube.service.job(job_id)["attempt"] == 1
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, code: int) -> None:
+    kube.api.faults.refuse(code, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
+    job_id = kube.service.submit(checkpoint={"store": "s3://bucket/a"})
+    kube.turn_until(lambda: str(code) in str(kube.service.job(job_id)["reason"]), "the reason")
+    assert kube.rayjobs() == []
+    kube.api.faults.mend()
+    kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the submission")
+    assert len(kube.rayjobs()) == 1
+
+
+def test_a_job_is_followed_through_watches_that_end_break_and_expire(kube: OnKubernetes) -> None:
+    job_id = kube.submit()
+    kube.api.faults.restart()  # 410 Gone: list again
+    kube.say(kube.rayjob(job_id), "Running", "RUNNING")
+    kube.turn_until(lambda: kube.service.state(job_id) == "RUNNING", "the job runs")
+    kube.api.faults.draw(7, 0.5)
+    for _ in range(20):
+        kube.service.turn()
+        time.sleep(0.05)
+    kube.api.faults.mend()
+    kube.say(kube.rayjob(job_id), "Complete", "SUCCEEDED")
+    kube.turn_until(lambda: kube.service.state(job_id) == "SUCCEEDED", "the job is over")
+
+
+def test_nothing_changes_while_the_api_is_gone(kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.WATCH_SILENT_S", 0.5)
+    job_id = kube.running()
+    kube.api.go_away()
+    wait_until(lambda: kube.launcher.ready() is not None, "its silence is told")
+    assert kube.launcher.status(job_id).state is LaunchState.UNKNOWN
+    assert "does not answer" in str(kube.launcher.ready())
+    for _ in range(10):
+        kube.service.turn()
+    assert kube.service.job(job_id)["state"] == "RUNNING"
+    kube.api.come_back()
+    kube.turn_until(lambda: kube.launcher.ready() is None, "it is back")
+    assert (kube.service.state(job_id), len(kube.rayjobs())) == ("RUNNING", 1)
+
+
+def test_a_cancel_deletes_the_rayjob_and_waits_until_kuberay_has_let_it_go(kube: OnKubernetes) -> None:
+    job_id = kube.running()
+    kube.keep(job_id)
+    assert kube.service.client.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
+    kube.turn_until(lambda: "deletionTimestamp" in kube.rayjob(job_id)["metadata"], "the deletion")
+    kube.service.turn(3)
+    assert kube.service.state(job_id) == "CANCELLING"
+    kube.let_go(job_id)
+    kube.turn_until(lambda: kube.service.state(job_id) == "CANCELLED", "the end")
+    assert kube.rayjobs() == []
+    assert kube.api.store.all(RAYCLUSTERS) == []
+
+
+def test_a_rayjob_that_somebody_deletes_is_a_lost_attempt(kube: OnKubernetes) -> None:
+    job_id = kube.running()
+    kube.api.store.delete(RAYJOBS, "default", kube.rayjob(job_id)["metadata"]["name"])
+    kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the next attempt")
+    assert kube.service.job(job_id)["attempt"] == 2
+    assert "--attempt 2" in kube.rayjob(job_id, 2)["spec"]["entrypoint"]
+
+
+def test_a_change_of_workers_reaches_the_raycluster(kube: OnKubernetes) -> None:
+    job_id = kube.running(workers={"min": 1, "max": 4})
+
+    def limits() -> tuple[int, int]:
+        group = kube.cluster(job_id)["spec"]["workerGroupSpecs"][0]
+        return group["minReplicas"], group["maxReplicas"]
+
+    assert kube.service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 2, "max": 6}}).status_code == 200
+    kube.turn_until(lambda: limits() == (2, 6), "more")
+    assert kube.service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": 1}}).status_code == 200
+    kube.turn_until(lambda: limits() == (1, 1), "fewer")
+    version = kube.cluster(job_id)["metadata"]["resourceVersion"]
+    kube.service.turn(5)
+    assert kube.cluster(job_id)["metadata"]["resourceVersion"] == version
+
+
+def test_a_pod_that_cannot_be_scheduled_is_the_reason(kube: OnKubernetes) -> None:
+    job_id = kube.submit()
+    kube.say(kube.rayjob(job_id), "Initializing")
+    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    kube.pod(job_id, "worker-1", phase="Pending", conditions=[unschedulable])
+    words = "pod worker-1: Unschedulable: no GPU"
+    kube.turn_until(
+        lambda: kube.service.job(job_id)["reason"] == f"waiting for the cluster: {words}", "the scheduler's words"
+    )
+    events = kube.service.client.get(f"/v1/jobs/{job_id}/metrics?event_kind=cluster_waits").json()["events"]
+    assert [event["fields"]["reason"] for event in events] == [words]
+
+
+def test_what_kuberay_refuses_fails_with_its_words_and_no_further_attempt(kube: OnKubernetes) -> None:
+    job_id = kube.submit(workers={"max_restarts": 3})
+    kube.say(kube.rayjob(job_id), "ValidationFailed", reason="ValidationFailed", message="no such field")
+    kube.turn_until(lambda: kube.service.state(job_id) == "FAILED", "the failure")
+    assert kube.service.job(job_id)["reason"] == "KubeRay refuses the RayJob: no such field"
+    assert len(kube.rayjobs()) == 1
+
+
+def test_rayjobs_that_are_over_are_removed_when_the_service_knows(
+    kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = kube.running()
+    kube.say(kube.rayjob(job_id), "Complete", "SUCCEEDED")
+    kube.turn_until(lambda: kube.service.state(job_id) == "SUCCEEDED", "the job is over")
+    time.sleep(0.5)
+    assert len(kube.rayjobs()) == 1
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.KEPT_S", 0.0)
+    wait_until(lambda: kube.rayjobs() == [], "it is removed")
+    with pytest.raises(NoLog):
+        kube.launcher.logs(job_id, 0)
+
+
+def test_services_of_one_namespace_do_not_see_each_other(kube: OnKubernetes, tmp_path: Path) -> None:
+    other = OnKubernetes(tmp_path / "other", kube.api)
+    try:
+        job_id = kube.running()
+        assert kube.launcher.status(job_id).state is LaunchState.RUNNING
+        assert other.launcher.status(job_id).state is LaunchState.ABSENT
+    finally:
+        other.close()
+
+
+def test_rights_that_are_missing_are_named_at_the_start(api: KubeApi) -> None:
+    for verb, resource in (("watch", "rayjobs"), ("patch", "rayclusters"), ("list", "events")):
+        api.rights.deny(verb, resource)
+    with pytest.raises(LauncherError, match=r"watch rayjobs\.ray\.io, patch rayclusters\.ray\.io, list events"):
+        Counted(api).start("aaaa")
+
+
+def test_a_cluster_without_kuberay_and_an_api_that_is_away_are_told_at_the_start() -> None:
+    bare = KubeApi(groups=frozenset())
+    with pytest.raises(LauncherError, match=r"install KubeRay"):
+        Counted(bare).start("aaaa")
+    bare.close()
+    with pytest.raises(LauncherError, match="does not answer"):
+        Counted(bare).start("aaaa")
+
+
+def test_a_template_that_cannot_be_used_is_told_at_the_start(api: KubeApi, tmp_path: Path) -> None:
+    (tmp_path / "rayjob.yaml").write_text("kind: Pod\n")
+    with pytest.raises(LauncherError, match=r"rayjob\.yaml: it is no RayJob"):
+        Counted(api, tmp_path / "rayjob.yaml").start("aaaa")
+
+
+def test_no_way_to_an_api_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    with pytest.raises(LauncherError, match="KUBECONFIG"):
+        connect(None)
+
+
+def test_the_launcher_asks_for_the_services_own_address(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="THINWIRE_PUBLIC_URL"):
+        Settings(home=tmp_path, launcher="kuberay")
