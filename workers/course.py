@@ -35,6 +35,7 @@ from thinwire.contract.start import Start
 from thinwire.contract.summary import Summary
 from thinwire.optim.engine.health import health
 from thinwire.optim.regroup import Regrouped, hand_over
+from thinwire.workers.error_words import in_words
 from thinwire.workers.given import StartRefused
 from thinwire.workers.membership import Dismissed, MembershipError
 from thinwire.workers.origin import Origin
@@ -326,7 +327,7 @@ class Course(ABC, Generic[T]):
             return BROKEN_S if isinstance(error, PeerLost) else LEAVE_S
         if not isinstance(error, Exception | SystemExit) or isinstance(error, MembershipError | RunEnded):
             return LEAVE_S
-        self._ranks.fail(f"{type(error).__name__}: {error}")  # before it waits for its checkpoint: the others go on
+        self._ranks.fail(in_words(error))  # before it waits for its checkpoint: the others go on
         return BROKEN_S
 
     def blaming(self, error: OfRanks) -> OfRanks | PeerLost:

@@ -23,6 +23,7 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
+from thinwire.workers.error_words import as_failure, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
 from thinwire.workers.run_place import Place, RemotePlace, place_of
 
@@ -172,5 +173,5 @@ def failure_of(error: BaseException, step: int | None = None) -> Failure:
     if isinstance(error, ValidationError):
         text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
     else:
-        text = str(error) or type(error).__name__
-    return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
+        text = words_of(error) or type(error).__name__
+    return as_failure(error, text, step)

@@ -63,7 +63,7 @@ def test_what_is_ignored_is_what_git_ignores(tmp_path: Path) -> None:
     made(tmp_path, *everything)
     (tmp_path / ".gitignore").write_text("*.pt\n!keep.pt\n/build/\nlogs/*\n!logs/keep.log\n\\#odd\n# a comment\n")
     (tmp_path / "src" / ".gitignore").write_text("cache\n!/keep/cache\nmodel.py\n!model.py\n")
-    (tmp_path / "docs" / ".gitignore").write_text("**/c.md\n")
+    (tmp_path / "docs" / ".gitignore").write_text("\ufeff**/c.md\n")  # as editors of Windows begin a file
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     listed = ["git", "ls-files", "--others", "--exclude-standard", "-z"]
     said = subprocess.run(listed, cwd=tmp_path, check=True, capture_output=True, text=True).stdout

@@ -75,7 +75,8 @@ class Ignored:
 
 def _read(path: Path) -> GitIgnoreSpec | None:
     try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        # -sig: the mark with which editors of Windows begin a file is no part of its first line; git skips it too.
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except (FileNotFoundError, IsADirectoryError):
         return None
     try:

@@ -278,7 +278,7 @@ class StreamFeed:
         self._has_state = hasattr(dataset, "state_dict") and not loader.get("num_workers", 0)
         self._first = copy.deepcopy(dataset.state_dict()) if self._has_state else None
         self._epochs = epochs or (1 if steps is None else None)
-        self.last = steps
+        self.last = self._steps = steps
         self._collate: Callable[[list[Any]], Any] = self._loader.pop("collate_fn", None) or default_collate
         self._source: Iterator[Any] = iter(())
         self._epoch = 0
@@ -294,7 +294,7 @@ class StreamFeed:
     @property
     def drawn(self) -> str:
         """How they are drawn, in which workers must agree too."""
-        return f"global_batch = {self._global_batch}"
+        return f"global_batch = {self._global_batch}, steps = {self._steps}, epochs = {self._epochs}"
 
     def samples(self, step: int) -> int:
         """As Feed.samples; of a step that was not read here, all of a batch."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -137,7 +138,7 @@ class Registered:
         """Write what collected() or give() gave. Raises: ValueError where it was registered by another script."""
         self.refuse_others(plain)
         for name, one in self._objects.items():
-            one.write(_put_together(plain[name], tensors))
+            one.write(_as_there(one.read(), _put_together(plain[name], tensors)))
 
     def give(self, group: Group, path: tuple[int, ...], device: torch.device) -> State | None:
         """What the first rank of the path has, for load() on the others of it; None on all other ranks.
@@ -196,7 +197,8 @@ class Registered:
         self.keep()
         copies = {name: kept.copied for name, kept in self._kept.items() if kept.copied is not None}
         for name, plain in self._plain.items():
-            self._objects[name].write(_put_together(plain, copies))
+            one = self._objects[name]
+            one.write(_as_there(one.read(), _put_together(plain, copies)))
         for group, hyper in zip(self._optimizer.param_groups, self._hypers, strict=False):
             for key in set(group) - set(hyper) - {"params"}:
                 del group[key]
@@ -246,6 +248,35 @@ def _refill(mine: Any, state: Any) -> Any:
     ):
         with torch.no_grad():
             return mine.copy_(state)
+    if (
+        isinstance(mine, np.ndarray)
+        and isinstance(state, np.ndarray)
+        and mine.flags.writeable
+        and (mine.shape, mine.dtype) == (state.shape, state.dtype)
+    ):
+        mine[...] = state
+        return mine
+    return _as_there(mine, state)
+
+
+def _as_there(mine: Any, state: Any) -> Any:
+    """`state`, in containers of the kinds that are there: messages and checkpoints know only dicts, lists and tuples.
+
+    A Counter that has become a dict would raise at the next new key, and only where a worker was lost.
+    """
+    if isinstance(mine, dict) and isinstance(state, dict):
+        found = {key: _as_there(mine.get(key), value) for key, value in state.items()}
+        if type(mine) is dict:
+            return found
+        made = copy.copy(mine)  # with what it is made with, such as the factory of a defaultdict
+        made.clear()
+        made.update(found)
+        return made
+    if isinstance(mine, list | tuple) and isinstance(state, list | tuple) and len(mine) == len(state):
+        items = [_as_there(*pair) for pair in zip(mine, state, strict=True)]
+        if isinstance(mine, list):
+            return items
+        return type(mine)._make(items) if hasattr(mine, "_make") else tuple(items)  # a named tuple
     return state
 
 

@@ -28,6 +28,7 @@ from thinwire.contract.spec import ScriptSpec
 from thinwire.contract.summary import Summary
 from thinwire.workers.course import Run
 from thinwire.workers.data.feed import let_go_of_connections
+from thinwire.workers.error_words import as_failure, in_words, words_of
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.session.course import Left, Place, ScriptError
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MOST_FRAMES = 20
 """Of a traceback in a failure: the first are the script's own."""
+MOST_WORDS = 2000
+"""Characters of the error itself in a failure, so that its traceback finds room too."""
 _LONGEST = 500
 """Characters of a line of stderr that are kept."""
 
@@ -65,7 +68,7 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
                 and not isinstance(error, MembershipError | RunEnded)
                 and not any(one.told for one in begun)
             ):
-                ranks.fail(f"{type(error).__name__}: {error}")
+                ranks.fail(in_words(error))
             if not ranks.elastic and group.size > 1 and _tells_of_a_peer(error):
                 raise PeerLost(f"the script's own collective failed: {error}") from error
             raise
@@ -87,9 +90,10 @@ def _tells_of_a_peer(error: BaseException) -> bool:
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
     words = _in_words(error, recipe)
+    if len(words) > MOST_WORDS:
+        words = f"{words[:MOST_WORDS]}... ({len(words)} characters; all of them are in the log)"
     where = where_in_script(error, recipe)
-    text = words if not where else f"{words}\n{where}"
-    return Failure(kind=type(error).__name__, message=text[:4000], step=step or None)
+    return as_failure(error, words if not where else f"{words}\n{where}", step)
 
 
 def _in_words(error: BaseException, recipe: ScriptRecipe) -> str:
@@ -97,14 +101,14 @@ def _in_words(error: BaseException, recipe: ScriptRecipe) -> str:
         return f"{error}: install it on every box, or name it under recipe.pip of the job"
     if isinstance(error, SyntaxError):
         return _as_the_owner_sees("".join(traceback.format_exception_only(error)).strip(), recipe)
-    return str(error) or type(error).__name__
+    return words_of(error) or type(error).__name__
 
 
 def where_in_script(error: BaseException, recipe: ScriptRecipe) -> str:
     """The traceback from the script's first line on; empty where none of it is the script's."""
     frames = traceback.extract_tb(error.__traceback__)
-    name = Path(recipe.entry).name
-    first = next((i for i, frame in enumerate(frames) if Path(frame.filename).name == name), None)
+    entry = str(_root(recipe) / recipe.entry)
+    first = next((i for i, frame in enumerate(frames) if frame.filename == entry), None)
     if first is None:
         return ""
     return _as_the_owner_sees("".join(traceback.format_list(frames[first : first + MOST_FRAMES])).rstrip(), recipe)

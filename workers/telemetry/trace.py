@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.build import Training
 from thinwire.workers.data.feed import MapFeed, Share
+from thinwire.workers.error_words import in_words
 from thinwire.workers.membership import Seat
 
 FOLDER = "trace"
@@ -68,7 +69,7 @@ class Trace:
 
     def ended(self, error: BaseException | None) -> None:
         """This worker makes no more steps."""
-        self._tell(kind="ended", why="well" if error is None else f"{type(error).__name__}: {error}")
+        self._tell(kind="ended", why="well" if error is None else in_words(error))
         self._file.close()
 
     def _tell(self, **fields: JsonValue) -> None:

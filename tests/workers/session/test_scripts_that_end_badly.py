@@ -89,6 +89,22 @@ BAD = {
         "ScriptError",
         ["session() for a second time"],
     ),
+    "raises what has no words": (
+        "class Mute(Exception):\n    def __str__(self):\n        return 1 / 0\n" + script("raise Mute"),
+        "Mute",
+        ["its __str__ raises ZeroDivisionError", "train.py", "in step"],
+    ),
+    "names a file that is no UTF-8": (
+        script("raise OSError('data\\udce9\\0')"),
+        "OSError",
+        ["data\\udce9\\0\n", "in step"],
+    ),
+    "says very much": (
+        script("raise ValueError('x' * 99_999)"),
+        "ValueError",
+        ["xxx", "xx... (99999 characters", "in step"],
+    ),
+    "has a long name": (f"class {'E' * 99}(Exception): pass\n" + script(f"raise {'E' * 99}"), "E" * 64, ["in step"]),
     "draws from an empty list": (script(data="run.batches([], global_batch=2)"), "ValueError", ["no samples"]),
 }
 
@@ -103,6 +119,14 @@ def test_the_failure_says_what_the_script_did(tmp_path, what):
     assert "runpy" not in failure.message
     assert str(tmp_path) not in failure.message  # but as seen from the folder
     assert failure.message.index(told[0]) < 200
+
+
+@pytest.mark.parametrize("entry", ["script.py", "worker.py", "own/session.py", "runpy.py"])
+def test_a_script_of_any_name_sees_its_own_lines_and_none_of_ours(tmp_path, entry):
+    (tmp_path / entry).parent.mkdir(exist_ok=True)
+    (tmp_path / entry).write_text(script("raise KeyError('mine')"))
+    failure = run(tmp_path, "", entry=entry)
+    assert failure.message.splitlines()[1].strip().startswith(f'File "{entry}", line')
 
 
 @pytest.mark.parametrize("text", [script(FORK), script(after="sys.exit(0)")], ids=["forks", "exits at its end"])

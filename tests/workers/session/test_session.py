@@ -5,6 +5,8 @@ import math
 import random
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -173,6 +175,11 @@ def test_one_rank_alone_may_ask_for_a_checkpoint(tmp_path):
     assert [one.step for one in saved] == [11, 20]  # all hear of it with the report of step 10
 
 
+class Stream:
+    def __iter__(self):
+        return iter(DATA)
+
+
 @pytest.mark.parametrize(
     ("differs", "told"),
     [
@@ -180,13 +187,15 @@ def test_one_rank_alone_may_ask_for_a_checkpoint(tmp_path):
         ({"seed": 5}, "seed = 5.*seed = 0"),
         ({"shuffle": False}, "shuffle = False.*shuffle = True"),
         ({"steps": 9}, "9 steps.*20 steps"),
+        ({"dataset": Stream(), "steps": 9}, "steps = 9.*steps = 20"),
+        ({"dataset": Stream(), "steps": None, "epochs": 3}, "epochs = 3.*steps = 20"),
     ],
 )
 def test_ranks_that_would_draw_other_samples_are_told_what_differs(tmp_path, differs, told):
     def script(run, model):
-        given = {"global_batch": 6, "steps": 20, **(differs if run.rank == 1 else {})}
+        given = {"dataset": differs.get("dataset", DATA), "global_batch": 6, "steps": 20}
         with pytest.raises(ScriptError, match=rf"rank 1 does not draw the samples.*{told}"):
-            next(run.batches(DATA, **given))
+            next(run.batches(**{**given, **(differs if run.rank == 1 else {})}))
         raise Stopped
 
     with pytest.raises(Stopped):
@@ -306,6 +315,46 @@ def test_what_lies_within_a_registered_dict_is_filled_where_it_is():
     nested["best"][0] = 7
     registered.load(*kept)
     assert (losses, mean.tolist(), nested) == ([1.0, 2.0], [0.0] * 3, {"best": [5]})
+
+
+def test_an_array_within_a_registered_dict_is_filled_where_it_is():
+    registered = Registered(OneBitAdam(net().parameters()))
+    seen = np.zeros(3)
+    registered.add("state", {"seen": seen, "pair": Pair(1, torch.ones(2))})
+    registered.remember()
+    registered.before_step()
+    seen += 1
+    registered.put_back()
+    assert seen.tolist() == [0.0] * 3
+    seen += 5  # the loop goes on with the array that it has
+    assert registered.collected()[1]["state.seen"].tolist() == [5.0] * 3
+
+
+class Pair(NamedTuple):
+    one: int
+    other: torch.Tensor
+
+
+@pytest.mark.parametrize("way", ["a lost step", "a checkpoint"])
+def test_containers_come_back_as_what_they_are(way):
+    """A loop that counts by a Counter does so after a loss as well."""
+    value = {"seen": Counter("aab"), "by": defaultdict(list, {3: [1]}), "last": Pair(1, torch.ones(2)), "on": [[]]}
+    held = Held(value)
+    registered = Registered(OneBitAdam(net().parameters()))
+    registered.add("held", held)
+    registered.remember()
+    kept = through_a_checkpoint(registered)
+    registered.before_step()
+    held.value["seen"]["a"] += 1
+    if way == "a checkpoint":
+        registered.load(*kept)
+    else:
+        registered.put_back()
+    held.value["seen"]["new"] += 1
+    held.value["by"]["new"].append(1)
+    assert held.value["seen"] == Counter("aab") + Counter(["new"])
+    assert held.value["by"] == {3: [1], "new": [1]}
+    assert (held.value["last"].one, held.value["last"].other.tolist(), held.value["on"]) == (1, [1.0, 1.0], [[]])
 
 
 class Held:

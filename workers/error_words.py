@@ -1,0 +1,32 @@
+"""What does an error say, in words that can be stored and sent, whatever error a script has made?"""
+
+from __future__ import annotations
+
+from thinwire.contract.reports import Failure
+
+MOST_CHARACTERS, MOST_OF_KIND = 4000, 64
+"""Of a failure, and of the name of its class: as contract/reports.py bounds them."""
+
+
+def words_of(error: BaseException) -> str:
+    """Its message; empty where it has none."""
+    try:
+        return _printable(str(error))
+    except Exception as broken:  # noqa: BLE001 - the script's own code: what it raises must not hide the error itself
+        return f"(an error without words: its __str__ raises {type(broken).__name__})"
+
+
+def in_words(error: BaseException) -> str:
+    """Its class and its message."""
+    return f"{type(error).__name__}: {words_of(error)}"
+
+
+def as_failure(error: BaseException, text: str, step: int | None) -> Failure:
+    """The failure that an error is, in these words. step: the last that was committed, where one was."""
+    kind = type(error).__name__[:MOST_OF_KIND]
+    return Failure(kind=kind, message=_printable(text)[:MOST_CHARACTERS], step=step or None)
+
+
+def _printable(text: str) -> str:
+    """A file name that is no UTF-8 stands in a message as halves of characters, which no JSON and no database takes."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
