@@ -54,6 +54,8 @@ START_HOOK: Final = "thinwire.service.launch.start_hook.patient"
 """What `ray start` calls before it starts anything: by name, because it alone imports Ray."""
 
 _FOREIGN: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE")
+_FOR_WORKERS: Final = ("THINWIRE_WIRE_INTERFACE",)
+"""Settings of ours that are the workers', of which Ray's environment is the place."""
 _POLL_S: Final = 0.1
 
 
@@ -317,9 +319,10 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
     """The head's environment, which every driver and worker inherits: so that `ray.init()` in a job just works.
 
     Variables of another Ray would lead it astray. THINWIRE_ variables are the server's, may hold its secrets, and
-    mean nothing to a head that outlives it.
+    mean nothing to a head that outlives it; those of the workers pass. So do Ray's own, such as RAY_PROMETHEUS_HOST.
     """
-    kept = {key: value for key, value in base.items() if key not in _FOREIGN and not key.startswith("THINWIRE_")}
+    ours = {key for key in base if key.startswith("THINWIRE_") and key not in _FOR_WORKERS}
+    kept = {key: value for key, value in base.items() if key not in _FOREIGN and key not in ours}
     return {
         "RAY_GRAFANA_HOST": "DISABLED",  # else the dashboard looks for a Grafana for ever
         "RAY_COLOR_PREFIX": "0",  # a job's log is read in files and over REST, not on Ray's terminal

@@ -150,6 +150,16 @@ def test_the_scrape_configuration_asks_the_service_for_the_workers():
     }
 
 
+def test_the_dashboards_of_the_chart_are_those_that_are_tested():
+    found = objects(rendered("ingress"))
+    (brought,) = (each for each in found if each["metadata"]["name"] == "thinwire-dashboards")
+    assert brought["metadata"]["labels"]["grafana_dashboard"] == "1"
+    files = {
+        f"thinwire-{path.stem}.json": json.loads(path.read_text()) for path in (ROOT / "deploy/grafana").glob("*.json")
+    }
+    assert {name: json.loads(text) for name, text in brought["data"].items()} == files
+
+
 def test_the_rules_of_the_chart_are_those_that_are_tested_with_runbooks_where_they_are_kept():
     found = [each for each in objects(rendered("ingress")) if each["kind"] == "PrometheusRule"]
     files = [ROOT / f"deploy/prometheus/{name}.yaml" for name in ("recording", "alerts")]

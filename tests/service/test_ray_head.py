@@ -82,6 +82,19 @@ def test_the_environment_of_a_head_drops_other_rays_and_our_secrets(tmp_path):
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "THINWIRE_TOKEN"} & set(environment)
 
 
+def test_what_the_user_sets_for_ray_and_for_the_workers_reaches_them(tmp_path):
+    base = {
+        "RAY_PROMETHEUS_HOST": "http://prometheus:9090",
+        "RAY_GRAFANA_HOST": "http://grafana:3000",
+        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+        "THINWIRE_WIRE_INTERFACE": "eth0",
+    }
+    environment = ray_head.head_environment(base, tmp_path, tmp_path / "auth_token")
+    assert base.items() <= environment.items()
+    without = ray_head.head_environment({}, tmp_path, tmp_path / "auth_token")
+    assert without["RAY_GRAFANA_HOST"] == "DISABLED"
+
+
 def test_ray_ends_no_worker_that_may_still_commit(tmp_path):
     environment = ray_head.head_environment({}, tmp_path, tmp_path / "auth_token")
     assert float(environment["RAY_gcs_rpc_server_reconnect_timeout_s"]) > LEASE_S + 10.0
