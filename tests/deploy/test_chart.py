@@ -14,6 +14,7 @@ from tests.deploy.rendering import CHART, ROOT, VALUES, RenderRefused, objects, 
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
+from thinwire.service.launch.kuberay.kube import NEEDED
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -182,3 +183,16 @@ def test_an_error_in_an_object_of_the_operator_is_found(kind):
     assert any("relabeling" in each for each in complaints(found, NEWEST))
     found["apiVersion"] = "monitoring.coreos.com/v2"
     assert complaints(found, NEWEST) == [f"monitoring.coreos.com has no {kind} in v2"]
+
+
+def test_the_role_gives_the_launcher_what_it_needs_and_no_more():
+    role = next(found for found in objects(rendered("as-it-is")) if found["kind"] == "Role")
+    given = {
+        (group, resource): set(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    # Kueue may not be there, so the launcher does not insist on that right.
+    needed = {(group, resource): set(verbs) for group, resource, verbs in NEEDED}
+    assert given == needed | {("kueue.x-k8s.io", "workloads"): {"list"}}
