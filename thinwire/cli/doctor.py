@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -20,13 +20,14 @@ from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.contract.spec import read_spec
 from thinwire.doctor.examination import Box, Examination, Here, Peer, examine
 from thinwire.doctor.facts import Questions
-from thinwire.doctor.finding import Wishes
+from thinwire.doctor.finding import Finding, Wishes
 from thinwire.doctor.findings import findings
 from thinwire.doctor.job import asked_by
 from thinwire.doctor.link import SHORTEST_SECRET
 from thinwire.doctor.listener import Listener
 from thinwire.doctor.report import UNEXAMINED, as_json, as_text, exit_code
 from thinwire.lab.cli import rate_mbit
+from thinwire.service.launch.protocol import LauncherError
 
 PORT = 7655
 """Where a doctor listens unless told otherwise."""
@@ -51,6 +52,29 @@ def doctor(
     address: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A Ray cluster, http://head:8265, where thinwire is installed: all nodes."),
+    ] = None,
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes", help="Pods of Kubernetes, as those of a job, with the rights that kubectl has here."
+        ),
+    ] = False,
+    pods: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="With --kubernetes: so many workers. Default: workers.max of --job, else 2."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="With --kubernetes. Default: that of kubectl's context.")
+    ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --kubernetes: a RayJob, as of `thinwire manifest`.", envvar="THINWIRE_KUBERAY_TEMPLATE"
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="With --kubernetes: of head and workers.", envvar="THINWIRE_KUBERAY_IMAGE"),
     ] = None,
     python: Annotated[
         str | None,
@@ -112,6 +136,9 @@ def doctor(
     **A Ray cluster.** `thinwire doctor --address http://head:8265 --token-file FILE` runs a Ray job that examines every
     node; nothing has to be started on them.
 
+    **Kubernetes.** `thinwire doctor --kubernetes --pods 4` does the same in pods of a RayJob, placed as those of a job
+    would be, and removes it again. It needs the extra `kubernetes`.
+
     **Before a job.** `--job FILE`, with either of them: its store, its data and enough CPUs or GPUs are looked for too.
 
     **Exit status**: 0 nothing that would hurt a job; 1 something was found; 2 nothing could be examined.
@@ -121,9 +148,11 @@ def doctor(
             _listen(_secret(token_file), host or "", port)
             return
         questions, wishes = _asked(job, store or [], interface, expect)
-        if address is not None and peers is not None:
-            raise Unusable("--address and --peers: give one, the cluster's nodes are all examined")
-        if address is not None:
+        if (address is not None) + (peers is not None) + kubernetes > 1:
+            raise Unusable("--address, --peers and --kubernetes: give one, all that it names is examined")
+        if kubernetes:
+            seen = _pods(pods, job, (namespace, template, image), questions, _ports(ports), seconds)
+        elif address is not None:
             token = "" if token_file is None else _token(token_file)
             seen = _cluster(address, token, questions, _ports(ports), seconds, python)
         elif peers is not None:
@@ -133,7 +162,10 @@ def doctor(
     except Unusable as error:
         typer.echo(f"thinwire: {error}", err=True)
         raise typer.Exit(UNEXAMINED) from None
-    found = findings(seen, wishes)
+    _tell(seen, findings(seen, wishes), json_)
+
+
+def _tell(seen: Examination, found: list[Finding], json_: bool) -> NoReturn:
     if json_:
         typer.echo(json.dumps(as_json(seen, found)))
     else:
@@ -179,6 +211,39 @@ def _cluster(
             python=python,
         )
     except ClusterNotExamined as error:
+        raise Unusable(str(error)) from error
+
+
+def _pods(
+    pods: int | None,
+    job: Path | None,
+    kind: tuple[str | None, Path | None, str | None],
+    questions: Questions,
+    ports: Sequence[int],
+    seconds: float,
+) -> Examination:
+    """kind: namespace, template and image."""
+    try:
+        from thinwire.cli.doctor_on_kubernetes import PodsNotExamined, examine_pods
+        from thinwire.service.launch.kuberay.kube import connect
+    except ModuleNotFoundError as error:
+        raise Unusable("--kubernetes needs the Kubernetes client: pip install 'thinwire[kubernetes]'") from error
+    spec = None if job is None else read_spec(read_job_file(job))
+    namespace, template, image = kind
+    try:
+        return examine_pods(
+            connect(namespace),
+            pods or (2 if spec is None else spec.workers.max),
+            questions,
+            spec=spec,
+            template=template,
+            image=image,
+            ports=ports,
+            seconds=seconds,
+            limit_s=CLUSTER_LIMIT_S,
+            say=_say,
+        )
+    except (PodsNotExamined, LauncherError) as error:
         raise Unusable(str(error)) from error
 
 

@@ -227,6 +227,20 @@ class Kube:
                 return items
         return []
 
+    def log(self, pod: str, container: str, most_bytes: int) -> str:
+        """The beginning of what a container has printed. Raises KubeError."""
+        answer = self._call(
+            f"read the log of pod {pod}",
+            self._core.read_namespaced_pod_log,
+            pod,
+            self.namespace,
+            container=container,
+            limit_bytes=most_bytes,
+            _preload_content=False,
+        )
+        text: bytes = answer.data
+        return text.decode("utf-8", "replace")
+
     def _plain(self, what: str, ask: Any, **how: Any) -> list[Object]:
         """A list of a built-in kind as the server wrote it: of its fields three are wanted, of hundreds."""
         answer = self._call(what, ask, self.namespace, limit=PAGE, _preload_content=False, **how)
