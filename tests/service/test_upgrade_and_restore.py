@@ -1,0 +1,170 @@
+"""A database of an older version, and one that was backed up: what runs is found again, and nothing runs twice.
+
+The commands of the back-up are those of docs/operations.md, taken from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+
+from tests.service.control_plane_harness import Service, sample
+from tests.service.postgresql import _programs, postgresql
+from thinwire.service.db import Database
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.protocol import LaunchState
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+def migrations() -> Config:
+    config = Config()
+    config.set_main_option("script_location", "thinwire.service:migrations")
+    return config
+
+
+OLDER = [one.revision for one in ScriptDirectory.from_config(migrations()).walk_revisions()][1:]
+
+
+@pytest.fixture(scope="module")
+def new_database() -> Iterator[Callable[[], str]]:
+    with postgresql() as make:
+        yield make
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest) -> str | None:
+    if request.param == "sqlite":
+        return None
+    made: str = request.getfixturevalue("new_database")()
+    return made
+
+
+def standing() -> FakeLauncher:
+    """A cluster that is not the service's own: it goes on without it."""
+    launcher = FakeLauncher()
+    launcher.own_cluster = False
+    return launcher
+
+
+STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
+
+
+@pytest.mark.parametrize("revision", OLDER)
+def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
+    tmp_path: Path, url: str | None, revision: str
+) -> None:
+    launcher = standing()
+    old = Service(tmp_path / "home", launcher, database_url=url)
+    running, waiting, over = old.running(**STORE), old.submit(**STORE), old.running(**STORE)
+    old.post(running, samples=[sample(1)])
+    launcher.put(over, LaunchState.SUCCEEDED)
+    old.turn(2)
+    told, token = dict(launcher.submissions), old.job_headers(running)
+    old.close()
+    database = Database(old.settings.database)
+    with database.unfenced() as session:
+        config = migrations()
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, revision)
+    database.close()
+
+    new = Service(tmp_path / "home", launcher, database_url=url)
+    try:
+        new.turn(2)
+        assert (new.state(running), new.state(waiting), new.state(over)) == ("RUNNING", "PENDING", "SUCCEEDED")
+        assert new.job(running)["attempt"] == 1
+        assert launcher.submissions == told
+        assert new.client.post(
+            f"/v1/jobs/{running}/telemetry", json={"attempt": 1, "samples": [sample(2)]}, headers=token
+        ).is_success
+        steps = [one["step"] for one in new.client.get(f"/v1/jobs/{running}/metrics").json()["samples"]]
+        assert steps == [1, 2]
+        launcher.put(running, LaunchState.SUCCEEDED)
+        new.turn(2)
+        assert new.state(running) == "SUCCEEDED"
+    finally:
+        new.close()
+
+
+def block(name: str) -> str:
+    """The commands of docs/operations.md with this mark."""
+    [found] = re.findall(rf"<!-- run: {name} -->\n```\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def typed(name: str, **environment: str) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block(name)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_database_that_is_put_back_knows_what_runs_and_starts_nothing_twice(tmp_path: Path, url: str | None) -> None:
+    launcher, home, kept = standing(), tmp_path / "home", tmp_path / "kept"
+    kept.mkdir()
+    where = {"THINWIRE_HOME": str(home), "BACKUP": str(kept)}
+    kind = "sqlite"
+    if url is not None:
+        kind = "postgresql"
+        where["DATABASE"] = url.replace("+psycopg", "")
+        where["PATH"] = f"{_programs()}:{os.environ['PATH']}"
+    old = Service(home, launcher, database_url=url)
+    running, waiting, lost = old.running(**STORE), old.submit(**STORE), old.running(**STORE)
+    writing, stop = [0], threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            writing[0] += 1
+            assert old.post(running, samples=[sample(writing[0])]).status_code == 204
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        typed(f"back-up {kind}", **where)  # while it is written to
+    finally:
+        stop.set()
+        writer.join()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in kept.glob("*") if path.is_file())
+
+    # After the back-up, and forgotten with the disk: a job starts, one is lost and tried again, one ends.
+    old.turn()
+    launcher.put(waiting, LaunchState.RUNNING)
+    launcher.lose(lost)
+    old.turn(4)
+    launcher.put(f"{lost}-attempt2", LaunchState.RUNNING)
+    old.turn()
+    assert old.job(lost)["attempt"] == 2
+    later = old.running(**STORE)
+    launcher.put(running, LaunchState.SUCCEEDED)
+    old.close()
+    told = dict(launcher.submissions)
+
+    typed(f"restore {kind}", **where)
+    new = Service(home, launcher, database_url=url)
+    try:
+        samples = new.client.get(f"/v1/jobs/{running}/metrics").json()["samples"]
+        assert [one["step"] for one in samples] == list(range(1, len(samples) + 1))
+        new.turn(6)
+        assert (new.state(running), new.state(waiting), new.state(lost)) == ("SUCCEEDED", "RUNNING", "RUNNING")
+        assert new.job(lost)["attempt"] == 2
+        assert new.client.get(f"/v1/jobs/{later}").status_code == 404, "docs/operations.md says so"
+        assert set(launcher.submissions) == set(told)
+        assert all(launcher.submissions[one] is told[one] for one in told), "none was submitted anew"
+        assert new.post(waiting, samples=[sample(1)]).status_code == 204
+        assert new.post(lost, attempt=2, samples=[sample(1)]).status_code == 204
+    finally:
+        new.close()
