@@ -369,7 +369,7 @@ def test_our_own_commands_import_no_other_package(
 
     joined(lab=typer.Typer())
     monkeypatch.setattr(EntryPoint, "load", load)
-    assert thinwire("jobs").code == 1  # no server: and nothing else was tried
+    assert thinwire("jobs").code == 2  # no server: and nothing else was tried
 
 
 def test_the_command_line_needs_neither_torch_nor_ray() -> None:

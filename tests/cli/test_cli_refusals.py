@@ -99,7 +99,7 @@ def test_a_home_that_is_a_file_is_said_in_one_line(
 ) -> None:
     home.touch()
     run = thinwire(*command)
-    assert run.code == 1
+    assert run.code == (2 if command == ("jobs",) else 1)
     (line,) = run.err.splitlines()
     assert "it is a file, not a folder: set THINWIRE_HOME to a folder you can write" in line
 
@@ -111,7 +111,7 @@ def test_a_home_below_a_file_is_said_in_one_line(
     home.touch()
     monkeypatch.setenv("THINWIRE_HOME", str(home / "below"))
     run = thinwire(*command)
-    assert run.code == 1
+    assert run.code == (2 if command == ("jobs",) else 1)
     (line,) = run.err.splitlines()
     assert line.endswith("cannot be used: Not a directory: set THINWIRE_HOME to a folder you can write")
 
@@ -154,14 +154,30 @@ def test_serve_hints_at_what_is_wrong_with_where_it_listens(
 
 @pytest.mark.parametrize(
     "command",
-    [("jobs",), ("show", "x"), ("watch", "x"), ("logs", "x", "-f"), ("resize", "x", "--min", "2"), ("cancel", "x")],
+    [
+        ("jobs",),
+        ("show", "x"),
+        ("watch", "x"),
+        ("logs", "x", "-f"),
+        ("resize", "x", "--min", "2"),
+        ("cancel", "x"),
+        ("fetch", "x"),
+    ],
 )
 def test_without_a_server_every_command_says_how_to_start_one(
     thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
 ) -> None:
     run = thinwire(*command)
-    assert run.code == 1
+    assert run.code == 2
     assert "thinwire serve" in run.err
+
+
+def test_a_url_that_is_none_is_said(thinwire: Callable[..., Run], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_URL", "http://[::")
+    monkeypatch.setenv("THINWIRE_TOKEN", "x")
+    run = thinwire("watch", "x")
+    assert run.code == 2
+    assert "THINWIRE_URL is 'http://[::', which is no URL" in run.err
 
 
 def test_a_wrong_token_is_said(thinwire: Callable[..., Run], live: LiveService) -> None:

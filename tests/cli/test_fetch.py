@@ -70,6 +70,10 @@ def test_the_weights_come_from_the_store_that_the_job_names(
 
 
 def test_a_job_without_a_checkpoint_is_told(thinwire: Callable[..., Run], live: LiveService, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = thinwire("fetch", live.service.submit(), "--to", str(tmp_path / "file"))
+    assert run.code == 2
+    assert "is a file" in run.err
     run = thinwire("fetch", live.service.submit(), "--to", str(tmp_path / "out"))
     assert run.code == 1
     assert "has no whole checkpoint" in run.err

@@ -1,6 +1,7 @@
 """What `thinwire plan` refuses before anything is started, and what it prints."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -85,10 +86,19 @@ def test_a_script_is_planned_with_its_folder_and_its_arguments(job, capsys, monk
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["no.py"], "no.py cannot be read"), (["job.json", "--", "--lr"], "--lr: only for a script")],
+    [
+        (["no.py"], "no.py cannot be read: No such file"),
+        (["folder.py"], "folder.py cannot be read: Is a directory"),
+        (["bytes.py"], "bytes.py is no Python: source code string cannot contain null bytes"),
+        (["half.py"], "half.py, line 2 is no Python: '(' was never closed"),
+        (["job.json", "--", "--lr"], "--lr: only for a script"),
+    ],
 )
 def test_a_script_that_is_not_there_and_arguments_of_a_job_file_are_refused(job, capsys, monkeypatch, arguments, words):
     monkeypatch.chdir(job.parent)
+    Path("folder.py").mkdir()
+    Path("bytes.py").write_bytes(b"\0\xff")
+    Path("half.py").write_text("import os\nprint(\n")
     code, _, told = run(capsys, *arguments[:1], "--rate", "1gbit", *arguments[1:])
     assert code == 2
     assert words in told

@@ -13,6 +13,7 @@ from thinwire.doctor.finding import Finding, Wishes
 from thinwire.doctor.findings import findings
 from thinwire.doctor.probe import Visit
 from thinwire.doctor.report import as_text, exit_code
+from thinwire.doctor.stores import unwritable
 
 NAMES = ("anna", "bert", "carl", "dora")
 EVERY = [(a, b) for a in range(4) for b in range(4) if a != b]
@@ -151,3 +152,7 @@ def test_every_pair_is_measured_once_and_no_box_twice_at_a_time(number: int) -> 
     for pairs in turns:
         places = [place for pair in pairs for place in pair]
         assert len(places) == len(set(places))
+
+
+def test_a_store_that_nobody_opens_is_told_with_those_that_are_opened():
+    assert "A store is an absolute folder" in unwritable("foo://x")

@@ -104,6 +104,10 @@ def find_server() -> Server:
         return server_of(home())
     if not url.startswith(("http://", "https://")):
         raise WrongEnvironment(f"THINWIRE_URL is {url!r}; it must begin with http:// or https://")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise WrongEnvironment(f"THINWIRE_URL is {url!r}, which is no URL: {error}") from error
     token = os.environ.get("THINWIRE_TOKEN", "").strip()
     # The token of the home is a secret of this machine's server: it is not sent to another one.
     if not token and httpx.URL(url).host in _LOOPBACK_HOSTS:

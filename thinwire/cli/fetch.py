@@ -53,6 +53,8 @@ def fetch(
     with Client() as client:
         job = client.resolve(job_id)
         target = to or Path(job.id)
+        if target.exists() and not target.is_dir():
+            raise typer.BadParameter(f"{target} is a file: name a folder, or one to be made", param_hint="--to")
         try:
             with _checkpoints(client, job, target, keep=checkpoint) as where:
                 found = do_fetch(where, target)

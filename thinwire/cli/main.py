@@ -1,7 +1,7 @@
 """The command `thinwire`: a thin layer over the client of the REST API.
 
-Every expected error ends as one message on stderr: exit code 2 for input that must be changed, a file or an ID; 1 for
-the rest, 130 for Ctrl-C. Tables go to stdout, and so does --json, for programs.
+Every expected error ends as one message on stderr: exit code 2 for input that must be changed, a file or an ID, and
+where no service answers; 1 for the rest, 130 for Ctrl-C. Tables go to stdout, and so does --json, for programs.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
 def watch_command(job_id: JobId) -> None:
     """Watch a job live until its end: phase, step, loss, throughput, bytes on the wire, time to go.
 
-    Exit code 0 if it SUCCEEDED, else 1. Ctrl-C ends the watching, not the job. If the service is started again in the
-    meantime, the command finds it again.
+    Exit code 0 if it SUCCEEDED, else 1; 2 where no service answers or none has such a job. Ctrl-C ends the watching,
+    not the job. If the service is started again in the meantime, the command finds it again.
 
     Example: `thinwire watch quickstart-3f`
     """
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
-    except (JobFileError, AmbiguousId, NotFound, WrongEnvironment) as error:
+    except (JobFileError, AmbiguousId, NotFound, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:

@@ -156,6 +156,7 @@ def _document(
 ) -> dict[str, JsonValue]:
     """The job as JSON; a script's with its folder on this machine. Raises: JobFileError, Unpackable."""
     if file.suffix == ".py":
+        _refuse_no_python(file)
         nothing: dict[str, Any] = {"name": None, "workers": {}, "store": None, "start": {}, "pip": (), "secrets": ()}
         job, folder = script_job(file, working_dir, arguments, env=env, **nothing)
     else:
@@ -172,6 +173,18 @@ def _document(
     if not folder.is_dir():
         raise JobFileError(f"{file}: recipe.working_dir = {recipe.get('working_dir')!r}: there is no folder {folder}")
     return {**job, "recipe": {**recipe, "working_dir": str(folder.resolve())}}
+
+
+def _refuse_no_python(script: Path) -> None:
+    """Raises: JobFileError for what cannot be read, and for what this Python could not run."""
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except OSError as error:
+        raise JobFileError(f"{script} cannot be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise JobFileError(f"{script}{line} is no Python: {words}") from error
 
 
 def _refuse_what_cannot_be(request: PlanRequest) -> None:

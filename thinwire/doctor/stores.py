@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as OutOfTime
 from typing import Any
 
+from thinwire.contract.stores import SUPPORTED, nobody_opens
+
 LIMIT_S = 20.0
 
 
@@ -44,8 +46,11 @@ def _write_with_pyarrow(url: str, name: str, no_fsspec: Exception) -> None:
     try:
         opener: Any = importlib.import_module("pyarrow.fs").FileSystem
     except ImportError as error:
-        raise ImportError(f"neither fsspec ({no_fsspec}) nor pyarrow ({error}) opens it") from error
-    filesystem, root = opener.from_uri(url)
+        raise ImportError(f"neither fsspec ({no_fsspec}) nor pyarrow ({error}) opens it. {SUPPORTED}") from error
+    try:
+        filesystem, root = opener.from_uri(url)
+    except ValueError as error:
+        raise ValueError(f"{error}. {SUPPORTED}" if nobody_opens(error) else str(error)) from error
     path = f"{root.rstrip('/')}/{name}"
     with filesystem.open_output_stream(path) as file:
         file.write(b"thinwire")

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
+from thinwire.contract.stores import SUPPORTED, nobody_opens
+
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 """What file systems without hard links say."""
 _OF_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
@@ -83,7 +85,8 @@ def open_storage(where: str | Path) -> Storage:
             return through_pyarrow(where)
         except (ImportError, ValueError, OSError) as no_pyarrow:
             reasons = f"fsspec: {no_fsspec}; pyarrow: {no_pyarrow}".replace(where, _shown(where))
-            raise ValueError(f"cannot open {_shown(where)}: {reasons}") from None  # their texts have the whole URL
+            known = f". {SUPPORTED}" if nobody_opens(no_pyarrow) else ""
+            raise ValueError(f"cannot open {_shown(where)}: {reasons}{known}") from None  # their texts have the URL
     return RemoteStorage(filesystem, root, _shown(where))
 
 
