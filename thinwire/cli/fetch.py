@@ -54,7 +54,8 @@ def fetch(
         job = client.resolve(job_id)
         target = to or Path(job.id)
         if target.exists() and not target.is_dir():
-            raise typer.BadParameter(f"{target} is a file: name a folder, or one to be made", param_hint="--to")
+            complain(f"--to {target} is a file: name a folder, or one to be made")
+            raise typer.Exit(2)
         try:
             with _checkpoints(client, job, target, keep=checkpoint) as where:
                 found = do_fetch(where, target)
