@@ -221,9 +221,9 @@ def _access(name: str, value: Any, optimizer: FlatOptimizer[Any]) -> tuple[Calla
         return value.state_dict, value.load_state_dict
     if isinstance(value, random.Random) or value is random:
         return value.getstate, value.setstate
-    if hasattr(value, "bit_generator"):  # numpy.random.Generator
+    if isinstance(value, np.random.Generator):
         return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
-    if hasattr(value, "get_state") and hasattr(value, "set_state"):  # torch.Generator, numpy.random.RandomState
+    if hasattr(value, "get_state") and hasattr(value, "set_state"):  # torch.Generator, RandomState, numpy.random
         return value.get_state, lambda state: value.set_state(state.cpu() if isinstance(state, Tensor) else state)
     raise TypeError(
         f"run.register({name}=...): a {type(value).__name__} has no state_dict() and load_state_dict(); give it both, "

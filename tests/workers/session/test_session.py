@@ -374,6 +374,7 @@ RANDOM = [
     *(pytest.param(kind, id=f"Generator of {kind.__name__}") for kind in (np.random.PCG64, np.random.MT19937)),
     *(np.random.Philox, np.random.SFC64, np.random.RandomState, random.Random),
     pytest.param(lambda seed: torch.Generator().manual_seed(seed), id="torch.Generator"),
+    *(pytest.param(lambda seed, every=every: every, id=every.__name__) for every in (random, np.random)),
 ]
 
 
