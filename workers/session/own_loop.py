@@ -72,6 +72,7 @@ class OwnLoop:
         self._meter = Meter(group.stats)
         self._log: StepLog | None = None
         self._last: _Step | None = None
+        self._before, self._counts = 0, True  # of the step that is being made; did the one before it count?
         self._began, self._sent = time.perf_counter(), group.stats.sent_bytes
         self._clock: StepClock | None = None
         self._phase = optimizer.phase.value
@@ -93,8 +94,8 @@ class OwnLoop:
         return 0 if self._last is None else self._last.number
 
     def take(self, numbers: dict[str, Tensor]) -> None:
-        """What the script reports of the step that it has made."""
-        if self._last is not None:
+        """What the script reports of the step that it has made. Of one that does not count nothing is told."""
+        if self._last is not None and self._counts:
             self._last.numbers.update(numbers)
 
     def close(self) -> None:
@@ -130,12 +131,13 @@ class OwnLoop:
         )
 
     def _steps(self) -> None:
-        self._phase = self._own.optimizer.phase.value
+        self._phase, self._before = self._own.optimizer.phase.value, self._own.optimizer.num_steps
 
     def _stepped(self) -> None:
         """The optimizer's step() is over. One that was left out, as of an infinite gradient, does not count."""
         own, number, now = self._own, self._own.optimizer.num_steps, time.perf_counter()
-        if self._last is not None and number == self._last.number:
+        self._counts = number > self._before
+        if not self._counts:
             return
         sent = own.group.stats.sent_bytes - self._sent
         self._tell()

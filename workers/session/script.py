@@ -89,7 +89,7 @@ def _tells_of_a_peer(error: BaseException) -> bool:
 
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
-    words = _in_words(error, recipe)
+    words = _as_the_owner_sees(_in_words(error, recipe), recipe)  # a loader's process puts its traceback into them
     if len(words) > MOST_WORDS:
         words = f"{words[:MOST_WORDS]}... ({len(words)} characters; all of them are in the log)"
     where = where_in_script(error, recipe)
@@ -100,7 +100,7 @@ def _in_words(error: BaseException, recipe: ScriptRecipe) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install it on every box, or name it under recipe.pip of the job"
     if isinstance(error, SyntaxError):
-        return _as_the_owner_sees("".join(traceback.format_exception_only(error)).strip(), recipe)
+        return "".join(traceback.format_exception_only(error)).strip()
     return words_of(error) or type(error).__name__
 
 

@@ -127,3 +127,40 @@ def test_a_job_whose_workers_come_and_go_says_what_to_draw_from(tmp_path):
         model(torch.ones(2)).sum().backward()
         with pytest.raises(ScriptError, match=r"run.batches\(\); or say workers.elastic: restart"):
             optimizer.step()
+
+
+SCALED = """
+import torch
+from thinwire.optim import Adam
+from thinwire.train import session
+
+with session() as run:
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = Adam(model.parameters(), group=run.group), torch.amp.GradScaler("cpu")
+    run.register(optimizer=optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum() * (torch.inf if step in (0, 1, 3) else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.report(loss=loss, made=step)
+"""
+
+
+def test_a_step_that_a_gradient_scaler_leaves_out_is_none_of_the_history(tmp_path):
+    """Its first steps are, until the scale fits; what is reported of them is no other step's."""
+    (tmp_path / "train.py").write_text(SCALED)
+    recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path)}
+    spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
+    reporter = Recording(tmp_path / "run", 0)
+    run = Run(tmp_path / "run", time.time())
+    summary = run_script(spec, run, FixedRanks(SoloGroup()), torch.device("cpu"), reporter)
+    assert summary.steps == 3
+    assert [(one.step, one.reported and one.reported["made"]) for one in reporter.samples] == [
+        (0, None),
+        (1, 2.0),
+        (2, 4.0),
+        (3, 5.0),
+    ]
+    assert all(one.loss is not None for one in reporter.samples[1:])

@@ -105,6 +105,12 @@ BAD = {
         ["xxx", "xx... (99999 characters", "in step"],
     ),
     "has a long name": (f"class {'E' * 99}(Exception): pass\n" + script(f"raise {'E' * 99}"), "E" * 64, ["in step"]),
+    "raises in a process of the loader": (
+        "class Data:\n    __len__ = lambda self: 9\n    def __getitem__(self, i):\n        raise OSError('mine')\n"
+        + script(data="run.batches(Data(), global_batch=2, loader=dict(num_workers=1))"),
+        "OSError",
+        ["Caught OSError", 'File "train.py", line 4, in __getitem__'],
+    ),
     "draws from an empty list": (script(data="run.batches([], global_batch=2)"), "ValueError", ["no samples"]),
 }
 
