@@ -70,6 +70,17 @@ def test_an_unknown_id_is_an_error_without_a_traceback(
     assert "'nobody'" in run.err
 
 
+def test_an_id_and_a_token_that_are_no_text_are_errors_without_a_traceback(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = thinwire("show", "\udce9")
+    assert (run.code, "no job has an ID that begins with '\\udce9'" in run.err) == (2, True), run.err
+    monkeypatch.setenv("THINWIRE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("THINWIRE_TOKEN", "s\u00e9cret")
+    run = thinwire("jobs")
+    assert (run.code, "is not ASCII" in run.err, "cret" in run.err) == (2, True, False), run.err
+
+
 def test_a_prefix_of_several_ids_is_bad_input(thinwire: Callable[..., Run], live: LiveService) -> None:
     live.service.submit(), live.service.submit()
     run = thinwire("show", "quickstart-"[:5])

@@ -119,6 +119,7 @@ def test_a_link_inside_is_what_it_leads_to_and_one_out_of_the_folder_is_refused(
         (lambda folder: (folder / "a\nb").touch(), "cannot be printed: give it another name"),
         (lambda folder: (folder / "a\\b").touch(), "holds a backslash"),
         (lambda folder: os.open(os.fsencode(folder) + b"/\xff", os.O_CREAT), "is not UTF-8"),
+        (lambda folder: (folder / ".gitignore").write_text("[z-a]\n"), r"\.gitignore: .* z-a .*: mend the pattern"),
     ],
 )
 def test_what_cannot_be_packed_is_told_with_its_name(tmp_path: Path, make: object, words: str) -> None:

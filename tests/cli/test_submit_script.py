@@ -89,6 +89,8 @@ def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
         (("--env", "HF_TOKEN=x"), "secrets: {HF_TOKEN: {env: HF_TOKEN}}"),
         (("--working-dir", "/usr"), "does not lie in /usr"),
         (("--name", "No Name"), "name = "),
+        (("--env", "A=\udce9"), r"holds '\udce9', which is no text"),
+        (("--", "\udce9"), r"holds '\udce9', which is no text"),
     ],
 )
 def test_a_wrong_option_is_refused_and_no_job_made(

@@ -58,6 +58,10 @@ class WrongEnvironment(ClientError):
     """A variable THINWIRE_... cannot be used as it is."""
 
 
+class NoText(ClientError):
+    """An argument or a value of the job file cannot be sent, for it is no text."""
+
+
 class AmbiguousId(ClientError):
     """Several jobs have an ID that begins so."""
 
@@ -382,6 +386,13 @@ class Client:
             return self._http.request(
                 method, server.url + path, json=None if body is None else dict(body), headers=headers, params=params
             )
+        except UnicodeEncodeError as error:  # bytes of a command line come as halves of characters
+            if error.encoding == "ascii":  # of a header: no part of a token is to be told
+                raise NoText("the token or the key of this request is not ASCII: copy it again") from None
+            around = error.object[max(0, error.start - 30) : error.end + 30]
+            raise NoText(
+                f"{around!a} holds {error.object[error.start]!a}, which is no text: write it in UTF-8"
+            ) from error
         except httpx.TimeoutException as error:
             raise Unreachable(f"{server.url} did not answer {method} {path} in time") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -391,7 +402,7 @@ class Client:
 
 
 def _path(job_id: str, *rest: str) -> str:
-    return "/".join(["/v1/jobs", quote(job_id, safe=""), *rest])
+    return "/".join(["/v1/jobs", quote(job_id, safe="", errors="backslashreplace"), *rest])
 
 
 def _read(path: Path) -> str:

@@ -7,6 +7,7 @@ files above the folder count as far up as its git repository goes. The patterns 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -81,5 +82,5 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return None
     try:
         return GitIgnoreSpec.from_lines(text.splitlines())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (ValueError, re.error) as error:  # of [z-a], which git takes for a pattern that nothing matches
+        raise ValueError(f"{path}: {error}: mend the pattern, or leave it out") from error
