@@ -36,6 +36,8 @@ END_OF_RAY_S: Final = 30
 LONGEST_NAME: Final = 47
 """Of a RayJob: KubeRay makes the names of its RayCluster and Services of it."""
 _SLUG: Final = 20
+_NOT_A_STRING: Final = re.compile(r"[yYnN]|[-+]?(\d[\d_]*)?\.?[\d_]*([eE][-+]?\d+)|[-+]?0o[0-7_]+")
+"""To Go's YAML a truth, or a number with an exponent or in base 8; PyYAML writes these strings without quotes."""
 
 
 class TemplateRefused(Exception):
@@ -90,14 +92,13 @@ def read_template(path: Path | None, image: str | None = None) -> Template:
 def rayjob(template: Template, attempt: Attempt) -> Object:
     """The RayJob of this attempt, as it is created."""
     made = copy.deepcopy(template.rayjob)
-    metadata, spec = made.setdefault("metadata", {}) or {}, made["spec"]
-    made["metadata"] = metadata
+    metadata, spec = _mapping(made, "metadata"), made["spec"]
     metadata.pop("generateName", None)
     metadata["name"] = rayjob_name(attempt.service_id, attempt.submission_id)
     metadata["namespace"] = attempt.namespace
-    labels = metadata.setdefault("labels", {})
+    labels = _mapping(metadata, "labels")
     labels |= {LABEL_SERVICE: attempt.service_id, "app.kubernetes.io/managed-by": "thinwire"}
-    annotations = metadata.setdefault("annotations", {})
+    annotations = _mapping(metadata, "annotations")
     annotations[SUBMISSION] = attempt.submission_id
     _queue(spec, labels, annotations, attempt.spec)
     spec["entrypoint"] = attempt.entrypoint
@@ -105,7 +106,8 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     spec["metadata"] = dict(attempt.metadata)
     environment = _environment(attempt.code)
     if environment:
-        spec["runtimeEnvYAML"] = yaml.safe_dump(environment, sort_keys=True)
+        # All quoted: KubeRay's YAML takes 1e-3 and y for a number and a truth, and Ray wants strings.
+        spec["runtimeEnvYAML"] = yaml.safe_dump(environment, sort_keys=True, default_style='"')
     cluster = spec["rayClusterSpec"]
     head, group = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]
     least = attempt.least
@@ -147,7 +149,18 @@ def resized(cluster: Object, least: int, most: int) -> list[Object] | None:
 
 def printed(made: Object) -> str:
     """As YAML, in the order in which people read it. Without anchors: what is used twice is written twice."""
-    return yaml.safe_dump(json.loads(json.dumps(made)), sort_keys=False, width=120)
+    return yaml.dump(json.loads(json.dumps(made)), Dumper=_ForKubectl, sort_keys=False, width=120)
+
+
+class _ForKubectl(yaml.SafeDumper):
+    """Quotes strings that PyYAML reads as such and the YAML of Kubernetes does not."""
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _NOT_A_STRING.fullmatch(text) else None)
+
+
+_ForKubectl.add_representer(str, _string)
 
 
 def _queue(spec: Object, labels: dict[str, str], annotations: dict[str, str], job: JobSpec) -> None:
@@ -187,12 +200,21 @@ def _device(group: Object, device: str) -> None:
     """One GPU a worker, none, or what the template has."""
     if device == "auto":
         return
-    resources = group["template"]["spec"]["containers"][0].setdefault("resources", {})
+    resources = _mapping(group["template"]["spec"]["containers"][0], "resources")
     for kind in ("requests", "limits"):
-        resources.setdefault(kind, {}).pop(GPU, None)
+        amounts = _mapping(resources, kind)
+        amounts.pop(GPU, None)
         if device == "gpu":
-            resources[kind][GPU] = "1"
+            amounts[GPU] = "1"
     group["rayStartParams"].pop("num-gpus", None)
+
+
+def _mapping(parent: Object, name: str) -> Object:
+    """The mapping in this field, made where there is none; a field with nothing behind its colon is null."""
+    if parent.get(name) is None:
+        parent[name] = {}
+    found: Object = parent[name]
+    return found
 
 
 def _wrong(found: Any) -> str | None:
@@ -202,6 +224,8 @@ def _wrong(found: Any) -> str | None:
     spec = found.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("rayClusterSpec"), dict):
         return "spec.rayClusterSpec is missing"
+    if (what := _no_mapping(found, "metadata", "labels", "annotations")) is not None:
+        return what
     if spec.get("submissionMode") != "HTTPMode":
         return f"spec.submissionMode is {spec.get('submissionMode')!r}, and must be HTTPMode"
     if spec.get("backoffLimit", 0) != 0:
@@ -219,6 +243,9 @@ def _wrong(found: Any) -> str | None:
             return f"spec.rayClusterSpec.{name}.template.spec.containers must have a container with an image"
         if not isinstance(group.get("rayStartParams"), dict):
             return f"spec.rayClusterSpec.{name}.rayStartParams is missing; it may be {{}}"
+    container = groups[0]["template"]["spec"]["containers"][0]
+    if (what := _no_mapping(container, "resources", "requests", "limits")) is not None:
+        return f"spec.rayClusterSpec.workerGroupSpecs[0].template.spec.containers[0].{what}"
     if str(cluster["headGroupSpec"]["rayStartParams"].get("num-cpus")) != "0":
         return 'spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus must be "0": no worker runs on the head'
     if groups[0]["rayStartParams"].get("num-cpus") != "1":
@@ -226,6 +253,15 @@ def _wrong(found: Any) -> str | None:
     if not isinstance(groups[0].get("groupName"), str):
         return "spec.rayClusterSpec.workerGroupSpecs[0].groupName is missing"
     return None
+
+
+def _no_mapping(parent: Object, name: str, *inner: str) -> str | None:
+    """Which of these fields has something else than a mapping, or nothing, in it."""
+    found = parent.get(name)
+    if found is not None and not isinstance(found, dict):
+        return f"{name} is {found!r}, and must be a mapping"
+    wrong = (f"{name}.{one}" for one in inner if not isinstance((found or {}).get(one) or {}, dict))
+    return next((f"{one} must be a mapping" for one in wrong), None)
 
 
 def _has_container(group: Any) -> bool:

@@ -130,6 +130,13 @@ def test_names_are_labels_that_kuberay_takes_and_differ_by_service_and_submissio
     [
         (["kind"], "Pod", "no RayJob"),
         (["spec"], None, "rayClusterSpec"),
+        (["metadata"], "a", "metadata is 'a', and must be a mapping"),
+        (["metadata", "labels"], ["a"], "labels must be a mapping"),
+        (
+            ["spec", "rayClusterSpec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "resources"],
+            {"limits": "1"},
+            r"containers\[0\].resources.limits must be a mapping",
+        ),
         (["spec", "submissionMode"], "K8sJobMode", "HTTPMode"),
         (["spec", "backoffLimit"], 2, "backoffLimit"),
         (["spec", "shutdownAfterJobFinishes"], False, "shutdownAfterJobFinishes"),
@@ -182,3 +189,31 @@ def test_what_kueue_has_admitted_is_not_resized_unless_it_is_elastic() -> None:
     labels = {QUEUE: "team-a"}
     assert resized(cluster(5, 5, 5, labels=labels), 1, 2) is None
     assert resized(cluster(2, 5, 2, labels=labels, annotations={ELASTIC: "true"}), 1, 2) is not None
+
+
+GO_READS_OTHERWISE = ("1e-3", "1e3", ".5e3", "1.e+3", "+2E6", "y", "N", "0o17")
+"""Strings to PyYAML, which writes them without quotes; numbers and truths to go.yaml.in/yaml/v2 (resolve.go), by which
+kubectl reads a file, and KubeRay a runtimeEnvYAML."""
+
+
+@pytest.mark.parametrize("text", GO_READS_OTHERWISE)
+def test_a_string_that_kubernetes_would_read_as_something_else_is_quoted(text: str) -> None:
+    given = attempt()
+    code = Code(None, "ab" * 32, None, (), {"VALUE": text, "LINES": "a\u2028b\n\U0001f600"})
+    found = rayjob(read_template(None), Attempt(*[getattr(given, name) for name in given.__slots__][:7], code))
+    environment = found["spec"]["runtimeEnvYAML"]
+    assert f'"VALUE": "{text}"' in environment
+    assert yaml.safe_load(environment) == {"env_vars": dict(code.env_vars)}
+    found["metadata"]["annotations"]["value"] = text
+    assert f'value: "{text}"\n' in printed(found)
+    assert yaml.safe_load(printed(found)) == found
+
+
+def test_fields_of_a_template_with_nothing_in_them_are_filled_in(tmp_path) -> None:
+    template: Any = copy.deepcopy(read_template(None).rayjob)
+    template["metadata"] = {"labels": None, "annotations": None}
+    group(template)["template"]["spec"]["containers"][0]["resources"] = {"requests": None}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(template))
+    found = rayjob(read_template(tmp_path / "a.yaml"), attempt(**CASES["gpu"]))
+    assert found["metadata"]["labels"]["thinwire/service"] == "ab12cd34"
+    assert group(found)["template"]["spec"]["containers"][0]["resources"]["requests"] == {GPU: "1"}
