@@ -106,6 +106,8 @@ def test_every_command_target_and_variable_that_is_named_exists(document):
         assert target in targets, f"{document.name}: make {target}"
     variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
     variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE}
+    units = "".join(unit.read_text() for unit in (ROOT / "deploy/systemd").glob("*.service"))
+    variables |= set(re.findall(r"\$\{(THINWIRE_[A-Z_]+)\}", units))  # of their environment files
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
 
 

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from tests.service.control_plane_harness import wait_until
 from thinwire.boxes import supervisor
 from thinwire.boxes.box import Box, BoxFolder, box_environment, head_command, join_command, temp_dir_of
+from thinwire.cli import up
 from thinwire.cli.main import app
-from thinwire.service.launch import processes
+from thinwire.service.launch import processes, ray_head
 
 TOKEN = "t" * 64
 
@@ -119,3 +120,7 @@ def test_a_head_that_is_killed_comes_back_and_down_leaves_nothing(box: BoxFolder
     assert processes.belonging(temp_dir_of(box.path), 0) == []
     assert not temp_dir_of(box.path).exists()
     assert sorted(file.name for file in box.path.glob("*.json")) == []
+
+
+def test_down_gives_a_supervisor_the_time_that_its_end_takes() -> None:
+    assert up.END_S > supervisor.LEAVE_S + supervisor.LONGEST_WAIT_S + ray_head.CLOSE_S

@@ -29,7 +29,8 @@ from thinwire.service.launch import processes
 from thinwire.service.launch.protocol import LauncherError
 
 START_S = 240.0
-END_S = 60.0
+END_S = 95.0
+"""For a supervisor: its workers may take supervisor.LEAVE_S to leave, and Ray ray_head.CLOSE_S to end."""
 
 Folder = Annotated[
     Path | None, typer.Option("--box", help="This box's folder. Default: THINWIRE_BOX, or beside the home.")
