@@ -19,3 +19,9 @@ fi
 pip install --requirement "$images/$image.lock"
 pip install --no-deps "$images/../.."
 pip check
+# What is in the image, for whoever has to know (CycloneDX); the tool itself stays outside of it.
+tool=$(mktemp -d)
+python3 -m venv "$tool"
+"$tool/bin/python" -m pip --disable-pip-version-check --no-cache-dir install --quiet --requirement "$images/sbom.lock"
+"$tool/bin/cyclonedx-py" environment --output-reproducible --output-file "$folder/sbom.cdx.json" "$folder/bin/python"
+rm -rf "$tool"

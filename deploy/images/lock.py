@@ -1,4 +1,5 @@
-"""Write service.lock and worker.lock: every package of each image, with the version that pip chooses today.
+"""Write service.lock, worker.lock and sbom.lock: every package of each image, and of the tool that lists them, with the
+version that pip chooses today.
 
     .venv/bin/python deploy/images/lock.py
 
@@ -15,15 +16,17 @@ from pathlib import Path
 
 IMAGES = Path(__file__).parent
 ROOT = IMAGES.parents[1]
+SBOM_TOOL = "cyclonedx-bom"
+"""Writes what is in an image as CycloneDX, the format of OWASP, whose own tool it is."""
 EXTRAS = {"service": "postgresql,kubernetes", "worker": "worker,s3"}
 
 
-def lock(extras: str) -> str:
+def lock(requirement: str) -> str:
     """The lines of a lock: what pip would install into an empty environment."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        pip += ["--constraint", str(ROOT / "constraints.txt"), "--report", str(report), f"{ROOT}[{extras}]"]
+        pip += ["--constraint", str(ROOT / "constraints.txt"), "--report", str(report), requirement]
         subprocess.run(pip, check=True)
         chosen = [found["metadata"] for found in json.loads(report.read_text())["install"]]
     pins = {
@@ -36,4 +39,5 @@ def lock(extras: str) -> str:
 
 if __name__ == "__main__":
     for image, extras in EXTRAS.items():
-        (IMAGES / f"{image}.lock").write_text(f"# Written by lock.py: thinwire[{extras}].\n{lock(extras)}")
+        (IMAGES / f"{image}.lock").write_text(f"# Written by lock.py: thinwire[{extras}].\n{lock(f'{ROOT}[{extras}]')}")
+    (IMAGES / "sbom.lock").write_text(f"# Written by lock.py: {SBOM_TOOL}.\n{lock(SBOM_TOOL)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.images.lock import EXTRAS
+from deploy.images.lock import EXTRAS, SBOM_TOOL
 from tests.deploy.rendering import ROOT
 
 IMAGES = ROOT / "deploy/images"
@@ -48,6 +49,10 @@ def test_the_lock_gives_what_the_project_asks_for(image):
     assert list(outdated(image, {name: locked[name] for name in locked if name != "uvicorn"})) == [
         "uvicorn>=0.32: None"
     ]
+
+
+def test_the_tool_that_lists_an_image_is_locked_too():
+    assert canonicalize_name(SBOM_TOOL) in pins((IMAGES / "sbom.lock").read_text())
 
 
 def test_the_service_has_neither_torch_nor_ray():
@@ -97,6 +102,12 @@ def test_the_steps_of_an_image_install_what_its_command_needs(image, says, tmp_p
     try:
         subprocess.run([source / "deploy/images/install.sh", image, at], env=environment, check=True)
         subprocess.run([at / "bin" / says[0], *says[1:]], env=environment, cwd=tmp_path, check=True)
+        listed = {
+            canonicalize_name(one["name"]): one["version"].partition("+")[0]
+            for one in json.loads((at / "sbom.cdx.json").read_text())["components"]
+        }
+        assert pins((IMAGES / f"{image}.lock").read_text()).items() <= listed.items()
+        assert "thinwire" in listed
     finally:
         shutil.rmtree(at, ignore_errors=True)  # a GB and a half
 
