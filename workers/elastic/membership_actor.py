@@ -25,7 +25,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.lease import Lease
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer
+from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer, Timing
 from thinwire.workers.nodes import own_address
 
 logger = logging.getLogger(__name__)
@@ -91,10 +91,10 @@ class MembershipActor:
                 server = MembershipServer(
                     self._limits,
                     self._plan.secret,
+                    Timing(quiet_s=quiet_s),
                     host=own_address(self._plan.interface),
                     port=port,
                     after=self._generation,
-                    quiet_s=quiet_s,
                     keep=self._keep,
                     on_event=self._on_event,
                 )

@@ -7,7 +7,7 @@ Neither torch nor ray: a member speaks to the server over one TCP connection. Wh
 that connection, and all others know at once.
 """
 
-from thinwire.workers.membership.attendance import LEASE_END_S
+from thinwire.workers.membership.attendance import LEASE_END_S, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.member import Member
 from thinwire.workers.membership.seats import (
@@ -59,4 +59,5 @@ __all__ = [
     "Seated",
     "Snapshot",
     "Standing",
+    "Timing",
 ]

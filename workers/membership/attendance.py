@@ -69,6 +69,9 @@ class Timing:
     still_s: float = STILL_S
 
 
+DEFAULT_TIMING = Timing()
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send this to that worker, after what was sent before."""

@@ -25,9 +25,7 @@ from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.attendance import (
-    LEASE_END_S,
-    STILL_S,
-    STUCK_S,
+    DEFAULT_TIMING,
     Close,
     Happened,
     Keep,
@@ -55,7 +53,8 @@ RESET = (ConnectionResetError, ConnectionAbortedError)
 class MembershipServer:
     """Listens as soon as it is made; `close` ends it. `on_event` is called from one thread, in order.
 
-    after, quiet_s: of a server that replaces another one: the generation that `keep` was told last, and how long
+    timing: how long its rules wait.
+    after, timing.quiet_s: of a server that replaces another one: the generation that `keep` was told last, and how long
     somebody of it might still commit, so that newcomers do not begin beside the members (`vacant_in_s` of the other;
     LEASE_END_S where nobody can be asked; 0 where it was vacant). keep: called with each generation before
     anybody hears of it, and with whether it is vacant; what it raises is logged.
@@ -66,19 +65,10 @@ class MembershipServer:
         self,
         limits: Limits,
         secret: str,
+        timing: Timing = DEFAULT_TIMING,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        start_wait_s: float = 20.0,
-        beat_timeout_s: float = 10.0,
-        join_timeout_s: float = 15.0,
-        adopt_s: float = 5.0,
-        quiet_s: float = 0.0,
-        return_s: float = 5.0,
-        form_s: float = 60.0,
-        lease_s: float = LEASE_END_S,
-        stuck_s: float = STUCK_S,
-        still_s: float = STILL_S,
         after: int = 0,
         keep: Callable[[int, bool], None] | None = None,
         on_event: Callable[[MembershipEvent], None] | None = None,
@@ -86,18 +76,6 @@ class MembershipServer:
         if len(secret) < 16:
             raise ValueError(f"a secret of {len(secret)} characters can be guessed: give 16 or more")
         self._secret = secret.encode()
-        timing = Timing(
-            start_wait_s=start_wait_s,
-            beat_timeout_s=beat_timeout_s,
-            join_timeout_s=join_timeout_s,
-            adopt_s=adopt_s,
-            quiet_s=quiet_s,
-            return_s=return_s,
-            form_s=form_s,
-            lease_s=lease_s,
-            stuck_s=stuck_s,
-            still_s=still_s,
-        )
         self._rules = Rules(limits, timing, time.monotonic(), after=after)
         self._keep = keep
         self._on_event = on_event

@@ -23,7 +23,7 @@ from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, read_spec
 from thinwire.workers.forming import reach
-from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer
+from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
 
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -280,17 +280,15 @@ class ElasticJob:
         self.spec = {**SMALL, "workers": {"min": 1, "max": 7}, "data": text, **spec}
         self.allow(self.spec["steps"])
         self.said = []
-        given = {
-            "start_wait_s": 60.0,
-            "on_event": self.said.append,
-            **(times.server() if times else {}),
-            **(server or {}),
-        }
+        timing = Timing(**{"start_wait_s": 60.0, **(times.server() if times else {}), **(server or {})})
         if lab is None:
-            self.server = MembershipServer(limits, SECRET, **given)
+            self.server = MembershipServer(limits, SECRET, timing, on_event=self.said.append)
         else:
             host = lab.addresses[0]
-            self.server = inside(lab.host_pids()[0], lambda: MembershipServer(limits, SECRET, host=host, **given))
+            self.server = inside(
+                lab.host_pids()[0],
+                lambda: MembershipServer(limits, SECRET, timing, host=host, on_event=self.said.append),
+            )
         self.workers = {}
 
     def __enter__(self):

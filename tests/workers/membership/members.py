@@ -12,9 +12,10 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from thinwire.workers.membership import Identity, Limits, Member, MembershipServer, Seat, Standing
+from thinwire.workers.membership import Identity, Limits, Member, MembershipServer, Seat, Standing, Timing
 
 T = TypeVar("T")
 SECRET = "a secret of the tests only"
@@ -67,9 +68,11 @@ class Job:
         self.server: MembershipServer
 
     def serve(self, least: int, most: int, **settings: Any) -> MembershipServer:
+        """settings: fields of Timing, and arguments of the server."""
         given = {"start_wait_s": 0.2, "beat_timeout_s": 5.0, "join_timeout_s": 5.0, "adopt_s": 2.0, "return_s": 0.5}
         given |= settings
-        self.server = MembershipServer(Limits(least, most), SECRET, on_event=self.events.append, **given)
+        timing = Timing(**{field.name: given.pop(field.name) for field in fields(Timing) if field.name in given})
+        self.server = MembershipServer(Limits(least, most), SECRET, timing, on_event=self.events.append, **given)
         self._servers.append(self.server)
         return self.server
 

@@ -1,7 +1,9 @@
 """The checkpoint store of the job: a model of workers/checkpoints and saving.py, in the order of what happens there.
 
-Each rank writes its shard in the background; rank 0 waits for all, writes the manifest, and removes what is old. A
-write that has begun may land later than anything else, also after the death of who began it.
+Each rank writes its shard in the background; rank 0 waits for all, writes the manifest, and removes what is old. Whose
+part it does not wait for any more the real Owed tells it (workers/owed.py), which is told of each seat and asks whether
+a process that has left has ended. A write that has begun may land later than anything else, also after the death of who
+began it.
 """
 
 from __future__ import annotations
@@ -10,19 +12,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.workers.membership.simulator.group import Branch, Group
+from thinwire.workers.checkpoints.writer import COMMIT_TIMEOUT_S
+from thinwire.workers.membership.seats import Seat
+from thinwire.workers.owed import Owed
 
 if TYPE_CHECKING:
     from tests.workers.membership.simulator.job import Job
     from tests.workers.membership.simulator.worker import Worker
 
 KEEP = 2
-COMMIT_S = 60.0
-BROKEN_S = 5.0
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """Of one step of one group."""
+    """Of one step of one group. deadline, owed: of rank 0, which waits for the others from when its own is written."""
 
     group: Group
     branch: Branch
@@ -31,6 +34,7 @@ class Checkpoint:
     whole: bool = False
     removed: bool = False
     deadline: float = float("inf")
+    owed: Owed | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -72,18 +76,28 @@ class Store:
         if rank == 0:
             if group.token is None:
                 group.token = self._job.settings.token(self, worker, group)
-            one.deadline = self._job.clockwork.now + COMMIT_S
+            assert worker.seat is not None
+            one.owed = Owed(
+                worker.seat,
+                clock=lambda: self._job.clockwork.now,
+                has_ended=lambda _, port: self._job.nobody_listens(worker, port),
+            )
             worker.saving.append(one)
+        worker.writing += 1
         worker.after(self._job.chance.uniform(0.05, self.delay_s), "writer", lambda: self._written(worker, one, rank))
         if rank == 0:
             worker.after(0.5, "writer", lambda: self._settle(worker, one))
 
-    def hurry(self, worker: Worker) -> None:
-        """A worker was lost: what lacks its part is soon given up."""
+    def seated(self, worker: Worker, seat: Seat) -> None:
+        """As Saving.seated: whoever is not of this generation gives no part of those before."""
         for one in worker.saving:
-            one.deadline = min(one.deadline, self._job.clockwork.now + BROKEN_S)
+            assert one.owed is not None
+            one.owed.seated(seat)
 
     def _written(self, worker: Worker, one: Checkpoint, rank: int) -> None:
+        worker.writing -= 1
+        if rank == 0:
+            one.deadline = self._job.clockwork.now + COMMIT_TIMEOUT_S
         if not one.removed:
             one.shards.add(rank)
 
@@ -97,9 +111,12 @@ class Store:
             delay_s = self._job.chance.uniform(0.02, 60.0 if late else self.delay_s)
             self._job.clockwork.after(delay_s, lambda: self._landed(worker, one))
             return
-        if self._job.clockwork.now < one.deadline:
+        assert one.owed is not None
+        until, why = one.owed.patience(set(range(one.group.size)) - one.shards)
+        if self._job.clockwork.now < min(one.deadline, until):
             worker.after(0.5, "writer", lambda: self._settle(worker, one))
             return
+        self._job.say(worker.name, f"gives up the checkpoint of {one}: {why or 'it took too long'}")
         worker.saving.remove(one)
         self._remove(worker, one)
 

@@ -158,6 +158,12 @@ class Job:
         elif isinstance(id, str) and event.kind == "connected":
             self._out.pop(id, None)
 
+    def nobody_listens(self, asker: Worker, port: int) -> bool:
+        """As owed.nobody_listens, of a worker by its port: only a system that is reached says that a process ended."""
+        there = next(worker for worker in self.workers.values() if worker.identity.port == port)
+        reached = there.machine.powered and self.network.both(asker.machine, there.machine)
+        return reached and not there.alive
+
     def _machine(self, name: str) -> Machine:
         wall_s = self.chance.choice([0.0, 0.0, -30.0, 30.0, 3600.0])
         return Machine(self.clockwork, name, rate=self.chance.uniform(0.98, 1.02), wall_s=wall_s)
@@ -178,7 +184,7 @@ class Job:
         if self.next_is_impostor and any(one.alive and one.has_state for one in self.workers.values()):
             self.next_is_impostor, signature = False, {"model": "another"}
             self.touch([machine], 0.0)
-        worker = Worker(self, machine, Identity(id, slot, machine.name, 1), signature)
+        worker = Worker(self, machine, Identity(id, slot, machine.name, 1, port=len(self.workers) + 1), signature)
         worker.dies_at_seat, self.next_dies_at_seat = self.next_dies_at_seat and number > 0, False
         self.workers[id] = worker
         self.say(id, f"starts on {machine.name}")

@@ -18,8 +18,9 @@ from tests.workers.membership.simulator.group import REGROUP, RESUME, Branch, Gr
 from tests.workers.membership.simulator.link import Link
 from tests.workers.membership.simulator.machines import Machine, Process
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.seats import Identity, Standing
+from thinwire.workers.membership.seats import Identity, Seat, Standing
 from thinwire.workers.membership.state import State
+from thinwire.workers.owed import LEAVE_S
 
 if TYPE_CHECKING:
     from tests.workers.membership.simulator.job import Job
@@ -36,7 +37,6 @@ WAITED_S = 3.0
 UNREACHABLE_S = 10.0
 AGAIN_S = 5.0
 """As in reach.py."""
-LEAVE_S = 25.0
 
 
 class Worker(Process):
@@ -56,6 +56,9 @@ class Worker(Process):
         """Applied; counted once the lease was looked at."""
         self.branch: Branch | None = None
         self.saving: list[Checkpoint] = []
+        self.writing = 0
+        """Shards of its own that are not written yet."""
+        self.seat: Seat | None = None
         self.dies_at_seat = False
         self._seat_generation: int | None = None
         self._next = self._train
@@ -167,8 +170,8 @@ class Worker(Process):
             self._job.say(self.name, "dies between its seat and its group")
             self.kill()
             return
-        if seat.lost:
-            self._job.store.hurry(self)
+        self._job.store.seated(self, seat)
+        self.seat = seat
         self.group = self._job.group(seat)
         self._enter("forming")
         self._told = {}
@@ -286,7 +289,7 @@ class Worker(Process):
         self._era += 1
         self.link.stop()
         self._left_group()
-        self.after(LEAVE_S if self.saving else 0.3, "train", self.kill)
+        self.after(LEAVE_S if self.saving or self.writing else 0.3, "train", self.kill)
 
     def _enter(self, phase: str) -> None:
         self.phase, self.since = phase, self._job.clockwork.now
