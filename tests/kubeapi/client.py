@@ -8,6 +8,7 @@ import kubernetes.client
 import urllib3
 import yaml
 
+from tests.kubeapi.kinds import Object
 from tests.kubeapi.server import KubeApi
 
 
@@ -20,10 +21,10 @@ def configuration(server: KubeApi) -> kubernetes.client.Configuration:
     return found
 
 
-def write_kubeconfig(server: KubeApi, file: Path, namespace: str = "default") -> Path:
-    """The file that KUBECONFIG names: one context, of this server and namespace."""
+def kubeconfig(server: KubeApi, namespace: str = "default") -> Object:
+    """What the file that KUBECONFIG names is to hold: one context, of this server and namespace."""
     context = {"cluster": "tests", "user": "tests", "namespace": namespace}
-    found = {
+    return {
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "tests",
@@ -31,5 +32,9 @@ def write_kubeconfig(server: KubeApi, file: Path, namespace: str = "default") ->
         "users": [{"name": "tests", "user": {"token": server.token}}],
         "contexts": [{"name": "tests", "context": context}],
     }
-    file.write_text(yaml.safe_dump(found))
+
+
+def write_kubeconfig(server: KubeApi, file: Path, namespace: str = "default") -> Path:
+    """That file."""
+    file.write_text(yaml.safe_dump(kubeconfig(server, namespace)))
     return file

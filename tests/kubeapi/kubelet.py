@@ -69,29 +69,14 @@ class PlayedKubelet:
     def _schedule(self, pod: Object) -> None:
         trouble = self._trouble("unschedulable", pod)
         if trouble is not None:
-            wrong = {"status": "False", "reason": "Unschedulable", "message": trouble.message}
-            self._set(pod, conditions={"PodScheduled": wrong})
-            happened(
-                self._store, pod, "Warning", "FailedScheduling", trouble.message, "default-scheduler", "Scheduling"
-            )
-            return
-        metadata = pod["metadata"]
-
-        def bind(found: Object) -> Object:
-            found["spec"]["nodeName"] = NODE
-            return found
-
-        self._store.update(PODS, metadata["namespace"], metadata["name"], bind)
-        words = f"Successfully assigned {metadata['namespace']}/{metadata['name']} to {NODE}"
-        happened(self._store, pod, "Normal", "Scheduled", words, "default-scheduler", "Binding")
-        waiting = {"waiting": {"reason": "ContainerCreating"}}
-        self._set(pod, conditions={"PodScheduled": {"status": "True"}}, state=waiting)
+            refuse_node(self._store, pod, trouble.message)
+        else:
+            bind(self._store, pod, NODE)
 
     def _begin(self, pod: Object) -> None:
         trouble = self._trouble("image", pod)
         if trouble is None:
-            ready = {name: {"status": "True"} for name in ("Initialized", "Ready", "ContainersReady")}
-            self._set(pod, conditions=ready, state={"running": {"startedAt": now()}}, phase="Running", ip="10.0.0.7")
+            ready(self._store, pod, "10.0.0.7")
             return
         image = pod["spec"]["containers"][0]["image"]
         why = (
@@ -105,39 +90,70 @@ class PlayedKubelet:
             reason, event = "ImagePullBackOff", "Error: ImagePullBackOff"
             message = f'Back-off pulling image "{image}": ErrImagePull: {why}'
         not_ready = {"status": "False", "reason": "ContainersNotReady"}
-        self._set(pod, conditions={"Ready": not_ready}, state={"waiting": {"reason": reason, "message": message}})
+        waiting = {"waiting": {"reason": reason, "message": message}}
+        set_status(self._store, pod, {"Ready": not_ready}, waiting)
         happened(self._store, pod, "Warning", "Failed", event, "kubelet", "Pulling")
 
-    def _set(
-        self,
-        pod: Object,
-        conditions: dict[str, Object],
-        state: Object | None = None,
-        phase: str = "Pending",
-        ip: str = "",
-    ) -> None:
-        def change(found: Object) -> Object:
-            status = found.setdefault("status", {})
-            known = {one["type"]: one for one in status.get("conditions", ())}
-            for name, value in conditions.items():
-                if known.get(name, {}).get("status") != value["status"]:
-                    value = {"lastTransitionTime": now()} | value
-                known[name] = known.get(name, {}) | {"type": name} | value
-            status |= {"phase": phase, "conditions": list(known.values())}
-            if ip:
-                status |= {"podIP": ip, "startTime": now()}
-            if state is not None:
-                status["containerStatuses"] = [
-                    {
-                        "name": one["name"],
-                        "image": one["image"],
-                        "imageID": "",
-                        "ready": "running" in state,
-                        "restartCount": 0,
-                        "state": copy.deepcopy(state),
-                    }
-                    for one in found["spec"]["containers"]
-                ]
-            return found
 
-        self._store.update(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"], change, "status")
+def set_status(
+    store: Store,
+    pod: Object,
+    conditions: dict[str, Object],
+    state: Object | None = None,
+    phase: str = "Pending",
+    ip: str = "",
+) -> None:
+    """Write a pod's status: these conditions beside the others, and this state of all its containers."""
+
+    def change(found: Object) -> Object:
+        status = found.setdefault("status", {})
+        known = {one["type"]: one for one in status.get("conditions", ())}
+        for name, value in conditions.items():
+            if known.get(name, {}).get("status") != value["status"]:
+                value = {"lastTransitionTime": now()} | value
+            known[name] = known.get(name, {}) | {"type": name} | value
+        status |= {"phase": phase, "conditions": list(known.values())}
+        if ip:
+            status |= {"podIP": ip, "startTime": now()}
+        if state is not None:
+            status["containerStatuses"] = [
+                {
+                    "name": one["name"],
+                    "image": one["image"],
+                    "imageID": "",
+                    "ready": "running" in state,
+                    "restartCount": 0,
+                    "state": copy.deepcopy(state),
+                }
+                for one in found["spec"]["containers"]
+            ]
+        return found
+
+    store.update(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"], change, "status")
+
+
+def bind(store: Store, pod: Object, node: str) -> None:
+    """The pod is given this node, and its containers are being made."""
+    metadata = pod["metadata"]
+
+    def change(found: Object) -> Object:
+        found["spec"]["nodeName"] = node
+        return found
+
+    store.update(PODS, metadata["namespace"], metadata["name"], change)
+    words = f"Successfully assigned {metadata['namespace']}/{metadata['name']} to {node}"
+    happened(store, pod, "Normal", "Scheduled", words, "default-scheduler", "Binding")
+    set_status(store, pod, {"PodScheduled": {"status": "True"}}, {"waiting": {"reason": "ContainerCreating"}})
+
+
+def refuse_node(store: Store, pod: Object, message: str) -> None:
+    """There is no node for the pod: the condition and the event that say so."""
+    wrong = {"status": "False", "reason": "Unschedulable", "message": message}
+    set_status(store, pod, {"PodScheduled": wrong})
+    happened(store, pod, "Warning", "FailedScheduling", message, "default-scheduler", "Scheduling")
+
+
+def ready(store: Store, pod: Object, ip: str) -> None:
+    """The pod runs, and its probes answer."""
+    conditions = {name: {"status": "True"} for name in ("Initialized", "Ready", "ContainersReady")}
+    set_status(store, pod, conditions, {"running": {"startedAt": now()}}, "Running", ip)

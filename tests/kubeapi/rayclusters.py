@@ -81,10 +81,12 @@ class RayClusters:
         if (head := self.head(cluster)) is None or head["status"].get("phase") != "Running":
             return cluster
         metadata = cluster["metadata"]
+        # Asked before the store is held: a real Ray takes its time.
+        wants = {group["groupName"]: self.demand(cluster, group) for group in cluster["spec"]["workerGroupSpecs"]}
 
         def scaled(found: Object) -> Object:
             for group in found["spec"].get("workerGroupSpecs", ()):
-                wanted = max(group["minReplicas"], min(self.demand(found, group), group["maxReplicas"]))
+                wanted = max(group["minReplicas"], min(wants[group["groupName"]], group["maxReplicas"]))
                 workers = self.pods(found, "worker", group["groupName"])
                 names = {pod["metadata"]["name"] for pod in workers}
                 strategy = group.setdefault("scaleStrategy", {})

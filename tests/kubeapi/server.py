@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -32,7 +32,10 @@ _END: Any = object()
 
 
 class KubeApi:
-    """The server. Objects outlive go_away() and come_back(). bookmark_every_s: a real one sends one a minute."""
+    """The server. Objects outlive go_away() and come_back(). bookmark_every_s: a real one sends one a minute.
+
+    address: to listen on; network: entered wherever a socket is made, for an address of another network namespace.
+    """
 
     def __init__(
         self,
@@ -40,12 +43,15 @@ class KubeApi:
         groups: frozenset[str] = GROUPS,
         token: str = TOKEN,
         bookmark_every_s: float = 60.0,
+        address: str = "127.0.0.1",
+        network: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.store, self.rights, self.token = store or Store(), Rights(), token
         self.api = Api(self.store, self.rights, groups)
         self.bookmark_every_s = bookmark_every_s
         self.faults = Faults(self)
-        self.port = 0
+        self.address, self.port = address, 0
+        self._network = network
         self._moving = threading.RLock()
         self._open: set[socket.socket] = set()
         self._http: _Http | None = None
@@ -55,14 +61,15 @@ class KubeApi:
     @property
     def url(self) -> str:
         """What clients are told."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     def come_back(self) -> None:
         """Answer, again at the port of before."""
         with self._moving:
             if self._http is not None:
                 return
-            http = _Http(("127.0.0.1", self.port), _Handler)
+            with self._network():
+                http = _Http((self.address, self.port), _Handler)
             http.kube = self
             self._http, self.port = http, http.server_port
             if self._place is not None:
@@ -82,9 +89,10 @@ class KubeApi:
             self._http.server_close()
             self._http = None
             # Holds the port, and does not listen: nobody else is given it meanwhile.
-            self._place = socket.socket()
+            with self._network():
+                self._place = socket.socket()
             self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._place.bind(("127.0.0.1", self.port))
+            self._place.bind((self.address, self.port))
             for connection in list(self._open):
                 with contextlib.suppress(OSError):  # closed by its other end
                     connection.shutdown(socket.SHUT_RDWR)
