@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -187,14 +187,30 @@ class End:
 
 
 def run_entry(entry: Path) -> End:
-    """Run it to its end. Raises: what it raises but SystemExit."""
-    seen = _LastLine(sys.stderr)
+    """Run it to its end. A process that it forks ends here too. Raises: what it raises but SystemExit."""
+    seen, own = _LastLine(sys.stderr), os.getpid()
     try:
         with redirect_stderr(cast(TextIO, seen)):
             runpy.run_path(str(entry), run_name="__main__")
-    except SystemExit as end:
-        return End(0 if end.code is None else end.code, seen.line)
+    except BaseException as error:
+        if os.getpid() != own:
+            _end_a_fork(error)
+        if not isinstance(error, SystemExit):
+            raise
+        return End(0 if error.code is None else error.code, seen.line)
+    if os.getpid() != own:
+        _end_a_fork(None)
     return End(None, seen.line)
+
+
+def _end_a_fork(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked, before it does what only the worker may, such as tell how it ended."""
+    code = error.code if isinstance(error, SystemExit) else error
+    if code is not None and not isinstance(code, int):
+        traceback.print_exception(error)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 class _LastLine:

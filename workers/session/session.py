@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
@@ -51,6 +52,7 @@ class Session:
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
         self.has_finished = self.told = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -58,6 +60,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            return  # the script has forked it: whatever it does, the run and its connections are the worker's
         course, self._evaluation = self._course, None
         swallowed = None
         if error is None and self._broken is not None:

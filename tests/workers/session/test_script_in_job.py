@@ -74,3 +74,12 @@ def test_a_script_whose_worker_is_killed_ends_bit_equal_to_one_that_was_not_dist
         if script[0] == "exact.py":
             assert [sample.reported["steps"] for sample in samples[1:]] == list(range(1, STEPS + 1))
         assert json.loads((job.run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_process_that_a_script_forks_ends_without_a_word_about_the_run(tmp_path):
+    """Whether by sys.exit(), by an error, or out of the loop: before, it told the others that its worker had failed."""
+    with ScriptJob(tmp_path, Limits(1, 2), "forks.py", steps=8) as job:
+        job.start(0, 1)
+        job.wait(PATIENCE_S)
+        assert job.regroups() == []
+        assert job.finals() == [8, 8]
