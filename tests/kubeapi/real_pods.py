@@ -237,7 +237,7 @@ class RealKubelet:
     def _note_end(self, pod: Object, running: _Running, code: int) -> None:
         """The container has ended by itself: with restartPolicy Never the pod has failed."""
         self._kill(running.host)
-        over = {"terminated": {"exitCode": code & 0xFF, "reason": "Error", "finishedAt": now()}}
+        over = {"terminated": {"exitCode": code if code >= 0 else 128 - code, "reason": "Error", "finishedAt": now()}}
         not_ready = {"status": "False", "reason": "PodFailed"}
         running.signals.append(f"ended with {code}")
         self._keep_log(pod)
