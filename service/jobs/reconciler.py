@@ -292,8 +292,10 @@ class Reconciler:
             self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
             logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
         except (LauncherError, PackageGone) as error:
-            logger.warning("submit_failed job_id=%s submission_id=%s error=%s", row.id, submission, error)
             refusal = str(error)
+            # It is tried again in each turn: the log has the same words once.
+            level = logging.DEBUG if row.reason == _waits_for_launcher(refusal) else logging.WARNING
+            logger.log(level, "submit_failed job_id=%s submission_id=%s error=%s", row.id, submission, error)
         return Asked(row, Submit(), unknown, refusal)
 
     def _code(self, row: JobRow) -> Code | None:
@@ -485,7 +487,7 @@ class Reconciler:
         """Write the reasons why jobs wait to be submitted, where they are others than before."""
         by_reason: dict[str, list[str]] = {}
         for row, words in why.items():
-            reason = storable(f"waiting for the launcher: {words}")
+            reason = _waits_for_launcher(words)
             if row.reason != reason:
                 by_reason.setdefault(reason, []).append(row.id)
         if by_reason:
@@ -525,6 +527,11 @@ class Reconciler:
         if expired:
             with self._db.write() as session:
                 JobRepository(session).drop_expired_leases(now)
+
+
+def _waits_for_launcher(words: str) -> str:
+    """The reason of a job that the launcher has not taken yet."""
+    return storable(f"waiting for the launcher: {words}")
 
 
 def _moves(action: Action) -> bool:

@@ -41,11 +41,14 @@ NEEDED: Final = (
 
 
 class KubeError(LauncherError):
-    """The API server refused, or did not answer. status: of HTTP; None without an answer."""
+    """The API server refused, or did not answer.
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    status: of HTTP; None without an answer. reason: as Kubernetes names it; "" where it does not.
+    """
+
+    def __init__(self, message: str, status: int | None = None, reason: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class Expired(Exception):
@@ -105,20 +108,25 @@ class Kube:
     def all(self, plural: str, selector: str) -> tuple[list[Object], str]:
         """All of them with these labels, and the version that they are of. Raises KubeError, Expired."""
         found: list[Object] = []
-        further = None
+        how: Object = {"limit": PAGE}
         while True:
-            page = self._call(
-                f"list {plural}",
-                self._custom.list_namespaced_custom_object,
-                *_ray(plural, self),
-                label_selector=selector,
-                limit=PAGE,
-                **({"_continue": further} if further else {}),
-            )
+            try:
+                page = self._call(
+                    f"list {plural}",
+                    self._custom.list_namespaced_custom_object,
+                    *_ray(plural, self),
+                    label_selector=selector,
+                    **how,
+                )
+            except Expired:
+                if "_continue" not in how:
+                    raise
+                found, how = [], {}  # the server has forgotten the rest of its pages: all in one
+                continue
             found += page["items"]
-            further = page["metadata"].get("continue")
-            if not further:
+            if not (further := page["metadata"].get("continue")):
                 return found, page["metadata"]["resourceVersion"]
+            how = {"limit": PAGE, "_continue": further}
 
     def watch(self, plural: str, selector: str, version: str) -> Iterator[tuple[str, Object]]:
         """What has changed since this version: ADDED, MODIFIED, DELETED, BOOKMARK, each with the object. It ends by
@@ -164,7 +172,8 @@ class Kube:
                 f"create {plural}/{name}", self._custom.create_namespaced_custom_object, *_ray(plural, self), body
             )
         except KubeError as error:
-            if error.status != 409:
+            # A conflict is a 409 as well: a quota that counts RayJobs was changed meanwhile, and nothing was made.
+            if error.reason != "AlreadyExists":
                 raise
 
     def delete(self, plural: str, name: str, uid: str | None = None) -> None:
@@ -243,9 +252,18 @@ class Kube:
 
     def _plain(self, what: str, ask: Any, **how: Any) -> list[Object]:
         """A list of a built-in kind as the server wrote it: of its fields three are wanted, of hundreds."""
-        answer = self._call(what, ask, self.namespace, limit=PAGE, _preload_content=False, **how)
-        items: list[Object] = json.loads(answer.data)["items"]
-        return items
+        items: list[Object] = []
+        further: Object = {}
+        while True:
+            try:
+                answer = self._call(what, ask, self.namespace, limit=PAGE, _preload_content=False, **{**how, **further})
+            except Expired as error:  # in the middle of its pages; the next look lists anew
+                raise KubeError(f"the Kubernetes API at {self.url} has lost its place, asked to {what}", 410) from error
+            page = json.loads(answer.data)
+            items += page["items"]
+            if not (token := page["metadata"].get("continue")):
+                return items
+            further = {"_continue": token}
 
     def _call(self, what: str, ask: Any, *arguments: Any, **how: Any) -> Any:
         try:
@@ -285,17 +303,21 @@ def _told(error: Exception, what: str, url: str) -> Exception:
     if isinstance(error, ApiException):
         if error.status == 410:
             return Expired(what)
-        return KubeError(f"the Kubernetes API at {url} did not {what} ({error.status}: {_said(error)})", error.status)
+        message, reason = _said(error)
+        return KubeError(
+            f"the Kubernetes API at {url} did not {what} ({error.status}: {message})", error.status, reason
+        )
     if isinstance(error, (urllib3.exceptions.HTTPError, OSError)):
         words = str(getattr(error, "reason", None) or error) or type(error).__name__
         return KubeError(f"the Kubernetes API at {url} does not answer, asked to {what} ({words[:300]})")
     return error
 
 
-def _said(error: ApiException) -> str:
-    """The message of the Status that the server sent; else the beginning of what it did send."""
+def _said(error: ApiException) -> tuple[str, str]:
+    """Message and reason of the Status that the server sent; else the beginning of what it did send, and no reason."""
     try:
-        message = json.loads(error.body)["message"]
+        status = json.loads(error.body)
+        message, reason = status["message"], status.get("reason", "")
     except (TypeError, ValueError, KeyError):
-        message = error.reason or error.body or "without a word"
-    return str(message)[:1000]
+        message, reason = error.reason or error.body or "without a word", ""
+    return str(message)[:1000], str(reason)

@@ -83,6 +83,8 @@ class KubeRayLauncher:
         self._waits: dict[str, str] = {}
         self._told: dict[str, float] = {}
         self._over_since: dict[str, float] = {}
+        self._unanswered: set[str] = set()
+        """Names of RayJobs whose create nobody has confirmed: they may be there, and the watch may be behind."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -99,8 +101,12 @@ class KubeRayLauncher:
                 raise LauncherError(missing)
             selector = f"{LABEL_SERVICE}={service_id}"
             jobs, clusters = Watched(kube, "rayjobs", selector), Watched(kube, "rayclusters", selector)
-            jobs.start()
-            clusters.start()
+            try:
+                jobs.start()
+                clusters.start()
+            except BaseException:
+                jobs.close()
+                raise
         except BaseException:
             kube.close()
             raise
@@ -130,9 +136,12 @@ class KubeRayLauncher:
         """Create the RayJob of the submission; one that is there is a success. Raises LauncherError."""
         kube, jobs = self._started()
         body = self.manifest(submission_id, run_dir, attempt, metadata, code)
+        name = body["metadata"]["name"]
+        self._unanswered.add(name)
         kube.create("rayjobs", body)
-        if (found := kube.get("rayjobs", body["metadata"]["name"])) is not None:
+        if (found := kube.get("rayjobs", name)) is not None:
             jobs.put(found)
+        self._unanswered.discard(name)
 
     def manifest(
         self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
@@ -169,6 +178,11 @@ class KubeRayLauncher:
             return LaunchStatus(LaunchState.UNKNOWN, silence)
         name = self._name(submission_id)
         found = self._jobs.get(name)
+        if found is None and name in self._unanswered:
+            try:
+                found = self._ask_for(name)
+            except KubeError as error:
+                return LaunchStatus(LaunchState.UNKNOWN, str(error))
         if found is None:
             return LaunchStatus(LaunchState.ABSENT)
         status = status_of(found)
@@ -177,6 +191,14 @@ class KubeRayLauncher:
         elif (wait := self._waits.get(name)) is not None:
             return LaunchStatus(status.state, waits_for=wait)
         return status
+
+    def _ask_for(self, name: str) -> Object | None:
+        """The RayJob, whose create had no answer, as the API server says now. Raises KubeError."""
+        kube, jobs = self._started()
+        if (found := kube.get("rayjobs", name)) is not None:
+            jobs.put(found)
+        self._unanswered.discard(name)
+        return found
 
     def cancel(self, submission_id: str) -> None:
         """Delete the RayJob: KubeRay stops its driver, then its pods end. Over or absent is a success.

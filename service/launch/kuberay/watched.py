@@ -82,13 +82,15 @@ class Watched:
             except Expired:
                 logger.info("watch_expired kind=%s", self._plural)
                 self._version = ""
-                continue
             except KubeError as error:
                 if self._stop.is_set():
                     return
                 if str(error) != self._why:
                     logger.warning("watch_failed kind=%s error=%s", self._plural, error)
                 self._why = str(error)
+                if error.status not in (None, 429):
+                    # It answers, and not this: after a restore it may never come to the version that was listed.
+                    self._version = ""
             except Exception as error:  # what a server may send has no end; the thread must not have one for it
                 logger.exception("watch_failed kind=%s", self._plural)
                 self._why, self._version = f"{type(error).__name__}: {error}", ""

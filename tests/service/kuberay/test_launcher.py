@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.kubeapi.faults import LoseAnswer, LoseRequest
-from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS
+from tests.kubeapi.answers import was_modified
+from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
+from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind
 from tests.kubeapi.server import KubeApi
 from tests.service.control_plane_harness import wait_until
-from tests.service.kuberay.harness import Counted, OnKubernetes
+from tests.service.kuberay.harness import STORE, Counted, OnKubernetes
 from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import connect
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
@@ -67,6 +69,58 @@ def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, cod
     kube.api.faults.mend()
     kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the submission")
     assert len(kube.rayjobs()) == 1
+
+
+def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
+    kube: OnKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    kube.api.faults.refuse(503, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
+    with caplog.at_level("INFO", "thinwire.service.jobs.reconciler"):
+        kube.service.submit(**STORE)
+        kube.service.turn(5)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["submit_failed"]
+
+
+def test_a_quota_that_changes_meanwhile_is_no_rayjob_that_is_there(
+    kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, refused = kube.api.store.create, []
+
+    def once(kind, namespace, body):
+        if kind is RAYJOBS and not refused:
+            refused.append(body)
+            raise was_modified(Kind("", "v1", "resourcequotas", "ResourceQuota"), "team")
+        return create(kind, namespace, body)
+
+    monkeypatch.setattr(kube.api.store, "create", once)
+    job_id = kube.service.submit(**STORE)
+    kube.service.turn()
+    assert "resourcequotas" in kube.service.job(job_id)["reason"]
+    kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the submission")
+    assert len(kube.rayjobs()) == len(refused) == 1
+
+
+def test_a_cancel_finds_a_rayjob_whose_create_had_no_answer_and_that_no_watch_has_told(kube: OnKubernetes) -> None:
+    kube.api.faults.tell(BadWatch("silence"), times=10**6)
+    kube.restart()
+    kube.api.faults.tell(LoseAnswer(), when=lambda request: request.verb == "create" and request.group == "ray.io")
+    job_id = kube.service.submit(**STORE)
+    kube.service.turn()
+    assert (kube.service.state(job_id), len(kube.rayjobs())) == ("SUBMITTING", 1)
+    assert kube.service.client.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
+    kube.turn_until(lambda: kube.rayjobs() == [], "the RayJob is deleted")
+
+
+def test_a_start_that_fails_half_way_follows_nothing(api: KubeApi) -> None:
+    before = set(threading.enumerate())
+    api.faults.refuse(503, when=lambda request: (request.verb, request.resource) == ("list", "rayclusters"))
+    with pytest.raises(LauncherError, match="503"):
+        Counted(api).start("aaaa")
+
+    def left() -> list[threading.Thread]:
+        return [one for one in set(threading.enumerate()) - before if one.name.startswith("thinwire-ray")]
+
+    wait_until(lambda: left() == [], "its threads end")
 
 
 def test_a_job_is_followed_through_watches_that_end_break_and_expire(kube: OnKubernetes) -> None:
