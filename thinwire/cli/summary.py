@@ -55,6 +55,9 @@ def _what(summary: Summary) -> Text:
         text.append(
             f"; worker {slow.worker} came last in {slow.share:.0%} of the steps: the others waited {took} for it"
         )
+        if slow.computing is not None:
+            longer = f"{seconds_text(slow.computing)} longer" if slow.computing >= slow.seconds / 2 else "no longer"
+            text.append(f", and it computed {longer} than they")
     return text
 
 

@@ -138,6 +138,9 @@ class Sample(_Report):
         None, ge=0, description="who came last to the exchange; None: nobody did clearly, or it is not known"
     )
     waited_seconds: float | None = Field(None, description="how much longer the others waited, their median")
+    computed_seconds: float | None = Field(
+        None, description="how much longer than they, their median, who came last computed; None: not known"
+    )
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
     reported: dict[str, float | NotFinite] | None = Field(
         None, description="what a script has reported beside its loss, as means over ranks; nan, inf and -inf as words"

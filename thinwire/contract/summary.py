@@ -84,6 +84,9 @@ class WaitedFor(_Part):
     worker: int
     share: float = Field(description="of these steps, those in which it came last")
     seconds: float = Field(description="how much longer the others waited, in all of them")
+    computing: float | None = Field(
+        None, description="how much longer than they it computed, in all of them; None where that is not known"
+    )
 
 
 class Summary(_Part):

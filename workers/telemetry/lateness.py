@@ -2,7 +2,9 @@
 
 Nobody's clock is compared with another's: of a step's ranks the one that waited least came last. How long each waited
 travels with the losses, in the one collective that averages them every few steps (step_log.py): 8 bytes a rank and
-step, and nothing more is sent or waited for.
+step, and nothing more is sent or waited for. So does how long each computed outside of optimizer.step(): of who came
+last it tells whether it computed longer than the others by about as much as they waited, or no longer than they, and
+then came late by what is not computing: its data, its link, other work on its cores.
 
     comes last      it computes longer, waits for its data, writes, or shares its cores: the others wait longer than it
     a slow link     all wait, the one behind that link as long as the others: nobody is named, for nobody came late
@@ -30,31 +32,48 @@ NAMED = 0.7
 """The share from which a worker is. By chance one of two comes last in half of the steps."""
 FORGIVEN = 0.35
 """Below it, it is said of a worker that was named that it is so no more."""
+MOSTLY = 0.5
+"""Of the wait: who computes longer by so much is late because it computes."""
 LEAST_SHARE, LEAST_S = 0.05, 1e-3
 """Of a step, and seconds: who makes the others wait for less makes nobody wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Who came last to the exchange of a step, and how much longer the others waited (their median), seconds."""
+    """Who came last to the exchange of a step, and how much longer the others waited (their median), seconds.
+
+    computed_s: how much longer than the others (their median) it computed; None where that is not known of all.
+    """
 
     rank: int
     seconds: float
+    computed_s: float | None = None
 
 
-def last_of(waits: Sequence[float], step_s: float) -> Last | None:
-    """Of the seconds that each rank waited in one step; None for a tie, and for one rank alone."""
+def last_of(waits: Sequence[float], step_s: float, computed: Sequence[float] = ()) -> Last | None:
+    """Of the seconds that each rank waited in one step; None for a tie, and for one rank alone.
+
+    computed: the seconds that each computed; empty where they are not known of all.
+    """
     if len(waits) < 2:
         return None
     rank = min(range(len(waits)), key=waits.__getitem__)
-    seconds = statistics.median(wait for other, wait in enumerate(waits) if other != rank) - waits[rank]
-    return Last(rank, seconds) if seconds > max(LEAST_SHARE * step_s, LEAST_S) else None
+    seconds = -_more(waits, rank)
+    if seconds <= max(LEAST_SHARE * step_s, LEAST_S):
+        return None
+    return Last(rank, seconds, _more(computed, rank) if computed else None)
+
+
+def _more(values: Sequence[float], rank: int) -> float:
+    """Of one rank, than the median of the others."""
+    return values[rank] - statistics.median(value for other, value in enumerate(values) if other != rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
     """Who is the last in this share of so many steps: its rank, and how long the others wait in such a step, of how
-    long a one. over: it was told of, and is so no more."""
+    long a one. over: it was told of, and is so no more. computed_s: how much longer than they it computes in such a
+    step; None where that is not known."""
 
     rank: int
     share: float
@@ -62,6 +81,7 @@ class Slow:
     wait_s: float
     step_s: float
     over: bool = False
+    computed_s: float | None = None
 
 
 class Recent:
@@ -106,10 +126,15 @@ class Recent:
     def _slow(self, rank: int, *, over: bool = False) -> Slow:
         lasts, step_s = self._lasts(rank), statistics.fmean(seconds for _, seconds in self._steps)
         wait_s = statistics.fmean(lasts) if lasts else 0.0
-        return Slow(rank, len(lasts) / len(self._steps), len(self._steps), wait_s, step_s, over)
+        known = [last.computed_s for last in self._of(rank) if last.computed_s is not None]
+        computed_s = statistics.fmean(known) if known else None
+        return Slow(rank, len(lasts) / len(self._steps), len(self._steps), wait_s, step_s, over, computed_s)
 
     def _lasts(self, rank: int) -> list[float]:
-        return [last.seconds for last, _ in self._steps if last is not None and last.rank == rank]
+        return [last.seconds for last in self._of(rank)]
+
+    def _of(self, rank: int) -> list[Last]:
+        return [last for last, _ in self._steps if last is not None and last.rank == rank]
 
 
 class Waits:
@@ -150,7 +175,17 @@ class Waits:
         what = f"{self.name(slow.rank)} is the last in {slow.share:.0%} of the last {slow.steps} steps"
         if slow.over:
             return f"{what}: the others do not wait for it any more"
-        return f"{what}: the others wait {_seconds(slow.wait_s)} for it in a step of {_seconds(slow.step_s)}"
+        waits = f"the others wait {_seconds(slow.wait_s)} for it in a step of {_seconds(slow.step_s)}"
+        return f"{what}: {waits}{_why(slow)}"
+
+
+def _why(slow: Slow) -> str:
+    """Does it compute longer? From half of the wait on that is why."""
+    if slow.computed_s is None:
+        return ""
+    if slow.computed_s >= MOSTLY * slow.wait_s:
+        return f"; it computes {_seconds(slow.computed_s)} longer than they do"
+    return "; it computes no longer than they do: look at its data, its link (thinwire doctor), other work on its cores"
 
 
 def _seconds(value: float) -> str:

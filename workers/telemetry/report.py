@@ -125,7 +125,13 @@ def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
     if share < MOSTLY:
         return None
     seconds = sum(sample.waited_seconds or 0.0 for sample in exchanged if sample.last_worker == worker)
-    return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3))
+    known = [
+        sample.computed_seconds
+        for sample in exchanged
+        if sample.last_worker == worker and sample.computed_seconds is not None
+    ]
+    computing = round(sum(known), 3) if known else None
+    return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3), computing=computing)
 
 
 def _health(samples: Sequence[Sample]) -> dict[str, Told]:

@@ -166,9 +166,10 @@ class StepLog:
             self.training.group.mean_(means)
         samples = []
         for number, whole in zip(numbers, means.tolist(), strict=True):
-            row, waits = whole[: -self.waits.size], self._waits_of(whole[-self.waits.size :])
+            size = self.waits.size
+            row, waits, computed = whole[: -2 * size], self._of_ranks(whole[-2 * size : -size]), whole[-size:]
             self._part(number, waits)
-            sample = self._timed(self._sample(number), waits)
+            sample = self._timed(self._sample(number), waits, self._of_ranks(computed))
             if names is not None:
                 samples.append(sample.model_copy(update=_told(row, names)))
                 continue
@@ -219,18 +220,23 @@ class StepLog:
     def _row(self, number: int, names: list[str]) -> torch.Tensor:
         """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.
 
-        Then of each name the weighed value and its weight. Last, at the place of this rank, 1 + how long it waited.
+        Then of each name the weighed value and its weight. Last, at the place of this rank, 1 + how long it waited, and
+        1 + how long it computed, where it knows that.
         """
         part, device, size = self._steps.get(number), self.training.device, self.waits.size
-        length = 4 + 2 * len(names) + size
+        told = 4 + 2 * len(names)
+        length = told + 2 * size
         if part is None:
             return torch.zeros(length, dtype=torch.float64, device=device)
         row = torch.zeros(length, dtype=torch.float64)
         if part.waits is self.waits:  # else it was made with other ranks
-            row[length - size + self.waits.rank] = 1.0 + part.waited_s
+            row[told + self.waits.rank] = 1.0 + part.waited_s
+            computed_s = _computed_s(part)
+            if computed_s is not None:
+                row[told + size + self.waits.rank] = 1.0 + computed_s
         row[1:4] = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64)
         weights = [part.weight if name in part.numbers else 0.0 for name in names]
-        row[5 : length - size : 2] = torch.tensor(weights, dtype=torch.float64)
+        row[5:told:2] = torch.tensor(weights, dtype=torch.float64)
         row = row.to(device)
         row[0] = part.loss.double()
         for index, name in enumerate(names):
@@ -238,8 +244,8 @@ class StepLog:
                 row[4 + 2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
         return row
 
-    def _waits_of(self, means: list[float]) -> list[float]:
-        """Seconds that each rank has waited in a step; empty where some had no part in it. means: of _row."""
+    def _of_ranks(self, means: list[float]) -> list[float]:
+        """Seconds of each rank in a step, waited or computed; empty where they are not known of all. means: of _row."""
         return [mean * self.waits.size - 1.0 for mean in means] if all(means) else []
 
     def _part(self, number: int, waits: list[float]) -> None:
@@ -249,15 +255,16 @@ class StepLog:
             known = waits if made.waits is self.waits else []
             self._parts.add(made.times, made.sample.step_seconds, self.waits.rank, known)
 
-    def _timed(self, sample: Sample, waits: list[float]) -> Sample:
+    def _timed(self, sample: Sample, waits: list[float], computed: list[float]) -> Sample:
         """With who came last, where something was exchanged and it is known of all ranks."""
         if not sample.payload_bytes or not waits:
             return sample
-        last = last_of(waits, sample.step_seconds)
+        last = last_of(waits, sample.step_seconds, computed)
         self.waits.recent.take(last, sample.step_seconds)
         if last is None:
             return sample
-        return sample.model_copy(update={"last_worker": self.waits.worker(last.rank), "waited_seconds": last.seconds})
+        found = {"waited_seconds": last.seconds, "computed_seconds": last.computed_s}
+        return sample.model_copy(update={"last_worker": self.waits.worker(last.rank), **found})
 
     def _tell_waits(self, step: int) -> None:
         waits = self.waits
@@ -281,6 +288,7 @@ class StepLog:
             share=round(slow.share, 4),
             steps=slow.steps,
             wait_seconds=slow.wait_s,
+            computed_seconds=slow.computed_s,
             step_seconds=slow.step_s,
             over=slow.over,
         )
@@ -296,6 +304,11 @@ class StepLog:
 
     def _report(self, samples: list[Sample]) -> None:
         self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
+
+
+def _computed_s(part: _Part) -> float | None:
+    """Of a step outside of optimizer.step(); None where that is not known."""
+    return None if part.times is None else max(0.0, part.sample.step_seconds - part.times.inside_s)
 
 
 def _told(row: list[float], names: list[str]) -> dict[str, Any]:

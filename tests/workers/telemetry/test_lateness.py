@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.workers.small_job import Recording, run_small, small_spec
 from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup
-from thinwire.workers.telemetry import lateness
+from thinwire.workers.telemetry import lateness, step_log
 from thinwire.workers.telemetry.lateness import LEAST_KNOWN, RECENT, Last, Recent, Waits, last_of
 from thinwire.workers.telemetry.reporter import ServiceReporter
 
@@ -30,6 +30,29 @@ from thinwire.workers.telemetry.reporter import ServiceReporter
 )
 def test_who_waited_least_came_last_where_that_is_clear(waits, step_s, expected):
     assert last_of(waits, step_s) == expected
+
+
+def test_of_who_came_last_it_is_known_how_much_longer_it_computed():
+    assert last_of([0.3, 0.1, 0.3], 1.0, [0.5, 0.7, 0.4]) == Last(1, pytest.approx(0.2), pytest.approx(0.25))
+
+
+@pytest.mark.parametrize(
+    ("computed_s", "words"),
+    [
+        (0.15, "it computes 0.15 s longer than they do"),
+        (0.1, "its link (thinwire doctor)"),
+        (-0.2, "no longer"),
+        (None, ""),
+    ],
+)
+def test_whether_it_computes_or_its_link_is_slow_is_said(computed_s, words):
+    recent = Recent()
+    for _ in range(LEAST_KNOWN):
+        recent.take(Last(1, 0.25, computed_s), 0.5)
+    told = Waits(SoloGroup()).told(recent.news())
+    assert "the others wait 0.25 s for it in a step of 0.50 s" in told
+    assert words in told
+    assert told.endswith("0.50 s") == (computed_s is None)
 
 
 def shares(*lasts, known=LEAST_KNOWN):
@@ -91,6 +114,7 @@ def trained(tmp_path, monkeypatch, size, planted):
     monkeypatch.setattr("tests.workers.small_job.Recording", Exporting)
     monkeypatch.setattr(lateness, "LEAST_KNOWN", 15)
     monkeypatch.setattr(Waits, "of_step", lambda self: planted[self.rank])
+    monkeypatch.setattr(step_log, "_computed_s", lambda part: 100.0 - planted[part.waits.rank])
     summary, samples, _ = run_small(tmp_path, small_spec(steps=20), size)[0]
     return summary, samples, sorted(Exporting.made, key=lambda reporter: reporter.rank)
 
@@ -100,9 +124,12 @@ def test_a_planted_wait_names_the_rank_and_no_other(tmp_path, monkeypatch):
     assert [sample.last_worker for sample in samples] == [None] + [SLOW] * 20
     assert all(sample.waited_seconds == pytest.approx(50.5) for sample in samples[1:])
     assert [one.shares[-1][0] for one in reporters] == [0.0, 1.0, 0.0]
-    assert summary["waited_for"] == {"worker": SLOW, "share": 1.0, "seconds": 1010.0}
+    assert all(sample.computed_seconds == pytest.approx(50.5) for sample in samples[1:])
+    assert summary["waited_for"] == {"worker": SLOW, "share": 1.0, "seconds": 1010.0, "computing": 1010.0}
     ((kind, step, fields),) = [one for one in reporters[0].told if one[0] == "slow_worker"]
     assert (kind, step, fields["worker"], fields["rank"], fields["share"]) == ("slow_worker", 15, SLOW, SLOW, 1.0)
+    assert fields["computed_seconds"] == pytest.approx(50.5)
+    assert fields["told"].endswith("it computes 50.50 s longer than they do")
     assert fields["told"].startswith("rank 1 is the last in 100% of the last 15 steps: the others wait 50.50 s for it")
 
 
