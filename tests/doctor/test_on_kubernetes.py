@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kubeapi.client import configuration, write_kubeconfig
+from tests.kubeapi.faults import LoseAnswer
 from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS
 from tests.kubeapi.operator import Operator
 from tests.kubeapi.server import KubeApi
@@ -49,6 +50,13 @@ def test_pods_are_examined_and_nothing_of_them_is_left(api: KubeApi) -> None:
     assert found == expected
     operator.settle()
     assert (api.store.all(RAYJOBS), api.store.all(RAYCLUSTERS), api.store.all(PODS)) == ([], [], [])
+
+
+def test_a_create_without_an_answer_leaves_no_rayjob(api: KubeApi) -> None:
+    api.faults.tell(LoseAnswer(), when=lambda request: request.verb == "create")
+    with pytest.raises(PodsNotExamined, match="does not answer, asked to create"):
+        look(api, Operator(api.store), None)
+    assert api.store.all(RAYJOBS) == []
 
 
 def test_an_end_without_an_examination_shows_the_end_of_the_output(api: KubeApi) -> None:

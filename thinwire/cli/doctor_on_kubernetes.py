@@ -7,6 +7,7 @@ at the end, whatever that is.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shlex
 import time
@@ -73,7 +74,13 @@ def examine_pods(
         )
         made["spec"]["ttlSecondsAfterFinished"] = KEPT_S
         name = made["metadata"]["name"]
-        kube.create("rayjobs", made)
+        try:
+            kube.create("rayjobs", made)
+        except KubeError as error:
+            if error.status is None:  # it may have been made
+                with contextlib.suppress(KubeError):
+                    kube.delete("rayjobs", name)
+            raise
         try:
             return _seen(kube, name, limit_s, say, sleep)
         finally:

@@ -16,6 +16,7 @@ import kubernetes.client
 import kubernetes.config
 import kubernetes.watch
 import urllib3
+import yaml
 from kubernetes.client.rest import ApiException
 
 from thinwire.service.launch.kuberay.manifest import Object
@@ -38,6 +39,11 @@ NEEDED: Final = (
     ("", "events", ("list",)),
 )
 """Group, resource and verbs that the launcher cannot do without, as deploy/chart gives them."""
+
+
+_UNREADABLE: Final = (kubernetes.config.ConfigException, OSError, yaml.YAMLError, TypeError, AttributeError, ValueError)
+"""What the client raises of a kubeconfig that is none: of its form it asks nothing."""
+_FILE: Final = "the file that KUBECONFIG names, by default ~/.kube/config, is no kubeconfig"
 
 
 class KubeError(LauncherError):
@@ -285,10 +291,15 @@ def connect(namespace: str | None) -> Kube:
                 own = file.read().strip()
         else:
             kubernetes.config.load_kube_config(client_configuration=configuration)
-            own = kubernetes.config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
-    except (kubernetes.config.ConfigException, OSError) as error:
+            own = kubernetes.config.list_kube_config_contexts()[1]["context"].get("namespace") or "default"
+    except _UNREADABLE as error:
+        words = (
+            error
+            if isinstance(error, (kubernetes.config.ConfigException, OSError))
+            else f"{_FILE}: {' '.join(str(error).split())}"
+        )
         raise LauncherError(
-            f"no way to the Kubernetes API: {error}. In a pod give it a service account with a token; elsewhere set "
+            f"no way to the Kubernetes API: {words}. In a pod give it a service account with a token; elsewhere set "
             "KUBECONFIG to the file that kubectl uses"
         ) from error
     return Kube(configuration, namespace or own)

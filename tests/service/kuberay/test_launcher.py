@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kubeapi.answers import was_modified
+from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
 from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind
 from tests.kubeapi.server import KubeApi
@@ -261,6 +262,26 @@ def test_no_way_to_an_api_is_told_with_what_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(LauncherError, match="KUBECONFIG"):
         connect(None)
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a", "\x00", "a: b", "clusters: 1\ncurrent-context: a"])
+def test_a_kubeconfig_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    file = tmp_path / "config"
+    file.write_text(content)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    with pytest.raises(LauncherError, match=r"no way to the Kubernetes API: .* set KUBECONFIG to the file"):
+        connect(None)
+
+
+@pytest.mark.parametrize("namespace", ["", None])
+def test_a_context_with_an_empty_namespace_is_that_of_kubectl(
+    api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    file = write_kubeconfig(api, tmp_path / "config", namespace)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+    assert connect(None).namespace == "default"
 
 
 def test_the_launcher_asks_for_the_services_own_address(tmp_path: Path) -> None:
