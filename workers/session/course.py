@@ -121,6 +121,7 @@ class ScriptCourse(Course[Script]):
         self._undone: CommError | None = None
         self._open: _Body | None = None
         self._stepless, self._pid = 0, os.getpid()
+        self.is_over = False  # the session was left
         self.numbers: dict[str, Tensor] = {}
         optimizer.undone = self._note_undone
         optimizer.register_step_pre_hook(self._before_step)
@@ -232,6 +233,7 @@ class ScriptCourse(Course[Script]):
         body = self._open
         self.refuse_fork("batches()")
         if body is None:
+            self._refuse_outside()
             return None
         if body.has_stepped:
             raise ScriptError(
@@ -252,6 +254,16 @@ class ScriptCourse(Course[Script]):
             return loss
 
         return (this, computed), {}
+
+    def _refuse_outside(self) -> None:
+        """No batch is out: nobody would count the step, save it or take it back. After the session it may be made."""
+        if self.is_new or self.is_over:
+            return
+        where = "the run is at its end" if self.last == self.step else "an evaluation is no step"
+        raise ScriptError(
+            f"optimizer.step() outside of the loop's body, after step {self.step} of {self.last}: {where}. Make the "
+            "step of a batch before the next one is drawn: batches are not to be drawn ahead"
+        )
 
     def _note_undone(self, error: CommError) -> None:
         """A step of this optimizer was undone: the body goes on, and the step is made again."""

@@ -75,6 +75,8 @@ class Session:
         except (MembershipError, RunEnded) as left:
             error = left
         finally:
+            if course is not None:
+                course.is_over = True
             if self._optimizer is not None:
                 self._optimizer.undone = None
             if self._own is not None:

@@ -206,6 +206,64 @@ class Stopped(Exception):
     pass
 
 
+def ahead(run, step):
+    """Draws a batch before the step of the one before."""
+    batches = run.batches(DATA, global_batch=6, steps=3)
+    batch = next(batches)
+    while batch is not None:
+        now, batch = batch, next(batches, None)
+        step(now)
+
+
+def in_evaluation(run, step):
+    run.evaluate_every(2, lambda: step(DATA[0]))
+    for batch in run.batches(DATA, global_batch=6, steps=3):
+        step(batch)
+
+
+def after_the_last(run, step):
+    for batch in run.batches(DATA, global_batch=6, steps=3):
+        step(batch)
+    step(batch)
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (ahead, "after step 3 of 3: the run is at its end. Make the step of a batch before"),
+        (in_evaluation, "after step 0 of 3: an evaluation is no step"),
+        (after_the_last, "after step 3 of 3: the run is at its end"),
+    ],
+)
+def test_a_step_that_nobody_would_count_is_refused(loop, told):
+    def script():
+        with session() as run:
+            model = torch.nn.Linear(4, 1)
+            optimizer = Adam(model.parameters(), group=run.group)
+            run.register(model=model, optimizer=optimizer)
+
+            def step(batch):
+                (model(batch[0]) - batch[1]).square().mean().backward()
+                optimizer.step()
+
+            loop(run, step)
+
+    with pytest.raises(ScriptError, match=rf"optimizer.step\(\) outside of the loop's body, {told}"):
+        script()
+
+
+def test_after_the_session_the_optimizer_is_the_scripts_own():
+    with session() as run:
+        model = torch.nn.Linear(4, 1)
+        optimizer = Adam(model.parameters(), group=run.group)
+        run.register(model=model, optimizer=optimizer)
+        for x, _ in run.batches(DATA, global_batch=6, steps=3):
+            run.step(model(x).mean())
+    model(DATA[0][0]).mean().backward()
+    optimizer.step()
+    assert optimizer.num_steps == 4
+
+
 class Broken:
     """A dataset whose sample 9 cannot be read."""
 
