@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_interfaces_share
+from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, end, join, other_interfaces_share
 from tests.conftest import missing
 from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
 from thinwire.lab import Lab, LabSpec
@@ -190,6 +190,31 @@ def test_a_cancelled_job_leaves_no_worker_on_any_box(cluster: Cluster) -> None:
     cluster.until(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
     for box in cluster.boxes:
         box.until(lambda box=box: not box.processes("ray::ElasticWorker"), "no worker is left", 120.0)
+
+
+@pytest.mark.slow
+def test_a_box_that_is_taken_down_hands_over_what_its_worker_holds(cluster: Cluster) -> None:
+    job_id = script(cluster, 100_000)
+
+    def train(workers: int, from_step: int) -> int:
+        job = cluster.until(
+            job_id,
+            lambda job: (job["world_size"], (job["progress"] or {"step": 0})["step"] > from_step) == (workers, True),
+            f"trains with {workers} after step {from_step}",
+        )
+        return int(job["progress"]["step"])
+
+    step = train(2, 20)
+    end(cluster.other)
+    train(1, step)
+    assert "workers_told_to_leave" in cluster.other.run(f"cat {cluster.other.box}/up.log")
+    changes = [one["fields"] for one in cluster.history(job_id)["events"] if one["kind"] == "regrouped"]
+    change = next(one for one in reversed(changes) if one["world_size"] == 1)
+    assert (change["error_lost_norm"], change["server_error_lost"], change["redone"]) == (0.0, [], 0), change
+    join(cluster.other, cluster.head, cluster.head.run(f"cat {cluster.head.box}/auth_token"))
+    train(2, step)  # and it is taken back
+    cluster.service.run(f"{THINWIRE} cancel {job_id}")
+    cluster.until(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
 
 
 @pytest.mark.slow
