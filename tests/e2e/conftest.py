@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from tests.conftest import missing
+from tests.deploy.queries import WIRE_INTERFACE
 
 DEADLINE_S = 300.0
-
 SMALL_JOB: dict[str, Any] = {
     "name": "e2e",
     "steps": 120,
@@ -54,7 +54,7 @@ class Server:
         self.log = (self.home / "server.log").open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "thinwire.cli.main", "serve"],
-            env={**os.environ, "THINWIRE_HOME": str(self.home)},
+            env={**os.environ, "THINWIRE_HOME": str(self.home), "THINWIRE_WIRE_INTERFACE": WIRE_INTERFACE},
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
@@ -82,6 +82,10 @@ class Server:
     @property
     def url(self) -> str:
         return json.loads((self.home / "server.json").read_text())["url"]
+
+    def ray(self) -> str:
+        """host:port of the dashboard of the service's own Ray."""
+        return f"127.0.0.1:{json.loads((self.home / 'ray' / 'head.json').read_text())['port']}"
 
     def _ready(self) -> bool:
         assert self.process is not None

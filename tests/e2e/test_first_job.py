@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import httpx
 import pytest
 
 from tests.conftest import missing
+from tests.deploy.queries import OF_SCRIPTS_ALONE, WIRE_INTERFACE, of_dashboards, of_rules
+from tests.deploy.real_prometheus import Prometheus
 from tests.e2e.conftest import Server, wait_for
+from thinwire.contract.metric_names import most_series
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -41,54 +44,17 @@ def assert_whole(server: Server, job: dict, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(server, tmp_path_factory):
-    """A real Prometheus that finds the workers through the service; its URL, or None where it is not installed."""
+    """One that finds the workers through the service; None where it is not installed."""
     program = shutil.which("prometheus")
     if program is None:
         yield None
         return
-    tmp_path = tmp_path_factory.mktemp("prometheus")
-    (tmp_path / "prometheus.yml").write_text(
-        f"""
-global: {{scrape_interval: 1s}}
-scrape_configs:
-  - job_name: thinwire-workers
-    http_sd_configs:
-      - url: {server.url}/v1/metrics/targets
-        refresh_interval: 1s
-        authorization: {{type: Bearer, credentials_file: {server.home / "token"}}}
-  - job_name: thinwire-service
-    authorization: {{type: Bearer, credentials_file: {server.home / "token"}}}
-    static_configs: [{{targets: ["{server.url.removeprefix("http://")}"]}}]
-"""
-    )
-    log_path = tmp_path / "prometheus.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                "--web.listen-address=127.0.0.1:0",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-
-    def address():
-        found = re.search(r"Listening on.*address=(\S+:[1-9]\d*)", log_path.read_text())
-        return found and found.group(1)
-
+    found = Prometheus(program, tmp_path_factory.mktemp("prometheus"), server)
     try:
-        yield f"http://{wait_for('Prometheus listens', address, 30)}"
+        found.begin()
+        yield found
     finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-def ask(prometheus: str, query: str) -> list[dict]:
-    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}).json()
-    assert answer["status"] == "success", answer
-    return answer["data"]["result"]
+        found.close()
 
 
 def pids(server, job_id, number):
@@ -115,6 +81,8 @@ QUERIES = (
     "thinwire_phase{phase='compressed'} == 1",
     "thinwire_wire_bytes_total > 0",
     "up{job='thinwire-service'} == 1",
+    "up{job='ray'} == 1",
+    "ray_node_cpu_count",
 )
 
 
@@ -124,16 +92,18 @@ def followed(server, prometheus) -> Followed:
 
     def both_compressed():
         assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
-        series = ask(prometheus, f'{RATIO}{{job_id="{job_id}"}}')
+        series = prometheus.ask(f'{RATIO}{{job_id="{job_id}"}}')
         return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
 
     scraped = {}
     if prometheus is not None:
         scraped = {RATIO: wait_for("Prometheus knows both workers' compression ratio", both_compressed)}
-        scraped |= {query: ask(prometheus, query) for query in QUERIES}
+        scraped |= {query: wait_for(query, lambda query=query: prometheus.ask(query), 60) for query in QUERIES}
     before = server.wait_for_step(job_id, 30)["progress"]["step"]
     server.kill()
     server.start()
+    if prometheus is not None:
+        prometheus.look_at(server)
     return Followed(server.wait_for_end(job_id), before, scraped)
 
 
@@ -150,6 +120,27 @@ def test_a_real_prometheus_is_told_the_compression_of_each_rank(followed):
     series = followed.scraped[RATIO]
     assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
     assert all(float(s["value"][1]) == pytest.approx(31.7, abs=0.5) for s in series)
+
+
+def test_a_job_has_no_more_series_than_are_told(prometheus, bereaved):
+    """Asked while a job of two ran; and when it is over there are none."""
+    if prometheus is None:
+        missing("prometheus is not installed: apt install prometheus")
+    assert 20 < bereaved.series <= most_series(2)
+
+    def gone():
+        return not prometheus.ask(f'{{__name__=~"thinwire_.+", job_id="{bereaved.job["id"]}", rank!=""}}')
+
+    wait_for("the series of workers that have ended go away", gone, 60)
+
+
+@pytest.mark.parametrize("where", [*of_dashboards(), *of_rules()])
+def test_every_query_of_every_dashboard_and_rule_has_an_answer_of_a_real_job(prometheus, bereaved, where):
+    if prometheus is None:
+        missing("prometheus is not installed: apt install prometheus")
+    if not WIRE_INTERFACE and "wire_" in {**of_dashboards(), **of_rules()}[where] and where in prometheus.unanswered:
+        pytest.skip("this machine has no interface but loopback")
+    assert (where in prometheus.unanswered) == (where in OF_SCRIPTS_ALONE)
 
 
 def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server, followed):
@@ -194,18 +185,61 @@ def test_no_token_is_shown_by_ray_or_by_a_log(server, short):
         assert secret not in told
 
 
+@dataclass
+class Bereaved:
+    """A job that has ended, one of whose two workers was killed; how many series it had in Prometheus before that."""
+
+    job: dict[str, Any]
+    series: int
+    on_the_train_page: list[set[int]]
+    """Pids of the workers that live, each time that they were others."""
+
+
+def on_the_train_page(server, job_id) -> set[int]:
+    """Pids of the workers of a job that live, as Ray's dashboard shows them; none where it does not know the job."""
+    headers = {"Authorization": f"Bearer {rays_token(server)}"}
+    answer = httpx.get(f"http://{server.ray()}/api/train/v2/runs/v1", headers=headers, timeout=30)
+    runs = answer.json()["train_runs"] if answer.status_code == 200 else []
+    return {
+        worker["pid"]
+        for run in runs
+        if run["job_details"] and run["job_details"]["submission_id"] == job_id
+        for attempt in run["attempts"]
+        for worker in attempt["workers"]
+        if worker["status"] == "ALIVE"
+    }
+
+
 @pytest.fixture(scope="module")
-def bereaved(server):
-    """A job that has ended, one of whose two workers was killed with -9 at step 45 or soon after."""
-    job_id = server.submit(**LONG)
+def bereaved(server, prometheus):
+    """One of its workers was killed with -9 at step 45 or soon after."""
+    job_id, series = server.submit(**LONG), 0
     server.wait_for_step(job_id, 45)
+    if prometheus is not None:
+        prometheus.ask_all(job_id)
+        counted = prometheus.ask(f'count({{__name__=~"thinwire_.+", job_id="{job_id}", rank!=""}})')
+        series = int(counted[0]["value"][1])
+    shown = [on_the_train_page(server, job_id)]
     os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
-    return server.wait_for_end(job_id)
+    while server.job(job_id)["state"] == "RUNNING":
+        if prometheus is not None:
+            prometheus.ask_all(job_id)
+        if (now := on_the_train_page(server, job_id)) != shown[-1]:
+            shown.append(now)
+        time.sleep(0.5)
+    return Bereaved(server.wait_for_end(job_id), series, shown)
+
+
+def test_the_train_page_of_rays_dashboard_shows_the_workers_of_now(server, bereaved):
+    (survivor,) = pids(server, bereaved.job["id"], 0)
+    dead, newcomer = pids(server, bereaved.job["id"], 1)[:2]
+    assert bereaved.on_the_train_page[0] == {survivor, dead}
+    assert {survivor, newcomer} in bereaved.on_the_train_page
 
 
 def test_a_killed_worker_costs_no_step(server, bereaved):
-    assert_whole(server, bereaved, LONG["steps"])
-    events = server.history(bereaved["id"])["events"]
+    assert_whole(server, bereaved.job, LONG["steps"])
+    events = server.history(bereaved.job["id"])["events"]
     assert not [e for e in events if e["kind"] == "resumed"]
     first = next(e for e in events if e["kind"] == "regrouped")
     assert first["fields"]["world_size"] == 2
@@ -214,9 +248,9 @@ def test_a_killed_worker_costs_no_step(server, bereaved):
 
 
 def test_when_a_worker_is_killed_the_other_keeps_its_process(server, bereaved):
-    assert bereaved["attempt"] == 1
-    assert len(pids(server, bereaved["id"], 0)) == 1
-    assert len(pids(server, bereaved["id"], 1)) > 1
+    assert bereaved.job["attempt"] == 1
+    assert len(pids(server, bereaved.job["id"], 0)) == 1
+    assert len(pids(server, bereaved.job["id"], 1)) > 1
 
 
 @dataclass
