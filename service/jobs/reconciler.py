@@ -127,6 +127,7 @@ class Reconciler:
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
         self._waits: dict[str, Told] = {}
+        self._warned: dict[tuple[str, str], str] = {}
         self._turns = 0
         self._wake = threading.Event()
         self._due = threading.Event()
@@ -177,6 +178,7 @@ class Reconciler:
         self._asked_in = {job: turn for job, turn in self._asked_in.items() if job in known}
         self._slow &= known
         self._waits = {job: told for job, told in self._waits.items() if job in known}
+        self._warned = {key: said for key, said in self._warned.items() if key[1] in known}
         rows = [row for row in rows if self._keep_wanted(row)]
         unready = self._unready()  # without jobs as well: requests are answered from the last look
         if rows and not self._stop.is_set():
@@ -318,7 +320,7 @@ class Reconciler:
             try:
                 self._launcher.cancel(submission_id(row.id, row.attempt))
             except LauncherError as error:
-                logger.warning("cancel_failed job_id=%s error=%s", row.id, error)
+                self._warn("cancel_failed", row, error)
         elif not self._launcher.own_cluster and status.state in _OVER:
             self._keep_rest_of_log(row)
         elif status.state in _LIVE:
@@ -331,7 +333,14 @@ class Reconciler:
         try:
             self._launcher.resize(submission_id(row.id, row.attempt), wanted.min, wanted.max)
         except LauncherError as error:
-            logger.warning("resize_failed job_id=%s error=%s", row.id, error)
+            self._warn("resize_failed", row, error)
+
+    def _warn(self, what: str, row: JobRow, error: LauncherError) -> None:
+        """Log it; the same words again, in the next turns, for those alone who ask for everything."""
+        said = str(error)
+        level = logging.DEBUG if self._warned.get((what, row.id)) == said else logging.WARNING
+        self._warned[what, row.id] = said
+        logger.log(level, "%s job_id=%s error=%s", what, row.id, said)
 
     def _keep_rest_of_log(self, row: JobRow) -> None:
         """What a driver has not sent any more of its log its cluster may still have."""

@@ -112,3 +112,13 @@ def test_the_command_says_what_is_missing(
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--kubernetes", "--pods", "3"])
     assert "create" in capsys.readouterr().err
+
+
+def test_a_server_that_is_busy_now_and_then_is_asked_again(api: KubeApi, capsys: Any) -> None:
+    expected = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    api.faults.refuse(429, times=2, when=lambda request: request.verb == "get" and request.resource == "rayjobs")
+    api.faults.refuse(503, times=1, when=lambda request: request.subresource == "log")
+    api.faults.refuse(500, times=1, when=lambda request: request.verb == "delete")
+    found = look(api, Operator(api.store), f"{LOG_MARK}{expected.model_dump_json()}\n")
+    assert found == expected
+    assert "kubectl delete rayjob tw-doctor-" in capsys.readouterr().err

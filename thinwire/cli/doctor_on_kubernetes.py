@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from thinwire.cli.screen import note
 from thinwire.contract.spec import JobSpec, read_spec
 from thinwire.doctor.examination import LOG_MARK, Examination, Say
 from thinwire.doctor.facts import Questions
@@ -29,6 +30,7 @@ POLL_S: Final = 1.0
 KEPT_S: Final = 600
 """The pods stay for so long after the doctor's end: its log is in one of them."""
 MOST_LOG_BYTES: Final = 16 << 20
+LOG_TRIES: Final = 5
 
 
 class PodsNotExamined(Exception):
@@ -84,23 +86,31 @@ def examine_pods(
         try:
             return _seen(kube, name, limit_s, say, sleep)
         finally:
-            kube.delete("rayjobs", name)
+            try:
+                kube.delete("rayjobs", name)
+            except KubeError as error:  # what was found is worth more
+                note(f"the RayJob {name} could not be removed ({error}); do it by: kubectl delete rayjob {name}")
     except (TemplateRefused, LauncherError) as error:
         raise PodsNotExamined(str(error)) from error
 
 
 def _seen(kube: Kube, name: str, limit_s: float, say: Say, sleep: Callable[[float], None]) -> Examination:
     """Wait for the end, and read what was said."""
-    until, reason = time.monotonic() + limit_s, None
+    until, reason, state = time.monotonic() + limit_s, None, LaunchState.PENDING
     while True:
-        found = kube.get("rayjobs", name)
-        if found is None:
-            raise PodsNotExamined(f"the RayJob {name} of the doctor was deleted by somebody else")
-        if is_over(found):
-            break
-        state = status_of(found).state
-        if state is not LaunchState.RUNNING:
-            reason = _reason(kube, found) or reason
+        try:
+            found = kube.get("rayjobs", name)
+            if found is None:
+                raise PodsNotExamined(f"the RayJob {name} of the doctor was deleted by somebody else")
+            if is_over(found):
+                break
+            state = status_of(found).state
+            if state is not LaunchState.RUNNING:
+                reason = _reason(kube, found) or reason
+        except KubeError as error:
+            if not _passes(error):
+                raise
+            reason = str(error)
         left_s = until - time.monotonic()
         if left_s <= 0:
             why = f" ({reason})" if reason else ""
@@ -120,6 +130,11 @@ def _seen(kube: Kube, name: str, limit_s: float, say: Say, sleep: Callable[[floa
     return Examination.model_validate_json(said[-1].removeprefix(LOG_MARK))
 
 
+def _passes(error: KubeError) -> bool:
+    """May the API server answer otherwise a little later? So it is with no answer, with 429 and with its own faults."""
+    return error.status is None or error.status == 429 or error.status >= 500
+
+
 def _reason(kube: Kube, found: Object) -> str | None:
     """What its pods wait for, as far as one may ask."""
     try:
@@ -131,6 +146,18 @@ def _reason(kube: Kube, found: Object) -> str | None:
 
 
 def _log(kube: Kube, found: Object) -> str:
+    """Of the head, asked for a few times where the API server does not answer. Raises KubeError."""
+    for _ in range(LOG_TRIES - 1):
+        try:
+            return _log_once(kube, found)
+        except KubeError as error:
+            if not _passes(error):
+                raise
+            time.sleep(POLL_S)
+    return _log_once(kube, found)
+
+
+def _log_once(kube: Kube, found: Object) -> str:
     heads = kube.pods(f"ray.io/cluster={cluster_of(found)},ray.io/node-type=head")
     if not heads:
         return ""

@@ -199,8 +199,11 @@ class Kube:
             if error.status not in (404, 409):
                 raise
 
-    def patch(self, plural: str, name: str, patch: Sequence[Object]) -> None:
-        """Change it by a JSON patch. One that is not there any more is a success. Raises KubeError."""
+    def patch(self, plural: str, name: str, patch: Sequence[Object]) -> bool:
+        """Change it by a JSON patch. False where it is not there any more, or not as a `test` of the patch says.
+
+        Raises: KubeError.
+        """
         try:
             self._call(
                 f"patch {plural}/{name}",
@@ -211,8 +214,10 @@ class Kube:
                 _content_type="application/json-patch+json",  # or the client says that it is a merge patch
             )
         except KubeError as error:
-            if error.status != 404:
-                raise
+            if error.status == 404 or (error.status in (409, 422) and _has_tests(patch)):
+                return False
+            raise
+        return True
 
     def pods(self, selector: str) -> list[Object]:
         """Pods with these labels. Raises KubeError."""
@@ -303,6 +308,10 @@ def connect(namespace: str | None) -> Kube:
             "KUBECONFIG to the file that kubectl uses"
         ) from error
     return Kube(configuration, namespace or own)
+
+
+def _has_tests(patch: Sequence[Object]) -> bool:
+    return any(one["op"] == "test" for one in patch)
 
 
 def _ray(plural: str, kube: Kube) -> tuple[str, str, str, str]:

@@ -222,7 +222,9 @@ class KubeRayLauncher:
         if cluster is None or "deletionTimestamp" in cluster["metadata"]:
             return
         if (patch := resized(cluster, least, most)) is not None:
-            kube.patch("rayclusters", cluster["metadata"]["name"], patch)
+            if not kube.patch("rayclusters", cluster["metadata"]["name"], patch):
+                logger.info("raycluster_moved name=%s; the next turn looks again", cluster["metadata"]["name"])
+                return
             logger.info("raycluster_resized name=%s min=%d max=%d", cluster["metadata"]["name"], least, most)
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:

@@ -142,6 +142,8 @@ def resized(cluster: Object, least: int, most: int) -> list[Object] | None:
     return [
         # Of this group, however others have changed the list meanwhile.
         {"op": "test", "path": f"{path}/groupName", "value": group["groupName"]},
+        # Had the autoscaler just asked for more pods, the upper limit would end them: the next turn looks again.
+        *([{"op": "test", "path": f"{path}/replicas", "value": group["replicas"]}] if "replicas" in group else []),
         {"op": "add", "path": f"{path}/minReplicas", "value": least},
         {"op": "add", "path": f"{path}/maxReplicas", "value": upper},
     ]

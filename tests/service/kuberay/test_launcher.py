@@ -12,7 +12,7 @@ import pytest
 from tests.kubeapi.answers import was_modified
 from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
-from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind
+from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind, Object
 from tests.kubeapi.server import KubeApi
 from tests.service.control_plane_harness import wait_until
 from tests.service.kuberay.harness import STORE, Counted, OnKubernetes
@@ -188,6 +188,25 @@ def test_a_change_of_workers_reaches_the_raycluster(kube: OnKubernetes) -> None:
     version = kube.cluster(job_id)["metadata"]["resourceVersion"]
     kube.service.turn(5)
     assert kube.cluster(job_id)["metadata"]["resourceVersion"] == version
+
+
+def test_a_resize_that_the_autoscaler_was_faster_than_is_tried_again(kube: OnKubernetes) -> None:
+    job_id = kube.running(workers={"min": 1, "max": 4})
+    name = kube.cluster(job_id)["metadata"]["name"]
+
+    def grown(one: Object) -> Object:
+        one["spec"]["workerGroupSpecs"][0]["replicas"] = 4
+        return one
+
+    kube.api.faults.tell(BadWatch("late", late_s=1.0), times=100)  # the launcher hears late of what the cluster became
+    kube.api.faults.restart()
+    kube.service.turn()
+    kube.api.store.update(RAYCLUSTERS, "default", name, grown)
+    kube.service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": 2}})
+    kube.service.turn()
+    assert kube.cluster(job_id)["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 4  # or two pods with workers would end
+    kube.service.turn(3)
+    assert kube.cluster(job_id)["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 4
 
 
 def test_a_pod_that_cannot_be_scheduled_is_the_reason(kube: OnKubernetes) -> None:

@@ -217,3 +217,8 @@ def test_fields_of_a_template_with_nothing_in_them_are_filled_in(tmp_path) -> No
     found = rayjob(read_template(tmp_path / "a.yaml"), attempt(**CASES["gpu"]))
     assert found["metadata"]["labels"]["thinwire/service"] == "ab12cd34"
     assert group(found)["template"]["spec"]["containers"][0]["resources"]["requests"] == {GPU: "1"}
+
+
+def test_a_resize_holds_only_while_the_pods_are_as_many_as_were_seen() -> None:
+    patch = resized(cluster(2, 5, 3), 1, 3)
+    assert {"op": "test", "path": "/spec/workerGroupSpecs/0/replicas", "value": 3} in (patch or [])
