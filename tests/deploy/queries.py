@@ -38,7 +38,7 @@ def of_rules() -> dict[str, str]:
     found = {f"rule {rule['record']}": rule["expr"] for rule in RULES if "record" in rule}
     for rule in RULES:
         if "alert" in rule:
-            found |= {f"alert {rule['alert']}: {name}": name for name in metrics_in(rule["expr"])}
+            found |= {f"alert {rule['alert']}: {name}": name for name in sorted(metrics_in(rule["expr"]))}
     return found
 
 
