@@ -77,5 +77,5 @@ def test_a_lost_submission_is_absent_and_an_unreachable_cluster_unknown() -> Non
 
 
 def test_the_registry_makes_the_launchers_by_name(tmp_path: Path) -> None:
-    assert set(LAUNCHERS) == {"local", "ray", "fake"}
+    assert set(LAUNCHERS) == {"local", "ray", "kuberay", "fake"}
     assert make_launcher(Settings(home=tmp_path, launcher="fake")).name == "fake"

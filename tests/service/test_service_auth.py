@@ -23,6 +23,7 @@ OF_ITS_JOB = {
     ("GET", "/v1/jobs/{job_id}/metrics"): 200,
     ("GET", "/v1/jobs/{job_id}/run"): 200,
     ("GET", "/v1/jobs/{job_id}/files/{name}"): 404,  # none is kept so far
+    ("GET", "/v1/jobs/{job_id}/package"): 404,  # it runs no script
     ("PUT", "/v1/jobs/{job_id}/files/{name}"): 415,  # plain bytes, and this is JSON
     ("POST", "/v1/jobs/{job_id}/log"): 415,
 }
