@@ -95,36 +95,35 @@ class HttpJobs:
 
 
 class Autoscaler:
-    """What Ray's autoscaler wants: a pod for each placement group that waits, and none that has long been idle."""
+    """What Ray's autoscaler wants: a pod for each placement group, and none that has long been idle."""
 
     def __init__(self, dashboard: Dashboard, kubelet: RealKubelet) -> None:
         self._dashboard, self._kubelet = dashboard, kubelet
         self._idle_since: dict[str, float] = {}
 
     def demand(self, clusters: RayClusters, cluster: Object, group: Object) -> int:
-        """Workers that are there and busy, coming, just idle, or waited for."""
+        """As many as there are placement groups, which have a worker each, and who has just become idle beside them."""
         workers = [
             pod
             for pod in clusters.pods(cluster, "worker", group["groupName"])
             if "deletionTimestamp" not in pod["metadata"]
         ]
         try:
-            waiting = self._waiting(clusters.head(cluster))
+            needed = self._placement_groups(clusters.head(cluster))
         except Unreachable:
             return int(group["replicas"])
         timeout_s = float((cluster["spec"].get("autoscalerOptions") or {}).get("idleTimeoutSeconds", 60))
-        busy = [pod for pod in workers if self._is_busy(pod)]
-        free = [pod for pod in workers if pod not in busy]
+        free = [pod for pod in workers if not self._is_busy(pod)]
         kept = [pod for pod in free if self._idle_s(pod) < timeout_s]
-        return len(busy) + max(waiting, len(kept))
+        return max(needed, min(len(workers), needed + len(kept)))
 
-    def _waiting(self, head: Object | None) -> int:
-        """Placement groups of one bundle that have no node."""
+    def _placement_groups(self, head: Object | None) -> int:
+        """Of one bundle each: those that wait for a node, and those that have one, their worker there or not yet."""
         answer = self._dashboard.call(head, "GET", "/api/v0/placement_groups", params={"limit": "1000"})
         if answer.status_code != 200:
             raise Unreachable(f"{answer.status_code} {answer.text[:500]}")
         groups = answer.json()["data"]["result"]["result"]
-        return sum(one["state"] in ("PENDING", "RESCHEDULING") for one in groups)
+        return sum(one["state"] != "REMOVED" for one in groups)
 
     def _is_busy(self, pod: Object) -> bool:
         if pod["status"].get("phase") == "Running" and self._kubelet.processes(pod, WORKER):

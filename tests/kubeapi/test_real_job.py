@@ -21,7 +21,8 @@ from benchmarks.lab_boxes import OVER, STORE_ENV, THINWIRE, Host, keep_store
 from tests.conftest import missing
 from tests.kubeapi.client import kubeconfig
 from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS, Object
-from tests.kubeapi.networks import network_of
+from tests.kubeapi.kuberay_pods import NODE_TYPE
+from tests.kubeapi.networks import network_of, processes_in
 from tests.kubeapi.operator import Operator
 from tests.kubeapi.real_pods import RealKubelet
 from tests.kubeapi.real_ray import Autoscaler, Dashboard, HttpJobs
@@ -134,6 +135,24 @@ class Kubernetes:
 
         return self.until(now, f"{job_id}: {what}", within_s)
 
+    def trains(self, job_id: str, workers: int, after_step: int = -1) -> int:
+        """Wait until so many train, beyond that step; the step."""
+
+        def holds(job: dict[str, Any]) -> bool:
+            return job.get("world_size") == workers and (job.get("progress") or {"step": -1})["step"] > after_step
+
+        job = self.until_job(job_id, holds, f"{workers} train after step {after_step}")
+        return int(job["progress"]["step"])
+
+    def workers(self) -> list[Object]:
+        """Worker pods that are not ending."""
+        return self.store.all(
+            PODS,
+            matches=lambda pod: (
+                pod["metadata"]["labels"][NODE_TYPE] == "worker" and "deletionTimestamp" not in pod["metadata"]
+            ),
+        )
+
     def told(self) -> str:
         """What a person would look at."""
         lines = [
@@ -187,3 +206,39 @@ def test_a_job_goes_from_post_through_pods_to_a_trained_model(kubernetes: Kubern
     kubernetes.until(
         lambda: not kubernetes.store.all(RAYCLUSTERS) and not kubernetes.store.all(PODS), "the pods go", 120.0
     )
+
+
+def test_a_job_loses_pods_is_resized_and_cancelled(kubernetes: Kubernetes) -> None:
+    job_id = kubernetes.submit(steps=1_000_000, workers={"min": 1, "max": 2, "device": "cpu", "grace_s": 20})
+    step = kubernetes.trains(job_id, 2, after_step=5)
+
+    # A node is lost: the other worker goes on, a new pod comes, and a new worker in it.
+    lost = kubernetes.workers()[-1]
+    kubernetes.kubelet.kill(lost)
+    step = kubernetes.trains(job_id, 1, step)
+    step = kubernetes.trains(job_id, 2, step)
+    assert lost["metadata"]["uid"] not in [pod["metadata"]["uid"] for pod in kubernetes.workers()]
+
+    # A pod is to go: its worker hands over before it is ended.
+    left = kubernetes.workers()[0]
+    kubernetes.store.delete(PODS, "default", left["metadata"]["name"])
+    kubernetes.until(lambda: left["metadata"]["uid"] in kubernetes.kubelet.ended, "the pod is gone", 120.0)
+    assert kubernetes.kubelet.ended[left["metadata"]["uid"]][:2] == ["preStop 0", "SIGTERM"]
+    step = kubernetes.trains(job_id, 2, step)
+
+    # Fewer workers: their pods are idle, and go; more, and they come.
+    assert kubernetes.ask("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": 1}})
+    step = kubernetes.trains(job_id, 1, step)
+    kubernetes.until(lambda: len(kubernetes.workers()) == 1, "the idle pod goes", 120.0)
+    assert kubernetes.ask("PATCH", f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": 3}})
+    kubernetes.trains(job_id, 3, step)
+    assert len(kubernetes.workers()) == 3
+
+    job = kubernetes.job(job_id)
+    assert job["attempt"] == 1
+    assert kubernetes.ask("POST", f"/v1/jobs/{job_id}/cancel")
+    kubernetes.until_job(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
+    kubernetes.until(lambda: not kubernetes.store.all(PODS), "the pods go", 180.0)
+    assert job_id not in [one["metadata"]["name"] for one in kubernetes.store.all(RAYJOBS)]
+    for pid in kubernetes.lab.host_pids()[1:]:
+        assert list(processes_in(pid)) == []
