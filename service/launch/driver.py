@@ -31,9 +31,14 @@ def driver_command(
         token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
     except OSError as error:
         raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
-    arguments = ["--service", url, "--job", metadata["job_id"], "--attempt", str(attempt)]
-    arguments += ["--ticket", ticket_of(token, attempt)]
-    if fetch and code is not None and code.sha256 is not None:
-        arguments += ["--package", code.sha256]
+    package = code.sha256 if fetch and code is not None else None
+    return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), code, package)
+
+
+def command_line(url: str, job_id: str, attempt: int, ticket: str, code: Code | None, package: str | None) -> str:
+    """The same of words that are known. package: the sha256 of the zip that it is to fetch."""
+    words = ["--service", url, "--job", job_id, "--attempt", str(attempt), "--ticket", ticket]
+    if package is not None:
+        words += ["--package", package]
     python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
-    return f"{python} -m thinwire.workers.main {shlex.join(arguments)}"
+    return f"{python} -m thinwire.workers.main {shlex.join(words)}"

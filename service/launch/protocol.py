@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 LOG_PART_BYTES = 1 << 20
 
@@ -63,6 +63,17 @@ class Code:
     working_dir: str | None
     pip: tuple[str, ...]
     env_vars: Mapping[str, str]
+
+    def environment(self) -> dict[str, Any]:
+        """A runtime environment of Ray's with all of it but the package, which each launcher brings in its own way."""
+        found: dict[str, Any] = {}
+        if self.package is None and self.working_dir is not None:
+            found["working_dir"] = f"local://{self.working_dir}"
+        if self.pip:
+            found["pip"] = list(self.pip)
+        if self.env_vars:
+            found["env_vars"] = dict(self.env_vars)
+        return found
 
 
 class LauncherError(Exception):

@@ -199,17 +199,11 @@ class RayJobs:
 
     def _environment(self, code: Code) -> dict[str, Any]:
         """What Ray makes on each machine, its package being there. Raises LauncherError."""
-        found: dict[str, Any] = {}
+        found = code.environment()
         if code.package is not None:
             name = f"_ray_pkg_{code.sha256}.zip"
             self._put_package(name, code.package)
             found["working_dir"] = f"gcs://{name}"
-        elif code.working_dir is not None:
-            found["working_dir"] = f"local://{code.working_dir}"
-        if code.pip:
-            found["pip"] = list(code.pip)
-        if code.env_vars:
-            found["env_vars"] = dict(code.env_vars)
         return found
 
     def _put_package(self, name: str, zipped: Path) -> None:

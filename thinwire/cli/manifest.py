@@ -35,7 +35,7 @@ def manifest(
 
     Example: `thinwire manifest examples/quickstart.yaml | kubectl apply --dry-run=server -f -`
     """
-    from thinwire.service.launch.driver import PYTHON
+    from thinwire.service.launch.driver import command_line
     from thinwire.service.launch.kuberay.manifest import Attempt, TemplateRefused, printed, rayjob, read_template
     from thinwire.service.launch.protocol import Code
 
@@ -46,21 +46,20 @@ def manifest(
             Problem(path=".".join(map(str, one["loc"][1:])), value=None, message=one["msg"]) for one in error.errors()
         ]
         raise explain_rejection(file, "it is no job", problems) from None
-    code = None
-    words = ["--service", "URL", "--job", f"{spec.name}-SUFFIX", "--attempt", "1", "--ticket", "TICKET"]
+    code = package = None
+    job_id = f"{spec.name}-SUFFIX"
     if isinstance(spec, ScriptSpec):
         code = Code(None, None, spec.recipe.working_dir, spec.recipe.pip, spec.recipe.env_vars)
         if spec.recipe.package is not None or spec.recipe.working_dir is None:
-            words += ["--package", spec.recipe.package or "SHA256"]
-    python = "python" if code is not None and code.pip else PYTHON
+            package = spec.recipe.package or "SHA256"
     try:
         made = rayjob(
             read_template(template, image),
             Attempt(
                 service_id="SERVICE",
-                submission_id=f"{spec.name}-SUFFIX",
-                entrypoint=" ".join([python, "-m", "thinwire.workers.main", *words]),
-                metadata={"job_id": f"{spec.name}-SUFFIX", "job_name": spec.name, "attempt": "1"},
+                submission_id=job_id,
+                entrypoint=command_line("URL", job_id, 1, "TICKET", code, package),
+                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1"},
                 spec=spec,
                 least=spec.workers.min,
                 most=spec.workers.max,

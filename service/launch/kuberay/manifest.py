@@ -104,8 +104,8 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     spec["entrypoint"] = attempt.entrypoint
     spec["jobId"] = f"{attempt.service_id}.{attempt.submission_id}"
     spec["metadata"] = dict(attempt.metadata)
-    environment = _environment(attempt.code)
-    if environment:
+    environment = {} if attempt.code is None else attempt.code.environment()
+    if environment:  # without the package: the driver fetches that with the job's token
         # All quoted: KubeRay's YAML takes 1e-3 and y for a number and a truth, and Ray wants strings.
         spec["runtimeEnvYAML"] = yaml.safe_dump(environment, sort_keys=True, default_style='"')
     cluster = spec["rayClusterSpec"]
@@ -182,20 +182,6 @@ def _is_fixed(found: Object) -> bool:
     """Does Kueue admit so many pods, and no others later? Of a RayJob, or of the RayCluster made of it."""
     metadata = found["metadata"]
     return QUEUE in metadata.get("labels", {}) and metadata.get("annotations", {}).get(ELASTIC) != "true"
-
-
-def _environment(code: Code | None) -> Object:
-    """Ray's runtime environment. The package is not in it: the driver fetches that with the job's token."""
-    if code is None:
-        return {}
-    found: Object = {}
-    if code.package is None and code.working_dir is not None:
-        found["working_dir"] = f"local://{code.working_dir}"
-    if code.pip:
-        found["pip"] = list(code.pip)
-    if code.env_vars:
-        found["env_vars"] = dict(code.env_vars)
-    return found
 
 
 def _device(group: Object, device: str) -> None:

@@ -99,3 +99,46 @@ def test_a_server_that_expires_all_is_not_asked_without_a_pause(monkeypatch: pyt
     wait_until(lambda: not found._thread.is_alive() or server.watches > 3, "it has paused")
     found.close()
     assert (len(pauses), server.watches) == (1, 1)
+
+
+def test_an_answer_from_before_an_objects_end_does_not_bring_it_back(api: KubeApi, kube: Kube) -> None:
+    watched = Watched(kube, "rayjobs", "")
+    watched.start()
+    try:
+        api.store.create(RAYJOBS, "default", {**read_template(None).rayjob, "metadata": {"name": "a"}})
+        asked = kube.get("rayjobs", "a")
+        assert asked is not None
+        wait_until(lambda: watched.get("a"), "it is told")
+        api.store.delete(RAYJOBS, "default", "a")
+        wait_until(lambda: watched.get("a") is None, "its end is told")
+        watched.put(asked)
+        assert watched.get("a") is None
+        later = {"metadata": {"name": "b", "resourceVersion": str(api.store.version + 100)}}
+        unknown = {"metadata": {"name": "c", "resourceVersion": "of another form"}}
+        for one in (later, unknown):
+            watched.put(one)
+        assert names(watched.all()) == ["b", "c"]
+    finally:
+        watched.close()
+
+
+class Slow:
+    """An API server that is asked for other things while it lists: by then `a` has ended, and `b` has come since."""
+
+    watched: Watched
+
+    def all(self, plural: str, selector: str) -> tuple[list[Any], str]:
+        for name, version in (("a", "5"), ("b", "11")):
+            self.watched.put({"metadata": {"name": name, "resourceVersion": version}})
+        return [], "10"
+
+    def watch(self, plural: str, selector: str, version: str) -> Iterator[Any]:
+        return iter(())
+
+
+def test_what_came_to_be_while_a_list_was_made_stays_and_what_ended_before_it_goes() -> None:
+    server = Slow()
+    server.watched = Watched(server, "rayjobs", "")  # type: ignore[arg-type]
+    server.watched.start()
+    server.watched.close()
+    assert names(server.watched.all()) == ["b"]
