@@ -505,7 +505,7 @@ class Reconciler:
                     JobRepository(session).set_reason(ids, reason)
 
     def _tell_waits(self, found: Iterable[Asked]) -> None:
-        """Write what pods wait for, in the reason of jobs that have not begun and in the events of all."""
+        """Write what pods wait for, in the reason of jobs that are not running, and in the events of all."""
         now = self._clock()
         news: list[tuple[JobRow, str]] = []
         for asked in found:

@@ -111,9 +111,11 @@ class JobRepository:
         self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
 
     def set_waits_for(self, job_id: str, reason: str | None) -> None:
-        """Say what the pods of a job that is submitted wait for. Its row's version stays: no decision depends on it."""
+        """Say what the pods of a job that is submitted wait for, or what keeps those of one that is to end. Its row's
+        version stays: no decision depends on it."""
         table = JobRow.__table__
-        waiting = (table.c.id == job_id) & (table.c.state == JobState.PENDING.value)
+        states = (JobState.PENDING.value, JobState.CANCELLING.value)
+        waiting = (table.c.id == job_id) & table.c.state.in_(states)
         self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
 
     def set_token_hash(self, job_id: str, token_hash: str) -> None:

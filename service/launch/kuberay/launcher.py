@@ -273,7 +273,7 @@ class KubeRayLauncher:
     def _waits_for_something(self, one: Object) -> bool:
         if is_over(one):
             return False
-        if status_of(one).state is not LaunchState.RUNNING:
+        if "deletionTimestamp" in one["metadata"] or status_of(one).state is not LaunchState.RUNNING:
             return True
         assert self._clusters is not None, "it has started"
         cluster = self._clusters.get(cluster_of(one) or "")

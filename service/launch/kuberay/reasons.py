@@ -14,6 +14,9 @@ FRESH_S: Final = 600.0
 """A warning that was last seen longer ago is over."""
 UNSEEN_S: Final = 15.0
 """KubeRay's operator has said something of a RayJob by then, where there is one."""
+LET_GO_S: Final = 60.0
+"""After its deletion a RayJob stays while KubeRay stops its driver; by then it is gone, where all goes its way."""
+_NO_FINALIZERS: Final = '{"metadata":{"finalizers":null}}'
 
 
 def why_waiting(
@@ -23,6 +26,8 @@ def why_waiting(
 
     pods: of the job's RayCluster. warnings: Warning events, of anything in the namespace.
     """
+    if "deletionTimestamp" in rayjob["metadata"]:
+        return _not_let_go(rayjob["metadata"], now)
     status = rayjob.get("status") or {}
     queue = rayjob["metadata"].get("labels", {}).get(QUEUE)
     if queue is not None and status.get("jobDeploymentStatus", "") in ("", "Suspending", "Suspended"):
@@ -36,6 +41,19 @@ def why_waiting(
     if not status and now - _seconds(rayjob["metadata"].get("creationTimestamp"), now) > UNSEEN_S:
         return "KubeRay's operator has said nothing of its RayJob: it does not run, or does not watch this namespace"
     return None
+
+
+def _not_let_go(metadata: Object, now: float) -> str | None:
+    """Who keeps an object that was deleted."""
+    if now - _seconds(metadata["deletionTimestamp"], now) <= LET_GO_S:
+        return None
+    name, space = metadata["name"], metadata.get("namespace", "default")
+    keepers = ", ".join(metadata.get("finalizers") or ["none"])
+    return _short(
+        f"RayJob {name} was deleted at {metadata['deletionTimestamp']} and is kept by its finalizers ({keepers}). Does "
+        "KubeRay's operator run? It takes its own away when it has stopped the driver. Where nobody will, see that its "
+        f"pods are gone, then: kubectl -n {space} patch rayjob {name} --type=merge -p '{_NO_FINALIZERS}'"
+    )
 
 
 def _not_admitted(rayjob: Object, queue: str, workloads: Sequence[Object]) -> str:

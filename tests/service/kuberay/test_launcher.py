@@ -166,6 +166,17 @@ def test_a_cancel_deletes_the_rayjob_and_waits_until_kuberay_has_let_it_go(kube:
     assert kube.api.store.all(RAYCLUSTERS) == []
 
 
+def test_a_cancel_that_a_finalizer_keeps_says_so(kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.service.launch.kuberay.reasons.LET_GO_S", -1.0)
+    job_id = kube.running()
+    kube.keep(job_id)
+    kube.service.client.post(f"/v1/jobs/{job_id}/cancel")
+    kube.turn_until(lambda: "rayjob-finalizer" in str(kube.service.job(job_id)["reason"]), "the reason")
+    kube.let_go(job_id)
+    kube.turn_until(lambda: kube.service.state(job_id) == "CANCELLED", "the end")
+    assert kube.service.job(job_id)["reason"] is None
+
+
 def test_a_rayjob_that_somebody_deletes_is_a_lost_attempt(kube: OnKubernetes) -> None:
     job_id = kube.running()
     kube.api.store.delete(RAYJOBS, "default", kube.rayjob(job_id)["metadata"]["name"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.service.launch.kuberay.manifest import QUEUE
-from thinwire.service.launch.kuberay.reasons import FRESH_S, SHOWN, UNSEEN_S, why_waiting
+from thinwire.service.launch.kuberay.manifest import LONGEST_NAME, QUEUE
+from thinwire.service.launch.kuberay.reasons import FRESH_S, LET_GO_S, SHOWN, UNSEEN_S, why_waiting
 from thinwire.service.launch.kuberay.states import is_over, status_of
 from thinwire.service.launch.protocol import LaunchState
 
@@ -132,6 +132,21 @@ def test_an_operator_that_does_not_run_is_named() -> None:
     young = {"metadata": {"name": "tw-a", "creationTimestamp": AT}}
     assert UNSEEN_S > 1
     assert why(young) is None
+
+
+def test_the_finalizers_of_a_rayjob_that_is_not_let_go_are_named_with_what_to_do() -> None:
+    deleted = job("Running")
+    name, space = "a" * LONGEST_NAME, "n" * 63
+    finalizers = ["ray.io/rayjob-finalizer", "foregroundDeletion"]
+    deleted["metadata"] |= {"name": name, "namespace": space, "deletionTimestamp": AT, "finalizers": finalizers}
+    at = datetime.fromisoformat(AT).timestamp()
+    assert why_waiting(deleted, [UNSCHEDULABLE], [], [], at + LET_GO_S - 1) is None
+    words = str(why_waiting(deleted, [UNSCHEDULABLE], [], [], at + LET_GO_S + 1))
+    assert "kept by its finalizers (ray.io/rayjob-finalizer, foregroundDeletion)" in words
+    # Whole, whatever the names.
+    assert words.endswith(
+        f"""kubectl -n {space} patch rayjob {name} --type=merge -p '{{"metadata":{{"finalizers":null}}}}'"""
+    )
 
 
 @pytest.mark.parametrize("stamp", [None, "", "yesterday", 7])
