@@ -229,6 +229,15 @@ class Cluster:
         found: dict[str, Any] = self.service.until(now, f"{job_id} {what}", within_s)
         return found
 
+    def trains(self, job_id: str, workers: int, after_step: int = -1) -> int:
+        """Wait until so many train, beyond that step. The step."""
+
+        def holds(job: dict[str, Any]) -> bool:
+            return job["world_size"] == workers and (job["progress"] or {"step": -1})["step"] > after_step
+
+        job = self.until(job_id, holds, f"trains with {workers} after step {after_step}")
+        return int(job["progress"]["step"])
+
     def kept(self) -> list[str]:
         """What lies in the store, by its path there."""
         listed = self.service.run(f"curl -sf 'http://{self.service.address}:{STORE_PORT}/{BUCKET}?list-type=2'")

@@ -19,21 +19,13 @@ import pytest
 
 from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, end, join, other_interfaces_share
 from tests.conftest import missing
+from tests.job_file import small_job
 from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.network import INTERFACE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800), pytest.mark.usefixtures("namespaces")]
 
-JOB = {
-    "name": "both",
-    "steps": 40,
-    "global_batch": 4,
-    "recipe": {"layers": 1, "width": 32, "heads": 2, "context": 16},
-    "optimizer": {"name": "onebit_adam", "lr": 0.001, "warmup": 10},
-    "workers": {"min": 2, "max": 2, "device": "cpu"},
-    "evaluation": {"every_steps": 20, "windows": 8},
-}
 SCRIPT = """
 import os, sys, time
 import torch
@@ -73,7 +65,7 @@ def cluster() -> Iterator[Cluster]:
 
 def job_of_ours(cluster: Cluster, **changes: Any) -> dict[str, Any]:
     """A job of a built-in recipe, at its end."""
-    job = {**JOB, "checkpoint": {"every_steps": 20, "store": cluster.store}, **changes}
+    job = small_job(**{"checkpoint": {"every_steps": 20, "store": cluster.store}, **changes})
     return cluster.until(cluster.submit(job, {}), lambda job: job["state"] in OVER, "is over")
 
 
@@ -161,22 +153,14 @@ def script(cluster: Cluster, steps: int) -> str:
 def test_a_script_outlives_its_worker_and_follows_a_resize(cluster: Cluster) -> None:
     job_id, service = script(cluster, 900), cluster.service
 
-    def train(workers: int, from_step: int) -> int:
-        job = cluster.until(
-            job_id,
-            lambda job: (job["world_size"], (job["progress"] or {"step": 0})["step"] > from_step) == (workers, True),
-            f"trains with {workers} after step {from_step}",
-        )
-        return int(job["progress"]["step"])
-
-    step = train(2, 10)
+    step = cluster.trains(job_id, 2, 10)
     assert cluster.other.processes("ray::ElasticWorker", signal.SIGKILL)
     cluster.until(job_id, lambda job: job["world_size"] == 1, "goes on without the killed one")
-    step = train(2, step)
+    step = cluster.trains(job_id, 2, step)
     service.run(f"{THINWIRE} resize {job_id} --max 1 --wait", within_s=200.0)
-    step = train(1, step)
+    step = cluster.trains(job_id, 1, step)
     service.run(f"{THINWIRE} resize {job_id} --max 2 --wait", within_s=200.0)
-    train(2, step)
+    cluster.trains(job_id, 2, step)
     job = cluster.until(job_id, lambda job: job["state"] in OVER, "is over")
     assert (job["state"], job["attempt"]) == ("SUCCEEDED", 1), job["reason"]
     assert job["summary"]["replicas_bit_equal"]
@@ -196,23 +180,15 @@ def test_a_cancelled_job_leaves_no_worker_on_any_box(cluster: Cluster) -> None:
 def test_a_box_that_is_taken_down_hands_over_what_its_worker_holds(cluster: Cluster) -> None:
     job_id = script(cluster, 100_000)
 
-    def train(workers: int, from_step: int) -> int:
-        job = cluster.until(
-            job_id,
-            lambda job: (job["world_size"], (job["progress"] or {"step": 0})["step"] > from_step) == (workers, True),
-            f"trains with {workers} after step {from_step}",
-        )
-        return int(job["progress"]["step"])
-
-    step = train(2, 20)
+    step = cluster.trains(job_id, 2, 20)
     end(cluster.other)
-    train(1, step)
+    cluster.trains(job_id, 1, step)
     assert "workers_told_to_leave" in cluster.other.run(f"cat {cluster.other.box}/up.log")
     changes = [one["fields"] for one in cluster.history(job_id)["events"] if one["kind"] == "regrouped"]
     change = next(one for one in reversed(changes) if one["world_size"] == 1)
     assert (change["error_lost_norm"], change["server_error_lost"], change["redone"]) == (0.0, [], 0), change
     join(cluster.other, cluster.head, cluster.head.run(f"cat {cluster.head.box}/auth_token"))
-    train(2, step)  # and it is taken back
+    cluster.trains(job_id, 2, step)  # and it is taken back
     cluster.service.run(f"{THINWIRE} cancel {job_id}")
     cluster.until(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
 

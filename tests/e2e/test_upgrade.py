@@ -21,6 +21,7 @@ from alembic.script import ScriptDirectory
 
 from tests.conftest import missing
 from tests.e2e.conftest import wait_for
+from tests.job_file import small_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -149,16 +150,12 @@ def test_a_new_version_takes_over_a_job_that_runs(old: Path, boxed: Boxed) -> No
     ports = ["--port", str(boxed.head), "--dashboard-port", str(boxed.dashboard)]
     boxed.command(old, "up", "--head", "--num-cpus", "2", *ports)
     boxed.serve(old)
-    job = {
-        "name": "goes-on",
-        "steps": 100_000,
-        "global_batch": 4,
-        "recipe": {"layers": 1, "width": 32, "heads": 2, "context": 16},
-        "optimizer": {"name": "onebit_adam", "lr": 0.001, "warmup": 10},
-        "workers": {"min": 2, "max": 2, "device": "cpu"},
-        "evaluation": {"every_steps": 50_000, "windows": 8},
-        "checkpoint": {"every_steps": 50_000, "store": str(boxed.store)},
-    }
+    job = small_job(
+        name="goes-on",
+        steps=100_000,
+        evaluation={"every_steps": 50_000, "windows": 8},
+        checkpoint={"every_steps": 50_000, "store": str(boxed.store)},
+    )
     (boxed.store / "job.json").write_text(json.dumps(job))
     job_id = boxed.command(old, "submit", "job.json").strip()
 

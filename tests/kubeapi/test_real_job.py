@@ -19,6 +19,7 @@ import yaml
 
 from benchmarks.lab_boxes import OVER, STORE_ENV, THINWIRE, Host, keep_store
 from tests.conftest import missing
+from tests.job_file import small_job
 from tests.kubeapi.client import kubeconfig
 from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS, Object
 from tests.kubeapi.kuberay_pods import NODE_TYPE
@@ -38,15 +39,6 @@ pytestmark = [
 ]
 
 NODES = 5
-JOB = {
-    "name": "pods",
-    "steps": 40,
-    "global_batch": 4,
-    "recipe": {"layers": 1, "width": 32, "heads": 2, "context": 16},
-    "optimizer": {"name": "onebit_adam", "lr": 0.001, "warmup": 10},
-    "workers": {"min": 2, "max": 2, "device": "cpu"},
-    "evaluation": {"every_steps": 20, "windows": 8},
-}
 
 
 class Kubernetes:
@@ -106,7 +98,7 @@ class Kubernetes:
         return answer.json() if answer.content and "json" in answer.headers["content-type"] else answer.text
 
     def submit(self, **changes: Any) -> str:
-        job = {**JOB, "checkpoint": {"every_steps": 20, "store": self.kept_at}, **changes}
+        job = small_job(**{"checkpoint": {"every_steps": 20, "store": self.kept_at}, **changes})
         made: str = self.ask("POST", "/v1/jobs", json=job)["id"]
         return made
 
