@@ -6,6 +6,8 @@ CANCELLING  PENDING RUNNING StopRun, again at each poll until it is gone
 CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
 CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
 PENDING     RUNNING         Run
+RUNNING     PENDING         Wait; where a queue took its machines and would start it anew, by what the run left: Succeed,
+                            Fail, or Retry, uncounted
 either      SUCCEEDED       Succeed
 either      FAILED          Fail with the reason that the run left, or the cluster where a further attempt would fail
                             alike; Retry where neither has said one: it was killed
@@ -37,7 +39,7 @@ class JobView:
     state: JobState
     attempt: int
     max_attempts: int
-    """1 + workers.max_restarts, and one more for each attempt that an orderly end of the service took."""
+    """1 + workers.max_restarts, and one more for each attempt that an orderly end of the service, or a queue, took."""
     max_restarts: int = 0
     version: int = 1
     absent_polls: int = 0
@@ -65,9 +67,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Back to SUBMITTING with the next attempt."""
+    """Back to SUBMITTING with the next attempt. counted: is it one of those that workers.max_restarts allows?"""
 
     reason: str
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,20 @@ def decide(job: JobView, status: LaunchStatus) -> Action:
         return _absent(job)
     if said is LaunchState.RUNNING and job.state is JobState.PENDING:
         return Run()
+    if said is LaunchState.PENDING and status.put_back and job.state is JobState.RUNNING:
+        return _taken(job, status)
     return Wait()
+
+
+def _taken(job: JobView, status: LaunchStatus) -> Action:
+    """It has not failed: others were to have its machines. Started anew its ticket would be used up."""
+    if job.summary is not None:
+        return Succeed(job.summary)
+    if job.failure is not None:
+        return Fail(failure_text(job.failure))
+    why = f": {status.waits_for}" if status.waits_for else ""
+    back = f"attempt {job.attempt} was suspended in its cluster{why}"
+    return Retry(f"{back}; attempt {job.attempt + 1} resumes from the newest checkpoint", counted=False)
 
 
 def _absent(job: JobView) -> Action:

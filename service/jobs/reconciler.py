@@ -554,8 +554,9 @@ def _target(row: JobRow, action: Action) -> tuple[JobState, str | None]:
             return JobState.PENDING, None
         case Run():
             return JobState.RUNNING, None
-        case Retry(reason):
+        case Retry(reason, counted):
             row.attempt += 1
+            row.max_attempts += not counted
             row.failure = None
             return JobState.SUBMITTING, reason
         case Succeed(summary):

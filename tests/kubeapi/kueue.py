@@ -1,4 +1,4 @@
-"""Kueue, played: a Workload for each RayJob of a queue, which waits until a test admits it."""
+"""Kueue, played: a Workload for each RayJob of a queue, which waits until a test admits it, and takes it back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.kubeapi.store import Store, now
 
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 ELASTIC: Final = "kueue.x-k8s.io/elastic-job"
+PREEMPTED: Final = "Preempted to accommodate a workload (UID: 0a1b, JobUID: 2c3d) due to prioritization in the ClusterQueue"
 NO_QUOTA: Final = (
     "couldn't assign flavors to pod set head: insufficient unused quota for cpu in flavor default-flavor, 2 more needed"
 )
@@ -48,6 +49,25 @@ class Kueue:
             return found
 
         self._store.update(RAYJOBS, namespace, name, let_go)
+
+    def preempt(self, name: str, namespace: str = "default") -> None:
+        """Others are to have its machines: the RayJob is suspended, and waits in its queue again."""
+        rayjob = self._store.get(RAYJOBS, namespace, name)
+        workload = self._workload(rayjob)
+        assert workload is not None, f"Kueue has not seen {name} yet: step() first"
+        conditions = [
+            _condition("QuotaReserved", False, "Pending", PREEMPTED),
+            _condition("Admitted", False, "NoReservation", "The workload has no reservation"),
+            _condition("Evicted", True, "Preempted", PREEMPTED),
+            _condition("Requeued", True, "Preempted", PREEMPTED),
+        ]
+        self._set(workload, conditions)
+
+        def hold(found: Object) -> Object:
+            found["spec"]["suspend"] = True
+            return found
+
+        self._store.update(RAYJOBS, namespace, name, hold)
 
     def _note(self, rayjob: Object) -> None:
         metadata, queue = rayjob["metadata"], self._queue(rayjob)

@@ -70,6 +70,21 @@ def test_the_table_is_complete() -> None:
     assert {(believed, said) for believed, said, _ in TABLE} == {(state, said) for state in open_states for said in L}
 
 
+def test_a_run_whose_machines_a_queue_took_is_begun_anew_and_that_does_not_count() -> None:
+    taken = LaunchStatus(L.PENDING, put_back=True, waits_for="no quota")
+    action = decide(view(S.RUNNING, attempt=4), taken)
+    assert isinstance(action, Retry)
+    assert not action.counted
+    assert action.reason == (
+        "attempt 4 was suspended in its cluster: no quota; attempt 5 resumes from the newest checkpoint"
+    )
+    assert decide(view(S.PENDING), taken) == Wait()
+    assert decide(view(S.CANCELLING), taken) == StopRun()
+    assert decide(view(S.RUNNING, summary=SUMMARY), taken) == Succeed(SUMMARY)
+    failure = Failure(kind="NonFinite", message="nan", step=3)
+    assert decide(view(S.RUNNING, failure=failure), taken) == Fail("NonFinite (step 3): nan")
+
+
 @pytest.mark.parametrize("state", ACTIVE)
 def test_absent_counts_only_when_it_lasts(state: JobState) -> None:
     absent = LaunchStatus(L.ABSENT)

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -133,10 +134,16 @@ class KubeRayLauncher:
     def submit(
         self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
     ) -> None:
-        """Create the RayJob of the submission; one that is there is a success. Raises LauncherError."""
+        """Create the RayJob of the submission; one that is there is a success. What is left of an earlier attempt goes
+        first: a suspended one would be let go again. Raises LauncherError.
+        """
         kube, jobs = self._started()
         body = self.manifest(submission_id, run_dir, attempt, metadata, code)
         name = body["metadata"]["name"]
+        for one in jobs.all():
+            if _is_earlier(one, metadata["job_id"], attempt) and not is_over(one):
+                kube.delete("rayjobs", one["metadata"]["name"], one["metadata"].get("uid"))
+                logger.info("rayjob_replaced name=%s by=%s", one["metadata"]["name"], name)
         self._unanswered.add(name)
         kube.create("rayjobs", body)
         if (found := kube.get("rayjobs", name)) is not None:
@@ -189,7 +196,7 @@ class KubeRayLauncher:
         if is_over(found):
             self._told.setdefault(name, time.time())
         elif (wait := self._waits.get(name)) is not None:
-            return LaunchStatus(status.state, waits_for=wait)
+            return replace(status, waits_for=wait)
         return status
 
     def _ask_for(self, name: str) -> Object | None:
@@ -311,3 +318,10 @@ class KubeRayLauncher:
         if self._kube is None or self._jobs is None:
             raise LauncherError("the launcher has not started; the service's log says why")
         return self._kube, self._jobs
+
+
+def _is_earlier(rayjob: Object, job_id: str, attempt: int) -> bool:
+    """Of the same job, and of an attempt before this one?"""
+    said = rayjob["spec"].get("metadata") or {}
+    number = str(said.get("attempt", ""))
+    return said.get("job_id") == job_id and number.isdecimal() and int(number) < attempt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from thinwire.service.launch.kuberay.manifest import Object
+from thinwire.service.launch.kuberay.manifest import QUEUE, Object
 from thinwire.service.launch.protocol import LaunchState, LaunchStatus
 
 _OF_RAY: Final = {
@@ -37,7 +37,16 @@ def status_of(rayjob: Object) -> LaunchStatus:
     if deployment == "Running" and of_ray in (LaunchState.RUNNING, LaunchState.PENDING):
         return LaunchStatus(of_ray)
     # Ray may have said the end that KubeRay has not noted yet; the next status has both.
-    return LaunchStatus(LaunchState.RUNNING if deployment == "Running" and of_ray else LaunchState.PENDING)
+    if deployment == "Running" and of_ray:
+        return LaunchStatus(LaunchState.RUNNING)
+    return LaunchStatus(LaunchState.PENDING, put_back=_is_put_back(rayjob, deployment))
+
+
+def _is_put_back(rayjob: Object, deployment: str) -> bool:
+    """Would a new start of it follow, had it run? What a person suspends stays so until that person lets it go."""
+    if deployment == "Suspended":
+        return QUEUE in rayjob["metadata"].get("labels", {})
+    return deployment in ("", "Initializing") and not rayjob.get("spec", {}).get("suspend")
 
 
 def is_over(rayjob: Object) -> bool:

@@ -40,7 +40,7 @@ AT = "2027-01-15T08:00:00Z"
     ],
 )
 def test_states(status: dict[str, str], state: str, for_good: bool) -> None:
-    found = status_of({"status": status})
+    found = status_of({"metadata": {}, "status": status})
     assert (found.state, found.for_good) == (LaunchState(state), for_good)
     assert is_over({"status": status}) == (found.state.value not in ("PENDING", "RUNNING"))
 
