@@ -6,8 +6,7 @@ CANCELLING  PENDING RUNNING StopRun, again at each poll until it is gone
 CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
 CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
 PENDING     RUNNING         Run
-RUNNING     PENDING         Wait; where a queue took its machines and would start it anew, by what the run left: Succeed,
-                            Fail, or Retry, uncounted
+RUNNING     PENDING         Wait; where a queue has put it back: Succeed, Fail, or Retry, uncounted, by what it left
 either      SUCCEEDED       Succeed
 either      FAILED          Fail with the reason that the run left, or the cluster where a further attempt would fail
                             alike; Retry where neither has said one: it was killed

@@ -40,8 +40,8 @@ class LaunchStatus:
     for_good: bool = False
     """Of FAILED: a further attempt would fail alike."""
     put_back: bool = False
-    """Of PENDING: no process of it runs, and all that ever ran are ended: what comes is a new start of it. So it is where
-    a queue takes a job's machines for others."""
+    """Of PENDING: no process of it runs any more, if one did; what comes is a new start of it. So it is where a queue
+    takes a job's machines for others."""
     began: bool = True
     """Of FAILED: not where the cluster could not start its process; then message says why, in one or two lines."""
 

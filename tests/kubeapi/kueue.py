@@ -13,7 +13,9 @@ from tests.kubeapi.store import Store, now
 
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 ELASTIC: Final = "kueue.x-k8s.io/elastic-job"
-PREEMPTED: Final = "Preempted to accommodate a workload (UID: 0a1b, JobUID: 2c3d) due to prioritization in the ClusterQueue"
+PREEMPTED: Final = (
+    "Preempted to accommodate a workload (UID: 0a1b, JobUID: 2c3d) due to prioritization in the ClusterQueue"
+)
 NO_QUOTA: Final = (
     "couldn't assign flavors to pod set head: insufficient unused quota for cpu in flavor default-flavor, 2 more needed"
 )

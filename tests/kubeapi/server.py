@@ -1,7 +1,7 @@
 """The API server for tests, over HTTP on a free port of loopback, with whatever is to go wrong (faults.py).
 
-Plain HTTP and one bearer token. What it does not have, it says: strategic merge patches, server-side apply, dryRun, the
-CEL rules of CRDs, admission, managedFields, tables, logs that are followed.
+HTTP, plain unless told otherwise, and one bearer token. What it does not have, it says: strategic merge patches,
+server-side apply, dryRun, the CEL rules of CRDs, admission, managedFields, tables, logs that are followed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import select
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ class KubeApi:
     """The server. Objects outlive go_away() and come_back(). bookmark_every_s: a real one sends one a minute.
 
     address: to listen on; network: entered wherever a socket is made, for an address of another network namespace.
+    tls: with the server's certificate.
     """
 
     def __init__(
@@ -45,13 +47,14 @@ class KubeApi:
         bookmark_every_s: float = 60.0,
         address: str = "127.0.0.1",
         network: Callable[[], AbstractContextManager[None]] = nullcontext,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.store, self.rights, self.token = store or Store(), Rights(), token
         self.api = Api(self.store, self.rights, groups)
         self.bookmark_every_s = bookmark_every_s
         self.faults = Faults(self)
         self.address, self.port = address, 0
-        self._network = network
+        self._network, self._tls = network, tls
         self._moving = threading.RLock()
         self._open: set[socket.socket] = set()
         self._http: _Http | None = None
@@ -61,7 +64,7 @@ class KubeApi:
     @property
     def url(self) -> str:
         """What clients are told."""
-        return f"http://{self.address}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{self.address}:{self.port}"
 
     def come_back(self) -> None:
         """Answer, again at the port of before."""
@@ -70,6 +73,8 @@ class KubeApi:
                 return
             with self._network():
                 http = _Http((self.address, self.port), _Handler)
+            if self._tls is not None:
+                http.socket = self._tls.wrap_socket(http.socket, server_side=True)
             http.kube = self
             self._http, self.port = http, http.server_port
             if self._place is not None:

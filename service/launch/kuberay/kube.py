@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import ssl
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -44,6 +45,20 @@ NEEDED: Final = (
 _UNREADABLE: Final = (kubernetes.config.ConfigException, OSError, yaml.YAMLError, TypeError, AttributeError, ValueError)
 """What the client raises of a kubeconfig that is none: of its form it asks nothing."""
 _FILE: Final = "the file that KUBECONFIG names, by default ~/.kube/config, is no kubeconfig"
+
+
+_WRONG_NAME: Final = frozenset({62, 64})
+_NOT_NOW: Final = frozenset({9, 10})
+"""Codes of OpenSSL (X509_V_ERR_...): of another host or address; not yet or no longer valid. Others: of another CA."""
+_OTHER_CA: Final = (
+    "give it the CA that has signed that certificate: in a pod Kubernetes does so (kube-root-ca.crt, mounted as "
+    "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt), elsewhere certificate-authority of the cluster in the "
+    "kubeconfig"
+)
+_OTHER_NAME: Final = (
+    "name the API server in the kubeconfig as its certificate does, or add tls-server-name to the cluster there"
+)
+_OTHER_TIME: Final = "renew the certificate, or set the clock of this machine"
 
 
 class KubeError(LauncherError):
@@ -327,10 +342,28 @@ def _told(error: Exception, what: str, url: str) -> Exception:
         return KubeError(
             f"the Kubernetes API at {url} did not {what} ({error.status}: {message})", error.status, reason
         )
+    if (why := _no_tls(getattr(error, "reason", None))) is not None:
+        return KubeError(f"no TLS with the Kubernetes API at {url}, asked to {what}: {why}")
     if isinstance(error, (urllib3.exceptions.HTTPError, OSError)):
         words = str(getattr(error, "reason", None) or error) or type(error).__name__
         return KubeError(f"the Kubernetes API at {url} does not answer, asked to {what} ({words[:300]})")
     return error
+
+
+def _no_tls(error: object) -> str | None:
+    """What is wrong with certificates, and what to do; None where this is no error of TLS."""
+    if not isinstance(error, urllib3.exceptions.SSLError):
+        return None
+    cause = error.args[0] if error.args else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        code = cause.verify_code
+        do = _OTHER_NAME if code in _WRONG_NAME else _OTHER_TIME if code in _NOT_NOW else _OTHER_CA
+        return f"its certificate is not trusted ({cause.verify_message}); {do}"
+    if getattr(cause, "reason", None) == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS there; is the port right, or http:// meant?"
+    if isinstance(cause, FileNotFoundError) or getattr(cause, "library", None) == "X509":
+        return f"the file with its CA cannot be read ({cause}); {_OTHER_CA}"
+    return str(cause)[:300]
 
 
 def _said(error: ApiException) -> tuple[str, str]:
