@@ -32,6 +32,7 @@ from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.engine.memory import bytes_per_parameter
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
 from thinwire.optim.engine.overlap import Overlap
@@ -376,13 +377,14 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group."""
+        """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group, and held (memory)."""
         return {
             "phase": str(self.phase),
             "num_steps": self.num_steps,
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
             "steps_skipped": self.steps_skipped,
+            "bytes_per_parameter": bytes_per_parameter(self),
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),
             **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),
             **self.evidence,
@@ -391,9 +393,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters, for any number of ranks. Collective: every rank calls it.
 
-        Where `saves` is "rank" it is rank_state_dict(), which is not collective, instead.
-        Of bfloat16 and float16 parameters the masters are in it, and loading sets the parameters by them.
-
+        Where `saves` is "rank" it is rank_state_dict(), not collective. Of low-precision parameters it has the masters.
         Error memory is saved as its residual R, and the live run goes on from R as a loaded run would: both are
         bit-equal from here. Hooks registered as torch.optim has them are called. Raises: PeerLost; then nothing has
         changed. CallMismatch where some ranks call it and others do not. RuntimeError where gradients are on their way

@@ -1,0 +1,39 @@
+"""What stats() says of memory: bytes a parameter, each storage once."""
+
+import pytest
+import torch
+
+from tests.optim.seeded import seeded
+from thinwire.comm import run_threads
+from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+HELD = {
+    "adam": (lambda p, g: Adam(p, group=g), lambda n: 12.5),
+    "onebit_adam": (lambda p, g: OneBitAdam(p, group=g, warmup=2), lambda n: 16.5 + 4 / n),
+    "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 20.5 + 4 / n),
+    "zero_one_adam": (lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1), lambda n: 28.5 + 4 / n),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", sorted(HELD))
+def test_stats_say_how_many_bytes_a_parameter_are_held(name, size):
+    make, expected = HELD[name]
+
+    def work(group):
+        net = seeded(1, lambda: torch.nn.Linear(512, 512))
+        optimizer = make(net.parameters(), group)
+        for _ in range(5):
+            for param in net.parameters():
+                param.grad.normal_()
+            optimizer.step()
+        return optimizer.stats()["bytes_per_parameter"]
+
+    for told in run_threads(size, work):
+        assert told == {"state": pytest.approx(expected(size), abs=0.15), "gradient": pytest.approx(4, abs=0.01)}
+
+
+def test_masters_of_low_precision_parameters_are_told_apart():
+    net = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    told = Adam(net.parameters()).stats()["bytes_per_parameter"]
+    assert told == {"state": 12.0, "gradient": 4.0, "master": 4.0}
