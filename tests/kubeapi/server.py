@@ -191,7 +191,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path in ("/healthz", "/livez", "/readyz"):
             self._send(200, b"ok")
             raise _Closed
-        if self.headers.get("Authorization") != f"Bearer {self.server.kube.token}":
+        scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+        if (scheme.lower(), token) != (
+            "bearer",
+            self.server.kube.token,
+        ):  # the client of a pod's account writes it small
             raise answers.unauthorized()
 
     def _befall(self, fault: Fault | None) -> None:

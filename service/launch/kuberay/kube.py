@@ -11,6 +11,7 @@ import logging
 import os
 import ssl
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import kubernetes.client
@@ -44,6 +45,7 @@ NEEDED: Final = (
 
 _UNREADABLE: Final = (kubernetes.config.ConfigException, OSError, yaml.YAMLError, TypeError, AttributeError, ValueError)
 """What the client raises of a kubeconfig that is none: of its form it asks nothing."""
+_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _FILE: Final = "the file that KUBECONFIG names, by default ~/.kube/config, is no kubeconfig"
 
 
@@ -298,17 +300,24 @@ class Kube:
             raise _told(error, what, self.url) from error
 
 
+class _Configuration(kubernetes.client.Configuration):  # type: ignore[misc]  # it has no types
+    """Of the client's. A file with a token may end its line, and no header can have that."""
+
+    def get_api_key_with_prefix(self, identifier: str, alias: str | None = None) -> str | None:
+        found: str | None = super().get_api_key_with_prefix(identifier, alias)
+        return None if found is None else found.strip()
+
+
 def connect(namespace: str | None) -> Kube:
     """With the account of the pod that this runs in, else as kubectl would. namespace: None, of pod or context.
 
     Raises: LauncherError where there is neither.
     """
-    configuration = kubernetes.client.Configuration()
+    configuration = _Configuration()
     try:
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             kubernetes.config.load_incluster_config(client_configuration=configuration)
-            with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
-                own = file.read().strip()
+            own = _NAMESPACE.read_text(encoding="utf-8").strip()
         else:
             kubernetes.config.load_kube_config(client_configuration=configuration)
             own = kubernetes.config.list_kube_config_contexts()[1]["context"].get("namespace") or "default"

@@ -35,7 +35,7 @@ from thinwire.service.launch.kuberay.manifest import (
     resized,
 )
 from thinwire.service.launch.kuberay.reasons import why_waiting
-from thinwire.service.launch.kuberay.states import cluster_of, is_over, status_of
+from thinwire.service.launch.kuberay.states import cluster_of, ended_at, is_over, status_of
 from thinwire.service.launch.kuberay.watched import Watched
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
@@ -54,7 +54,8 @@ LOOK_S: Final = 3.0
 KEPT_S: Final = 3600.0
 """A RayJob that is over stays for so long once the service knows, for `kubectl get rayjobs`."""
 KEPT_UNTOLD_S: Final = 86400.0
-"""And for so long where nobody has asked for its end."""
+"""And for so long after its end where nobody has asked for that, as of jobs that were over before this service started;
+yet KEPT_S at least from when it was first seen: what ended while no service ran is asked for soon."""
 _POD_CLUSTER: Final = "ray.io/cluster"
 
 
@@ -297,7 +298,8 @@ class KubeRayLauncher:
                 continue
             seen = self._told.get(name)
             first = self._over_since.setdefault(name, now)
-            if (seen is not None and now - seen > KEPT_S) or now - first > KEPT_UNTOLD_S:
+            untold_s = now - ended_at(one, otherwise=first)
+            if (seen is not None and now - seen > KEPT_S) or (now - first > KEPT_S and untold_s > KEPT_UNTOLD_S):
                 kube.delete("rayjobs", name, one["metadata"].get("uid"))
                 logger.info("rayjob_removed name=%s", name)
         for known in (self._told, self._over_since):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Final
 
 from thinwire.service.launch.kuberay.manifest import QUEUE, Object
+from thinwire.service.launch.kuberay.states import unix_seconds
 
 SHOWN: Final = 600
 """Characters of a reason."""
@@ -38,14 +38,14 @@ def why_waiting(
     names = {_name(rayjob), str(status.get("rayClusterName", "")), *map(_name, pods)}
     if words := _newest_warning(warnings, names, now):
         return _short(words)
-    if not status and now - _seconds(rayjob["metadata"].get("creationTimestamp"), now) > UNSEEN_S:
+    if not status and now - unix_seconds(rayjob["metadata"].get("creationTimestamp"), now) > UNSEEN_S:
         return "KubeRay's operator has said nothing of its RayJob: it does not run, or does not watch this namespace"
     return None
 
 
 def _not_let_go(metadata: Object, now: float) -> str | None:
     """Who keeps an object that was deleted."""
-    if now - _seconds(metadata["deletionTimestamp"], now) <= LET_GO_S:
+    if now - unix_seconds(metadata["deletionTimestamp"], now) <= LET_GO_S:
         return None
     name, space = metadata["name"], metadata.get("namespace", "default")
     keepers = ", ".join(metadata.get("finalizers") or ["none"])
@@ -95,7 +95,7 @@ def _newest_warning(warnings: Iterable[Object], names: set[str], now: float) -> 
 def _last_seen(event: Object, now: float) -> float:
     series = (event.get("series") or {}).get("lastObservedTime")
     stamp = series or event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp")
-    return _seconds(stamp, now)
+    return unix_seconds(stamp, now)
 
 
 def _owned_by(found: Object, uid: str | None) -> bool:
@@ -104,15 +104,6 @@ def _owned_by(found: Object, uid: str | None) -> bool:
 
 def _name(found: Object) -> str:
     return str(found["metadata"]["name"])
-
-
-def _seconds(stamp: str | None, now: float) -> float:
-    """Unix seconds of a time as Kubernetes writes it; `now` where it cannot be read."""
-    try:
-        moment = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
-    except ValueError:
-        return now
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _short(words: str) -> str:

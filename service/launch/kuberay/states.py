@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Final
 
 from thinwire.service.launch.kuberay.manifest import QUEUE, Object
@@ -57,3 +58,17 @@ def is_over(rayjob: Object) -> bool:
 def cluster_of(rayjob: Object) -> str | None:
     """The name of the RayCluster that KubeRay made for it, or is about to."""
     return (rayjob.get("status") or {}).get("rayClusterName") or None
+
+
+def ended_at(rayjob: Object, otherwise: float) -> float:
+    """When KubeRay noted its end, in unix seconds; `otherwise` where it did not."""
+    return unix_seconds((rayjob.get("status") or {}).get("endTime"), otherwise)
+
+
+def unix_seconds(stamp: str | None, otherwise: float) -> float:
+    """Of a time as Kubernetes writes it; `otherwise` where it cannot be read."""
+    try:
+        moment = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
+    except ValueError:
+        return otherwise
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

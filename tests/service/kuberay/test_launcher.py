@@ -7,6 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+import kubernetes.client
+import kubernetes.config
 import pytest
 
 from tests.kubeapi.answers import was_modified
@@ -14,6 +16,7 @@ from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
 from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind, Object
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import now
 from tests.service.control_plane_harness import wait_until
 from tests.service.kuberay.harness import STORE, Counted, OnKubernetes
 from thinwire.service.config import Settings
@@ -255,6 +258,23 @@ def test_rayjobs_that_are_over_are_removed_when_the_service_knows(
         kube.launcher.logs(job_id, 0)
 
 
+def test_a_rayjob_that_was_over_a_day_ago_is_removed_by_a_service_that_starts_again(
+    kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, young = kube.running(), kube.running()
+    for job_id, ended in ((old, "2026-01-01T00:00:00Z"), (young, now())):
+        kube.say(kube.rayjob(job_id), "Complete", "SUCCEEDED", endTime=ended)
+    for job_id in (old, young):
+        kube.turn_until(lambda job_id=job_id: kube.service.state(job_id) == "SUCCEEDED", "the job is over")
+    kube.restart()  # and does not ask about them again
+    time.sleep(0.5)
+    assert len(kube.rayjobs()) == 2, "not before the service has had the time to ask"
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.KEPT_S", 0.5)
+    wait_until(lambda: len(kube.rayjobs()) == 1, "it is removed")
+    time.sleep(0.5)
+    assert kube.rayjobs() == [kube.rayjob(young)]
+
+
 def test_services_of_one_namespace_do_not_see_each_other(kube: OnKubernetes, tmp_path: Path) -> None:
     other = OnKubernetes(tmp_path / "other", kube.api)
     try:
@@ -312,6 +332,33 @@ def test_a_context_with_an_empty_namespace_is_that_of_kubectl(
     file = write_kubeconfig(api, tmp_path / "config", namespace)
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
     assert connect(None).namespace == "default"
+
+
+def test_the_files_of_a_pods_account_may_end_their_lines(
+    api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"token": f"{api.token}\n", "namespace": "default\n", "ca.crt": "a certificate\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr("kubernetes.config.incluster_config.SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setattr("thinwire.service.launch.kuberay.kube._NAMESPACE", tmp_path / "namespace")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    # The API server for tests speaks plain HTTP, and a pod's account goes over TLS.
+    load = kubernetes.config.load_incluster_config
+
+    def loaded(client_configuration: kubernetes.client.Configuration) -> None:
+        load(client_configuration)
+        client_configuration.host, client_configuration.ssl_ca_cert = api.url, None
+        client_configuration.refresh_api_key_hook = None
+
+    monkeypatch.setattr("kubernetes.config.load_incluster_config", loaded)
+    kube = connect(None)
+    try:
+        assert (kube.namespace, kube.missing()) == ("default", None)
+    finally:
+        kube.close()
 
 
 def test_the_launcher_asks_for_the_services_own_address(tmp_path: Path) -> None:
