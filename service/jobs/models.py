@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from sqlalchemy import JSON, ForeignKey, Index, String, UniqueConstraint
@@ -10,6 +11,11 @@ from sqlalchemy.orm import Mapped, mapped_column
 from thinwire.service.db import Base
 
 JsonDict = dict[str, Any]
+
+
+def key_of(who: str, key: str) -> str:
+    """What is stored of somebody's Idempotency-Key: two people may have chosen the same."""
+    return hashlib.sha256(f"{who}\0{key}".encode()).hexdigest()
 
 
 class JobRow(Base):
@@ -22,6 +28,7 @@ class JobRow(Base):
     spec: Mapped[JsonDict] = mapped_column(JSON)
     spec_digest: Mapped[str] = mapped_column(String(64))
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
+    """The `key_of` who submitted it; the key itself where a version before that did."""
     token_hash: Mapped[str] = mapped_column(String(64), unique=True)
     state: Mapped[str] = mapped_column(String(16), index=True)
     reason: Mapped[str | None] = mapped_column(default=None)

@@ -11,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Session, defer
 
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.reports import EventKind
-from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow, ServiceRow
+from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow, ServiceRow, key_of
 
 
 class JobRepository:
@@ -40,9 +40,11 @@ class JobRepository:
         query = select(JobRow).where(JobRow.id.in_(job_ids)).order_by(JobRow.id).with_for_update()
         return {row.id: row for row in self.session.scalars(query)}
 
-    def by_idempotency_key(self, key: str) -> JobRow | None:
-        """The job that was made with this key."""
-        return self.session.scalar(select(JobRow).where(JobRow.idempotency_key == key))
+    def by_idempotency_key(self, who: str, key: str) -> JobRow | None:
+        """The job that they have made with this key, or that was made with it when nobody had a name."""
+        theirs = (JobRow.submitted_by == who) | JobRow.submitted_by.is_(None)
+        stored = JobRow.idempotency_key.in_((key_of(who, key), key))  # the key itself: by a version before `key_of`
+        return self.session.scalar(select(JobRow).where(theirs, stored).limit(1))
 
     def packages(self) -> set[str]:
         """The hashes of the packages that jobs name."""

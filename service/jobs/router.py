@@ -133,7 +133,7 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=255,
         pattern=r"^[\x20-\x7e]+$",
-        description="makes the request safe to repeat: the same key and spec give the same job",
+        description="makes the request safe to repeat: of one person, the same key and spec give the same job",
     ),
 ]
 

@@ -36,7 +36,7 @@ from thinwire.service.errors import (
 from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
 from thinwire.service.jobs.heirs import heirs_of
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.models import JobRow, key_of
 from thinwire.service.jobs.places import unshared
 from thinwire.service.jobs.repository import JobRepository, record, transition
 from thinwire.service.jobs.starts import Starts
@@ -89,14 +89,14 @@ class JobService:
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
     def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None, change: Change) -> Job:
-        """Accept a job: its row, then its run folder. The same key and spec again give the same job.
+        """Accept a job: its row, then its run folder. The same key and spec of the same person again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
         a start that is not there).
         """
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
-        earlier = self._earlier(idempotency_key, digest, spec)
+        earlier = self._earlier(change.who, idempotency_key, digest, spec)
         if earlier is not None:
             change.job_id, change.about = earlier.id, "repeated"
             return earlier
@@ -108,7 +108,7 @@ class JobService:
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token, change)
             while row is None:  # the id is taken, or another request with this key was faster
-                earlier = self._earlier(idempotency_key, digest, given)
+                earlier = self._earlier(change.who, idempotency_key, digest, given)
                 if earlier is not None:
                     change.job_id, change.about = earlier.id, "repeated"
                     return earlier
@@ -330,11 +330,11 @@ class JobService:
         elif isinstance(spec, TrainSpec):
             _check_data(spec)
 
-    def _earlier(self, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
+    def _earlier(self, who: str, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
         if key is None:
             return None
         with self._db.read() as session:
-            row = JobRepository(session).by_idempotency_key(key)
+            row = JobRepository(session).by_idempotency_key(who, key)
         if row is None:
             return None
         if row.spec_digest != digest and row.spec != spec.model_dump(mode="json"):
@@ -350,7 +350,7 @@ class JobService:
             name=spec.name,
             spec=spec.model_dump(mode="json"),
             spec_digest=digest,
-            idempotency_key=key,
+            idempotency_key=None if key is None else key_of(change.who, key),
             token_hash=token_hash(token),
             state=JobState.SUBMITTING.value,
             attempt=1,

@@ -13,6 +13,7 @@ from sqlalchemy import event, select
 from tests.service.control_plane_harness import Service, spec
 from tests.service.postgresql import postgresql
 from thinwire.contract.people import Role
+from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.people import callers, operator_file
 from thinwire.service.people.models import AuditRow, TokenRow
 
@@ -174,6 +175,36 @@ def test_a_job_says_who_has_submitted_it(either: Service) -> None:
     assert mine["submitted_by"] == "anna"
     listed = {job["id"]: job["submitted_by"] for job in either.client.get("/v1/jobs").json()["jobs"]}
     assert listed == {mine["id"]: "anna", theirs: "operator"}
+
+
+def test_each_person_has_idempotency_keys_of_their_own(either: Service) -> None:
+    anna, bert = made(either, "anna"), made(either, "bert")
+
+    def submit(who: dict[str, str], **changes: Any) -> str:
+        answer = either.client.post("/v1/jobs", json=spec(**changes), headers={**who, "Idempotency-Key": "first-try"})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    annas, berts = submit(anna), submit(bert, steps=101)
+    assert annas != berts
+    assert (submit(anna), submit(bert, steps=101)) == (annas, berts)
+    either.client.delete("/v1/tokens/anna")
+    assert submit(made(either, "anna")) == annas  # another token of the same name
+
+
+@pytest.mark.parametrize("by", ["anna", None])
+def test_a_key_that_an_older_version_has_stored_is_found_again(either: Service, by: str | None) -> None:
+    anna, bert = made(either, "anna"), made(either, "bert")
+    first = either.client.post("/v1/jobs", json=spec(), headers=anna).json()["id"]
+    with either.plane.db.write() as session:
+        row = JobRepository(session).lock(first)
+        assert row is not None
+        row.idempotency_key, row.submitted_by = "k", by
+    again = [
+        either.client.post("/v1/jobs", json=spec(), headers={**who, "Idempotency-Key": "k"}).json()["id"]
+        for who in (anna, bert)
+    ]
+    assert [one == first for one in again] == [True, by is None]
 
 
 def test_every_change_leaves_one_line_done_or_refused(either: Service) -> None:
