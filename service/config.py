@@ -34,6 +34,10 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home, description="token, server.json, thinwire.db, runs/")
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="0: a free port, written to server.json")
+    operator_token_from: str | None = Field(
+        None,
+        description="where the operator's token comes from, if it is put into home at each start; it is changed there",
+    )
     launcher: Literal["local", "ray", "kuberay", "fake"] = "local"
     ray_address: str | None = Field(None, description="launcher ray: the cluster's dashboard, http://head:8265")
     ray_token_file: Path | None = Field(None, description="launcher ray: the file that holds the cluster's token")

@@ -6,7 +6,7 @@
       +- NotFound             404
       |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound
       +- Conflict             409
-      |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists
+      |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists, TokenFromElsewhere
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
@@ -279,6 +279,18 @@ class TokenExists(Conflict):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"there is a token {name!r} already: revoke it first, or take another name, such as {name}-2")
+
+
+class TokenFromElsewhere(Conflict):
+    """The operator's token is put into the home from elsewhere, at each start."""
+
+    code = "token_from_elsewhere"
+
+    def __init__(self, source: str) -> None:
+        super().__init__(
+            f"the operator's token comes from {source}: a new one in this home would hold until the next start, and "
+            "then the old one again. Change it there, and start all replicas anew; the token is as it was"
+        )
 
 
 class StaleAttempt(Conflict):

@@ -68,6 +68,7 @@ class ControlPlane:
         self._home = settings.home
         private_folder(settings.home)
         self.operator_token = OperatorToken(settings.token_file)
+        self.operator_token_from = settings.operator_token_from
         self.db = Database(settings.database)
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)

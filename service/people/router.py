@@ -15,6 +15,7 @@ from thinwire.service.errors import (
     Forbidden,
     InvalidRequest,
     TokenExists,
+    TokenFromElsewhere,
     TokenNotFound,
     TooManyWrongTokens,
     Unauthorized,
@@ -78,9 +79,11 @@ def revoke_token(name: Named, tokens: AllTokens, change: Asked) -> None:
     tokens.revoke(name, change)
 
 
-@people.post("/tokens/operator/rotate")
+@people.post("/tokens/operator/rotate", responses=documented(TokenFromElsewhere))
 def rotate_token(request: Request, change: Asked) -> RotatedToken:
     """Put a new operator's token into the home of the service that answers. The one before is refused at once."""
+    if (source := request.app.state.plane.operator_token_from) is not None:
+        raise TokenFromElsewhere(source)
     db: Database = request.app.state.plane.db
     held: OperatorToken = request.app.state.plane.operator_token
     try:

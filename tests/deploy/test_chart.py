@@ -173,6 +173,13 @@ def test_the_rules_of_the_chart_are_those_that_are_tested_with_runbooks_where_th
     assert len({each["metadata"]["name"] for each in found}) == 2
 
 
+def test_a_service_whose_token_comes_from_a_secret_knows_that():
+    for name, source in (("ingress", "Secret thinwire-token"), ("as-it-is", None)):
+        (found,) = (each for each in objects(rendered(name)) if each["kind"] == "Deployment")
+        env = {one["name"]: one.get("value") for one in found["spec"]["template"]["spec"]["containers"][0]["env"]}
+        assert env.get("THINWIRE_OPERATOR_TOKEN_FROM") == source
+
+
 def test_another_template_starts_the_pods_anew():
     hashes = [re.findall(r"thinwire/template: (.*)", rendered(name))[0] for name in ("as-it-is", "template")]
     assert hashes[0] != hashes[1]

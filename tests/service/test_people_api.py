@@ -328,6 +328,34 @@ def test_the_operators_token_rotates_without_a_restart(service: Service) -> None
     assert service.client.post("/v1/tokens/operator/rotate", headers=anna).status_code == 403
 
 
+def test_a_token_from_a_secret_is_not_rotated_in_the_home_of_one_replica(tmp_path: Path) -> None:
+    """The home of each replica is made anew from the Secret: what one has rotated, the next start would take back."""
+    service = Service(tmp_path / "home", operator_token_from="Secret thinwire-token")
+    try:
+        answer = service.client.post("/v1/tokens/operator/rotate")
+        assert (answer.status_code, answer.json()["code"]) == (409, "token_from_elsewhere")
+        assert "Secret thinwire-token" in answer.json()["message"]
+        assert service.client.get("/v1/jobs").status_code == 200
+        assert [line["status"] for line in audit(service, limit=1)] == [409]
+    finally:
+        service.close()
+
+
+def test_a_rotated_token_is_that_of_one_home_and_of_all_that_share_it(tmp_path: Path) -> None:
+    now = [0.0]
+    mine, beside, another = (
+        operator_file.OperatorToken(tmp_path / home / "token", lambda: now[0]) for home in ("a", "a", "b")
+    )
+    old = another.hash
+    mine.rotate()
+    now[0] += operator_file.LOOK_S
+    for one in (beside, another):
+        assert one.due
+        one.look()
+    assert beside.hash == mine.hash
+    assert another.hash == old
+
+
 def test_a_token_that_cannot_be_written_stays_as_it_was(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
