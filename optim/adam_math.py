@@ -11,6 +11,9 @@ from torch import Tensor
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 
+PIECE = 1 << 22
+"""Elements for which there is scratch."""
+
 
 def momentum_(m_N: Tensor, g_N: Tensor, beta1: float) -> None:
     """m <- beta1 m + (1 - beta1) g."""
@@ -47,13 +50,12 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
     p_N.addcdiv_(m_N, scratch_N, value=-h.lr / correction1)
 
 
-def step_(
-    p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor
-) -> None:
-    """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v, scratch: modified."""
+def step_(p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None) -> None:
+    """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v: modified."""
     if updates.fits(p_N):
         updates.adam_(p_N, g_N, m_N, v_N, h, bias_step)
         return
     momentum_(m_N, g_N, h.beta1)
     variance_(v_N, g_N, h.beta2)
-    descend_(p_N, m_N, v_N, h, bias_step, scratch_N)
+    for p, m, v in zip(*(torch.split(x, PIECE) for x in (p_N, m_N, v_N)), strict=True):
+        descend_(p, m, v, h, bias_step, torch.empty_like(p))

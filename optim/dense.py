@@ -21,6 +21,14 @@ from thinwire.optim.lamb_math import BOUNDS, LambHyper, tensor_segments
 
 @dataclass(slots=True)
 class AdamState:
+    """Momentum and variance."""
+
+    m_N: Replicated
+    v_N: Replicated
+
+
+@dataclass(slots=True)
+class LambState:
     """Momentum, variance and one scratch vector."""
 
     m_N: Replicated
@@ -51,7 +59,7 @@ class Adam(FlatOptimizer[AdamState]):
     def make_state(self) -> AdamState:
         """Empty vectors."""
         p_N = self.space.p_N
-        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
+        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N))
 
     def plan(self, step: int) -> StepPlan:
         """Every step is dense."""
@@ -62,11 +70,11 @@ class Adam(FlatOptimizer[AdamState]):
         s, space = self.vectors, self.space
         self.mean_gradient_()
         for h in groups:
-            p, g, m, v, scratch = (x[h.span] for x in (space.p_N, space.g_N, s.m_N, s.v_N, s.scratch_N))
-            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
+            p, g, m, v = (x[h.span] for x in (space.p_N, space.g_N, s.m_N, s.v_N))
+            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
 
 
-class Lamb(FlatOptimizer[AdamState]):
+class Lamb(FlatOptimizer[LambState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
@@ -90,10 +98,10 @@ class Lamb(FlatOptimizer[AdamState]):
         self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
-    def make_state(self) -> AdamState:
+    def make_state(self) -> LambState:
         """Empty vectors."""
         p_N = self.space.p_N
-        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
+        return LambState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
 
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages, with the tensors of each run."""

@@ -20,9 +20,9 @@ from torch.optim.optimizer import ParamsT
 from thinwire.optim import adam_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.momentum import Descent, Divisor, Momentum, next_momentum_
+from thinwire.optim.engine.momentum import Descent, Momentum, next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.state import Replicated, Residual, Scratch
+from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.onebit_settings import DEEPSPEED_ADAM
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
@@ -31,20 +31,16 @@ from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 class OneBitAdamState:
     """Momentum, variance (frozen after warm-up), and the error memory of the momentum.
 
-    z: scratch; in the compressed phase the divisor is in it.
-
-    An element in fp32 takes 8 bytes as parameter and gradient, 12 as m, v and z, and 4 + 4 / ranks of error memory, in
-    both phases; rows of signs half a byte more. With overlap 4 more from backward to zero_grad(): the gradient that
-    backward made, which compressed steps read there. And 4 more during the first compressed step and the one after a
-    load or state_dict(), which form what they send from float m; in the other compressed steps m is neither read nor
-    written.
+    An element in fp32 takes 8 bytes as parameter and gradient, 4 as v, 4 + 4 / ranks of error memory, and half a byte
+    as rows of signs, which hold m in the compressed phase: 4 more where m is in floats, in warm-up and from a load or
+    state_dict() to the end of the next step. Another 4 during that step, and during the first compressed one, for what
+    they send is formed from floats. With overlap 4 more from backward to zero_grad(): the gradient that backward made,
+    which compressed steps read there.
     """
 
     momentum: Momentum
     v_N: Replicated
     momentum_error: Residual
-    divisor: Divisor
-    z_N: Scratch
 
     @property
     def m_N(self) -> Replicated:
@@ -82,13 +78,11 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""
-        p_N, memory, z_N = self.space.p_N, self.reduce.new_memory(), torch.zeros_like(self.space.p_N)
+        p_N, memory = self.space.p_N, self.reduce.new_memory()
         return OneBitAdamState(
             momentum=Momentum(p_N, self.reduce, memory),
             v_N=torch.zeros_like(p_N),
             momentum_error=memory,
-            divisor=Divisor(self.space.layout, z_N),
-            z_N=z_N,
         )
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -97,13 +91,12 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()  # g <- mean_i g_i
             for h in groups:  # Adam on g
-                p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-                adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
+                p, g, m, v = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N))
+                adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
-        divisor_N = s.divisor.of(s.v_N, groups)
         for h in groups:  # x <- x - lr (m / (sqrt(v) + eps) + wd x)
-            self.reduce.result.read(Descent(p_N, divisor_N, h), h.span.start, h.span.stop)
+            self.reduce.result.read(Descent(p_N, s.v_N, h), h.span.start, h.span.stop)
         self.reduce.commit()
         s.momentum.received()
 

@@ -550,8 +550,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         self.mean_gradient_()
         for h in self.run_hypers(self.num_updates + 1):
-            p, g, m, v, scratch = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N, s.z_N))
-            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), scratch)
+            p, g, m, v = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N))
+            adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_divisor(groups)  # read by the next step; in a dense one by nobody

@@ -123,6 +123,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if isinstance(memory, KeptSums):
             memory.refuse_torn()
         super().begin(memory)
+        self._open().take_room()
         self._lost = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:

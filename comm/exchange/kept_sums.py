@@ -40,41 +40,59 @@ class KeptSums:
     """Error memory of one exchanged vector, an ErrorMemory. Made by BucketedAllReduce.new_memory().
 
     worker[k]: of bucket k, what goes to the servers. server[k]: of this rank's own chunk of bucket k. replica[k]: where
-    they are kept, the server's sums of the rank before this one, bit-equal to that rank's; else empty.
+    they are kept, the server's sums of the rank before this one, bit-equal to that rank's; else empty. Either side has
+    memory from when it is first asked for, which an exchange does: in a warm-up, and after restore() of the worker's,
+    all is zero and takes none.
     version: changes whenever the sums are written from outside of an exchange. torn: what was raised while they were
     being written, and where, after which nobody knows what they hold; "" where they are whole.
     """
 
-    __slots__ = (
-        "_group",
-        "_rows",
-        "_sum_N",
-        "_sum_s",
-        "replica",
-        "server",
-        "server_scale_b",
-        "torn",
-        "version",
-        "worker",
-        "worker_scale_b",
-    )
+    __slots__ = ("_group", "_like", "_numel", "_replica", "_rows", "_server", "_worker", "torn", "version")
 
     def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor) -> None:
         self._rows = rows
         self._group = group
+        self._like = like.new_empty(0)
         self.version, self.torn = 0, ""
-        numel = rows[0].layout.numel
-        self._sum_N = torch.zeros(numel, dtype=like.dtype, device=like.device)
-        self._sum_s = self._sum_N.new_zeros(sum(one.own_table.numel for one in rows))
-        self.worker_scale_b = self._sum_N.new_zeros(sum(one.table.num_blocks for one in rows))
-        self.server_scale_b = self._sum_N.new_zeros(sum(one.own_table.num_blocks for one in rows))
-        scales = torch.split(self.worker_scale_b, [one.table.num_blocks for one in rows])
-        self.worker = [Kept(self._sum_N[one.span], scale_b) for one, scale_b in zip(rows, scales, strict=True)]
-        sums = torch.split(self._sum_s, [one.own_table.numel for one in rows])
-        scales = torch.split(self.server_scale_b, [one.own_table.num_blocks for one in rows])
-        self.server = [Kept(sum_c, scale_b) for sum_c, scale_b in zip(sums, scales, strict=True)]
-        tables = [one.replica.table for one in rows if one.replica is not None]
-        self.replica = [Kept(like.new_zeros(table.numel), like.new_zeros(table.num_blocks)) for table in tables]
+        self._numel = rows[0].layout.numel
+        self._worker: list[Kept] | None = None
+        self._server: list[Kept] | None = None
+        self._replica: list[Kept] | None = None
+
+    @property
+    def worker(self) -> list[Kept]:
+        """Of each bucket."""
+        if self._worker is None:
+            sum_N, tables = self._like.new_zeros(self._numel), [one.table for one in self._rows]
+            scales = self._scales(tables)
+            self._worker = [Kept(sum_N[one.span], scale_b) for one, scale_b in zip(self._rows, scales, strict=True)]
+        return self._worker
+
+    @property
+    def server(self) -> list[Kept]:
+        """Of each bucket."""
+        if self._server is None:
+            tables = [one.own_table for one in self._rows]
+            sums = torch.split(self._like.new_zeros(sum(table.numel for table in tables)), [t.numel for t in tables])
+            self._server = [Kept(*pair) for pair in zip(sums, self._scales(tables), strict=True)]
+        return self._server
+
+    @property
+    def replica(self) -> list[Kept]:
+        """Of each bucket, or of none."""
+        if self._replica is None:
+            tables = [one.replica.table for one in self._rows if one.replica is not None]
+            made = [(self._like.new_zeros(table.numel), self._like.new_zeros(table.num_blocks)) for table in tables]
+            self._replica = [Kept(*pair) for pair in made]
+        return self._replica
+
+    def take_room(self) -> None:
+        """Have memory for all, before an exchange writes to it."""
+        _ = self.worker, self.server, self.replica
+
+    def _scales(self, tables: Sequence[BlockTable]) -> Sequence[Tensor]:
+        sizes = [table.num_blocks for table in tables]
+        return torch.split(self._like.new_zeros(sum(sizes)), sizes)
 
     def refuse_torn(self) -> None:
         """Raises: RuntimeError where something was raised while the sums were written. restore() makes them whole."""
@@ -87,22 +105,26 @@ class KeptSums:
     @property
     def worker_N(self) -> Tensor:
         """This rank's compression error, the whole vector: a new tensor."""
-        error_N = self._sum_N.clone()
-        for rows, kept in zip(self._rows, self.worker, strict=True):
-            error_N[rows.span] -= kept.sent(rows.table)
+        error_N = self._like.new_zeros(self._numel)
+        for rows, kept in zip(self._rows, self._worker or (), strict=False):
+            torch.sub(kept.sum_c, kept.sent(rows.table), out=error_N[rows.span])
         return error_N
 
     @property
     def server_c(self) -> Tensor:
         """The error of encoding what this rank serves, chunk after chunk in the order of the vector: a new tensor."""
-        errors = [kept.sum_c - kept.sent(rows.own_table) for rows, kept in zip(self._rows, self.server, strict=True)]
-        return torch.cat(errors[::-1])
+        return torch.cat(self._server_errors()[::-1])
+
+    def _server_errors(self) -> list[Tensor]:
+        if self._server is None:
+            return [self._like.new_zeros(one.own_table.numel) for one in self._rows]
+        return [kept.sum_c - kept.sent(rows.own_table) for rows, kept in zip(self._rows, self._server, strict=True)]
 
     @property
     def largest(self) -> float:
         """The largest |c| that is kept here now: what the rounding of an undone exchange is measured by."""
-        served = self._sum_s.abs().max() if self._sum_s.numel() else self._sum_s.new_zeros(())
-        return float(torch.maximum(self._sum_N.abs().max(), served))
+        kept = [one.sum_c for one in (*(self._worker or ()), *(self._server or ())) if one.sum_c.numel()]
+        return max((float(one.abs().max()) for one in kept), default=0.0)
 
     def residual(self) -> Tensor:
         """R, float[N] in flat order, bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
@@ -117,10 +139,10 @@ class KeptSums:
         """
         self.refuse_torn()
         part_N = self.worker_N.div_(holders)
-        for rows, kept in zip(self._rows, self.replica, strict=False):
+        for rows, kept in zip(self._rows, self._replica or (), strict=False):
             if rows.replica is not None and rows.replica.before in missing:
                 part_N[rows.replica.span] += kept.sum_c - kept.sent(rows.replica.table)
-        for rows, kept in zip(self._rows, self.server, strict=True):
+        for rows, kept in zip(self._rows, self._server or (), strict=False):
             part_N[rows.own] += kept.sum_c - kept.sent(rows.own_table)
         return part_N
 
@@ -135,29 +157,30 @@ class KeptSums:
         Exact for any number of ranks and any buckets on either side. What was received last no longer counts as the
         result (BucketedAllReduce.last). Raises: ValueError where R is of another length.
         """
-        if residual_N.shape != self._sum_N.shape:
+        if residual_N.shape != (self._numel,):
             raise ValueError(
-                f"residual of {tuple(residual_N.shape)} does not fit error memory of {tuple(self._sum_N.shape)}: "
+                f"residual of {tuple(residual_N.shape)} does not fit error memory of {(self._numel,)}: "
                 "it was saved by a model with other parameters"
             )
         self.version, self.torn = self.version + 1, ""
-        self._sum_N.zero_()
-        self.worker_scale_b.zero_()
-        self.server_scale_b.zero_()
+        self._forget()
+        if not bool(residual_N.any()):
+            return
         for rows, kept in zip(self._rows, self.server, strict=True):
             kept.sum_c.copy_(residual_N[rows.own])
         for rows, kept in zip(self._rows, self.replica, strict=False):
             if rows.replica is not None:
                 kept.sum_c.copy_(residual_N[rows.replica.span])
-                kept.scale_b.zero_()
+
+    def _forget(self) -> None:
+        self._worker = self._server = self._replica = None
 
     def held(self) -> Held:
         """All that this rank holds, as it is: errors, not sums. Local; modifies nothing; new tensors."""
         self.refuse_torn()
-        numel, served = self._sum_N.numel(), tuple((one.own.start, one.own.stop) for one in self._rows)
-        server = [kept.sum_c - kept.sent(one.own_table) for one, kept in zip(self._rows, self.server, strict=True)]
-        none = nothing(self._sum_N)
-        return Held(numel, self.worker_N, torch.cat(server), served, in_place(numel), self._replica_errors(), none)
+        server, served = torch.cat(self._server_errors()), tuple((one.own.start, one.own.stop) for one in self._rows)
+        moves, none = in_place(self._numel), nothing(self._like)
+        return Held(self._numel, self.worker_N, server, served, moves, self._replica_errors(), none)
 
     def hold(self, held: Held) -> bool:
         """Hold what held() of this rank of as many ranks gave; ErrorMemory.hold. Local. Raises: ValueError.
@@ -167,24 +190,23 @@ class KeptSums:
         mine = self.held()
         held.refuse_other_size(mine)
         self.version += 1
-        self.worker_scale_b.zero_()
-        self.server_scale_b.zero_()
-        for kept in self.replica:
-            kept.sum_c.zero_()
-            kept.scale_b.zero_()
         fits = held.as_laid_out(mine)
+        self._forget()
         if fits:
-            self._sum_N.copy_(held.worker_M)
-            self._sum_s.copy_(held.server_c)
-            replicas = torch.split(held.replica_r, [kept.sum_c.numel() for kept in self.replica])
-            for kept, error_c in zip(self.replica, replicas, strict=True):
-                kept.sum_c.copy_(error_c)
-        else:
-            self._sum_N.copy_(held.part(self._group.size) * self._group.size)
-            self._sum_s.zero_()
+            _copy(held.server_c, [kept.sum_c for kept in self.server])
+            _copy(held.replica_r, [kept.sum_c for kept in self.replica])
+        worker_N = held.worker_M if fits else held.part(self._group.size) * self._group.size
+        for rows, kept in zip(self._rows, self.worker, strict=True):
+            kept.sum_c.copy_(worker_N[rows.span])
         return fits
 
     def _replica_errors(self) -> Tensor:
         kept = zip(self._rows, self.replica, strict=False)
         errors = [one.sum_c - one.sent(rows.replica.table) for rows, one in kept if rows.replica is not None]
-        return torch.cat([nothing(self._sum_N), *errors])
+        return torch.cat([nothing(self._like), *errors])
+
+
+def _copy(from_c: Tensor, to: Sequence[Tensor]) -> None:
+    """Adjoining parts of one vector <- each its part."""
+    for part, into in zip(torch.split(from_c, [one.numel() for one in to]), to, strict=True):
+        into.copy_(part)

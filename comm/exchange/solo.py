@@ -16,8 +16,9 @@ from torch import Tensor
 
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
-from thinwire.comm.layout import Buckets, VectorLayout
+from thinwire.comm.layout import Buckets, Partition, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Group, Reader
 
 
@@ -76,18 +77,56 @@ class OwnMean:
         self.abandon()
 
 
-class SoloReducer(Stepwise[ErrorFeedback, Values]):
+class GivenOut(ErrorFeedback):
+    """Error memory of one rank, which a larger group may have left: it has memory of its own until it is given out."""
+
+    __slots__ = ()
+
+    def __init__(self, layout: VectorLayout, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+        self.version, self._group, self._partition = 0, group, Partition(layout.numel, group.size)
+        self.worker_N = self.server_c = torch.zeros(1, dtype=dtype, device=device).expand(layout.numel)
+
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing to give out?"""
+        return self.server_c.stride() == self.worker_N.stride() == (0,)
+
+    def restore(self, residual_N: Tensor) -> None:
+        """As ErrorFeedback.restore."""
+        self._take_room()
+        super().restore(residual_N)
+        if not bool(residual_N.any()):
+            self.give_out()
+
+    def give_out(self) -> None:
+        """Hold nothing."""
+        self.worker_N = self.server_c = self.worker_N.new_zeros(1).expand(self.worker_N.numel())
+
+    def _take_room(self) -> None:
+        if self.is_empty:
+            self.worker_N, self.server_c = self.worker_N.clone(), self.server_c.clone()
+
+    def _take(self, held: Held) -> None:
+        self._take_room()
+        super()._take(held)
+
+    def _take_part(self, worker_N: Tensor) -> None:
+        self._take_room()
+        super()._take_part(worker_N)
+
+
+class SoloReducer(Stepwise[GivenOut, Values]):
     """A Reducer of one rank, for vectors of one layout."""
 
     def __init__(self, group: Group, layout: VectorLayout, like: Tensor) -> None:
-        super().__init__(group, Buckets(layout, ((0, layout.numel),)), ErrorFeedback)
+        super().__init__(group, Buckets(layout, ((0, layout.numel),)), GivenOut)
         self.full = OwnMean()
         self._like = like.new_empty(0)
         self._launched = False
 
-    def new_memory(self) -> ErrorFeedback:
+    def new_memory(self) -> GivenOut:
         """Error memory for one exchanged vector, empty."""
-        return ErrorFeedback(self.buckets.layout, self._group, self._like.dtype, self._like.device)
+        return GivenOut(self.buckets.layout, self._group, self._like.dtype, self._like.device)
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """result <- x + R."""
@@ -120,8 +159,7 @@ class SoloReducer(Stepwise[ErrorFeedback, Values]):
     def commit(self) -> None:
         """Keep it; R is given out. Ends the exchange."""
         memory = self._require_finished()
-        memory.worker_N.zero_()
-        memory.server_c.zero_()
+        memory.give_out()
         self._keep(memory)
         self._close()
 
@@ -147,7 +185,7 @@ class SoloReducer(Stepwise[ErrorFeedback, Values]):
         waiting = float(torch.linalg.vector_norm(memory.residual()))
         return Fidelity(None, 1.0 if given > 0 else None, waiting / given if given > 0 else None)
 
-    def _expect(self, k: int) -> ErrorFeedback:
+    def _expect(self, k: int) -> GivenOut:
         memory = self._open()
         if k or self._launched:
             raise RuntimeError(f"bucket {k}: the only bucket is 0; launched = {self._launched}")
@@ -157,8 +195,9 @@ class SoloReducer(Stepwise[ErrorFeedback, Values]):
         return memory
 
     def _add_residual(self) -> None:
-        assert self._memory is not None
-        self._results[1 - self._last].values_N.add_(self._memory.worker_N).add_(self._memory.server_c)
+        memory = self._open()
+        if not memory.is_empty:
+            self._results[1 - self._last].values_N.add_(memory.worker_N).add_(memory.server_c)
 
     def _close(self) -> None:
         self._memory, self._launched, self._finished = None, False, False

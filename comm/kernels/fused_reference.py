@@ -122,12 +122,20 @@ def require_rows(rows: RowMemory, num_rows: int, table: BlockTable) -> None:
         )
 
 
+def root(x_b: Tensor) -> Tensor:
+    """The square root, rounded as IEEE 754 asks: on CPUs torch calls MKL, whose last bit is wrong one time in seven."""
+    if x_b.device.type != "cpu":
+        return x_b.sqrt()
+    wide_b = x_b if x_b.dtype == torch.float64 else x_b.float()
+    return torch.from_numpy(np.sqrt(wide_b.numpy())).to(x_b.dtype)
+
+
 def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory) -> None:
     new_c = (c_c - _signed(_per_element(scale_b, table), c_c >= 0)) + z_c
     new_c[table.dead] = 0
     sum_b = _sums_of_squares(new_c, table)
     finite_b = torch.isfinite(sum_b)
-    new_scale_b = _root(sum_b / table.live)
+    new_scale_b = root(sum_b / table.live)
     bits_B = torch.empty(table.numel // BYTE, dtype=torch.uint8, device=c_c.device)
     pack_signs(new_c, bits_B)
     out.bytes_B[_bytes_at(table)] = bits_B
@@ -202,11 +210,3 @@ def _sums_of_squares(x_c: Tensor, table: BlockTable) -> Tensor:
         lanes_bl = lanes_bl[:, :half] + lanes_bl[:, half:]
         half //= 2
     return lanes_bl.squeeze(1)
-
-
-def _root(x_b: Tensor) -> Tensor:
-    """The square root, rounded as IEEE 754 asks: on CPUs torch calls MKL, whose last bit is wrong one time in seven."""
-    if x_b.device.type != "cpu":
-        return x_b.sqrt()
-    wide_b = x_b if x_b.dtype == torch.float64 else x_b.float()
-    return torch.from_numpy(np.sqrt(wide_b.numpy())).to(x_b.dtype)

@@ -6,18 +6,15 @@ torch.optim shows it: for each parameter its part of the flat vectors, in its sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from torch import Tensor
 
 from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim.engine.flat import FlatSpace
-
-if TYPE_CHECKING:
-    from _collections_abc import dict_items, dict_values
 
 
 class Kind(StrEnum):
@@ -56,30 +53,44 @@ def _names(state: object, kind: Kind) -> list[str]:
 
 
 class Shown(dict[str, Any]):
-    """One parameter's state. Views of the flat vectors, which are brought up to date whenever a value is asked for."""
+    """One parameter's state. Views of the flat vectors as they are when a value is asked for: nothing holds them here.
 
-    def __init__(self, values: Mapping[str, Any], update: Callable[[], None]) -> None:
-        super().__init__(values)
-        self._update = update
+    made: what gives a value, by name.
+    """
+
+    def __init__(self, values: Mapping[str, Any], made: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__({**values, **dict.fromkeys(made)})
+        self._made = made
+
+    def __iter__(self) -> Iterator[str]:
+        # Without it dict(), update() and the like would copy what is stored, past the methods below.
+        return super().__iter__()
 
     def __getitem__(self, name: str) -> Any:
-        self._update()
-        return super().__getitem__(name)
+        value = super().__getitem__(name)
+        return self._made[name]() if value is None and name in self._made else value
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of that name."""
-        self._update()
-        return super().get(name, default)
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
-    def values(self) -> dict_values[str, Any]:
+    def values(self) -> Any:
         """All values."""
-        self._update()
-        return super().values()
+        return dict(self).values()
 
-    def items(self) -> dict_items[str, Any]:
+    def items(self) -> Any:
         """All names and values."""
-        self._update()
-        return super().items()
+        return dict(self).items()
+
+    def copy(self) -> dict[str, Any]:
+        """A dict with these values."""
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (list(self.items()),)
@@ -94,13 +105,12 @@ def show_state(
     step, at least.
     """
     state.clear()
-    shown = {name: space.views(getattr(vectors, field)) for field, name in names.items()}
-    update = partial(_read, vectors, tuple(names))
+
+    def part(field: str, index: int) -> Tensor:
+        tensor, vector_N = space.tensors[index], getattr(vectors, field)
+        shown: Tensor = vector_N[tensor.start : tensor.stop].view(tensor.param.shape)
+        return shown
+
     for index, tensor in enumerate(space.tensors):
-        parts = {name: views[index] for name, views in shown.items()}
-        state[tensor.param] = Shown({"step": steps[index], **parts}, update)
-
-
-def _read(vectors: object, fields: tuple[str, ...]) -> None:
-    for field in fields:
-        getattr(vectors, field)
+        made = {name: partial(part, field, index) for field, name in names.items()}
+        state[tensor.param] = Shown({"step": steps[index]}, made)

@@ -21,7 +21,7 @@ def compile_all(dtype: torch.dtype) -> None:
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
     updates.descend_(
-        x[0], x[1], RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, table
+        x[0], x[1], RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, 1e-8, table
     )
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)

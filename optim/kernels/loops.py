@@ -42,16 +42,28 @@ def adam(
 
 @compiled
 def descend(
-    first: int, stop: int, p: Array, divisor: Array, rows: Rows, rate: float, keep: float, blocks: Blocks
+    first: int,
+    stop: int,
+    p: Array,
+    v: Array,
+    rows: Rows,
+    eps: float,
+    rate: float,
+    keep: float,
+    one: float,
+    blocks: Blocks,
 ) -> None:
-    """p <- p keep - rate (m D) of the blocks [first, stop); p x 1 is p, so there is no case without decay."""
-    rates, keeps = splat8(rate), splat8(keep)
+    """p <- p keep - rate (m / (sqrt(v) + eps)) of the blocks [first, stop); p x 1 is p, so decay is no case."""
+    all_eps, rates, keeps, ones = splat8(eps), splat8(rate), splat8(keep), splat8(one)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
         size, bits = splat8(rows.values[blocks.scale_at[block]]), blocks.bits_at[block]
         for at in range(low, high, BYTE):
-            step = signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size) * load8(divisor, at) * rates
+            inverse = ones / (root(load8(v, at)) + all_eps)
+            step = signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size) * inverse * rates
             store(p, at, load8(p, at) * keeps - step)
+        for index in range(blocks.dead_starts[block], blocks.dead_starts[block + 1]):
+            p[blocks.dead[index]] = 0
 
 
 @compiled

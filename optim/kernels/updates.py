@@ -43,11 +43,11 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
     increment_version((p_s, m_s, v_s))
 
 
-def descend_(p_c: Tensor, divisor_c: Tensor, rows: RowMemory, lr: float, decay: float, table: BlockTable) -> None:
+def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:
     """As descend.in_torch_, bit for bit. p: modified."""
     p, loop = values_of(p_c, table), _loops().descend
-    rates = p.dtype.type(lr), p.dtype.type(1 - decay)
-    given = p, values_of(divisor_c, table), rows_of(rows, table), *rates, blocks_of(table)
+    eps, rate, keep, one = map(p.dtype.type, (eps, lr, 1 - decay, 1))
+    given = p, values_of(v_c, table), rows_of(rows, table), eps, rate, keep, one, blocks_of(table)
     threads = _threads(torch.get_num_threads())
     threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
     increment_version(p_c)

@@ -8,6 +8,7 @@ from tests.covering import every_value
 from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
+from thinwire.comm.kernels.fused_reference import root
 from thinwire.comm.layout import VectorLayout
 from thinwire.optim.adam_math import AdamHyper
 from thinwire.optim.engine.momentum import Descent
@@ -175,8 +176,7 @@ def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, 
 def test_parameters_descend_by_the_result_in_spans_of_any_whole_bytes(size, bucket_elements, decay):
     (ranks,) = inputs(size, 1, torch.float64)
     p = torch.linspace(-1, 1, LAYOUT.numel, dtype=torch.float64)
-    divisor = torch.logspace(-1, 2, LAYOUT.numel, dtype=torch.float64)
-    divisor[LAYOUT.dead(0, LAYOUT.numel)] = 0
+    v = torch.logspace(-4, 2, LAYOUT.numel, dtype=torch.float64)
     spans = [(0, 16), (16, 504), (504, 1000), (1000, 1024), (1024, 1072)]
     hyper = AdamHyper(slice(0, LAYOUT.numel), 0.25, 0.9, 0.999, 1e-8, decay / 0.25)
 
@@ -188,16 +188,18 @@ def test_parameters_descend_by_the_result_in_spans_of_any_whole_bytes(size, buck
             reducer.launch_sum(k, ranks[group.rank])
         reducer.finish()
         reducer.result.decode_(m)
-        reducer.result.read(Descent(whole, divisor, hyper))
+        reducer.result.read(Descent(whole, v, hyper))
         for start, stop in spans:
-            reducer.result.read(Descent(apart, divisor, hyper), start, stop)
+            reducer.result.read(Descent(apart, v, hyper), start, stop)
         reducer.commit()
         return m, whole, apart
 
     m, *_ = first = run_threads(size, work)[0]
     assert m.any()
+    expected = p * (1 - decay) - m * (1 / (root(v) + hyper.eps)) * 0.25
+    expected[LAYOUT.dead(0, LAYOUT.numel)] = 0
     for got in first[1:]:
-        assert torch.equal(got, p * (1 - decay) - m * divisor * 0.25)
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("span", [(4, 16), (0, LAYOUT.numel + 8), (16, 8)])

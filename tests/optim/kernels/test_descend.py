@@ -11,7 +11,7 @@ from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.descend import descend_, in_torch_
 
-LR, DECAY = 1.7e-3, 1.3e-4
+LR, DECAY, EPS = 1.7e-3, 1.3e-4, 1e-8
 FLOATS = [torch.float32, torch.float64]
 SIZES = [8, 64, 72, 1000, 4096, 200]
 DEAD = [3, 7, 70, 71, 1140, 5000]
@@ -20,8 +20,8 @@ DEAD = [3, 7, 70, 71, 1140, 5000]
 def run(descend, case, decay, table=None, span=slice(None)):
     """What the parameters are afterwards, those around them too."""
     case = case.clone()
-    divisor = case.slice("x").abs()
-    descend(case.slice("c")[span], divisor[span], case.wire("last"), LR, decay, table or case.table)
+    v = case.slice("x").abs()
+    descend(case.slice("c")[span], v[span], case.wire("last"), LR, decay, EPS, table or case.table)
     return case.buffers["c"]
 
 
@@ -46,8 +46,10 @@ def test_it_is_its_definition(descend, dtype):
     scale_b, bits_B = case.said(case.wire("last"), case.table)
     number = case.slice("c").numpy().dtype.type
     m = np.repeat(scale_b.numpy(), SIZES) * np.where(np.unpackbits(bits_B.numpy()) == 1, 1, -1).astype(number)
-    p, step = case.slice("c").numpy(), number(LR) * (m * case.slice("x").abs().numpy())
+    inverse = number(1) / (np.sqrt(case.slice("x").abs().numpy()) + number(EPS))
+    p, step = case.slice("c").numpy(), number(LR) * (m * inverse)
     for decay, expected in ((0.0, p - step), (DECAY, p * number(1 - DECAY) - step)):
+        expected[case.table.dead.numpy()] = 0
         after = run(descend, case, decay)
         assert np.array_equal(after[8 : 8 + case.numel].numpy(), expected)
         assert torch.equal(after[:8], case.buffers["c"][:8])
@@ -78,7 +80,7 @@ def test_vectors_without_a_loop_descend_too(dtype):
     table, p = BlockTable.from_spans([[(0, 64)]], [], torch.zeros(0, dtype=dtype)), torch.ones(64, dtype=dtype)
     wire, before = RowMemory.of(rows, dtype), p._version
     wire.values_V[table.scale_at] = 2
-    descend_(p, torch.ones_like(p), wire, 0.25, 0.5, table)
+    descend_(p, torch.ones_like(p), wire, 0.25, 0.5, EPS, table)
     assert torch.equal(p, torch.ones_like(p))  # 1 (1 - 0.5) + 0.25 x 2: every bit says -1
     assert p._version > before
 
@@ -88,6 +90,6 @@ def test_what_does_not_fit_the_table_is_refused():
     p, rows = case.slice("c"), case.wire("last")
     for bad in (p[:56], p.double(), torch.zeros(128)[::2]):
         with pytest.raises(ValueError, match="as the table of its blocks says"):
-            updates.descend_(p, bad, rows, LR, DECAY, case.table)
+            updates.descend_(p, bad, rows, LR, DECAY, EPS, case.table)
     with pytest.raises(ValueError, match="as the table of its blocks says"):
-        updates.descend_(p, p, RowMemory.of(rows.bytes_B[:16], torch.float32), LR, DECAY, case.table)
+        updates.descend_(p, p, RowMemory.of(rows.bytes_B[:16], torch.float32), LR, DECAY, EPS, case.table)
