@@ -394,6 +394,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             if not self.skips_non_finite:
                 raise told from error
             logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
+            self.owes_scaler = True
             u_N, m_N = self._round_means()
         self.equalise_buffers()
         agree_(self.space.p_N, s.x_s_N, u_N, s, self.space.spans, [done.kept for done in self._rounds])

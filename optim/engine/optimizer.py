@@ -31,7 +31,7 @@ from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
-from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, unscale_
+from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
 from thinwire.optim.engine.memory import bytes_per_parameter
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
 from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
@@ -90,6 +90,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.model = checked.model
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
+        self.owes_scaler = False  # between steps all have found a gradient that is not finite: the next one tells it
         self._holders = Holders()
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages, self.parked = [], {}
@@ -470,6 +471,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """
         before = dict(self.__dict__)
         self._group, self._calls, self.bucket_elements = group, calls_of(group), bucket_elements
+        self.owes_scaler = False  # whoever is new knows nothing of it
         try:
             self._refuse_other_models("regroup()")
             self.connect_space()
@@ -555,6 +557,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 raise
             self.steps_skipped += 1
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            self._tell_scaler(left_out=True)
             return
         except BaseException as error:
             self.overlap.undo(error, self.reduce, self._group)
@@ -564,6 +567,13 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
+        self._tell_scaler(left_out=False)
+
+    def _tell_scaler(self, *, left_out: bool) -> None:
+        """All ranks have decided: the scaler that calls this step, if one does, is to do on each what it does on all."""
+        if self._scaled:
+            tell_scaler(self, left_out=left_out or self.owes_scaler)
+            self.owes_scaler = False
 
     def _begin_beside(self, plan: StepPlan) -> None:
         """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.

@@ -55,16 +55,39 @@ def test_an_inf_on_one_rank_of_three_is_skipped_by_all(name, overflow_at, by_han
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            counts.append((optimizer.num_steps, optimizer.steps_skipped))
+            counts.append((optimizer.num_steps, optimizer.steps_skipped, scaler.get_scale()))
         assert replicas_bit_equal(synced(optimizer), group)
         assert torch.isfinite(optimizer.space.p_N).all()
-        return counts, scaler.get_scale()
+        return counts
 
     results = run_threads(3, work)
-    counts = results[0][0]
-    assert all(theirs == counts for theirs, _ in results)
-    assert counts[-1] == (STEPS - 1, 1)  # of a step of 0/1 Adam without communication, the next sync is left out
-    assert [scale for _, scale in results] == [2.0**10, 2.0**9, 2.0**10]
+    counts = results[0]
+    assert all(theirs == counts for theirs in results)  # the scales too, after each step
+    assert counts[-1] == (STEPS - 1, 1, 2.0**9)  # of a step of 0/1 Adam without communication, the next sync is left out
+
+
+def test_scales_that_grow_stay_alike_on_all_ranks_though_only_one_overflows():
+    def work(group):
+        net = network()
+        optimizer = MAKE["zero_one_adam"](net.parameters(), group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3)
+        states = []
+        for step in range(3 * STEPS):
+            optimizer.zero_grad()
+            backward(net, step, group.rank, scaler, overflow=step % 7 == 3 and group.rank == step % 3)
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 9 == 8:
+                optimizer.prepare_to_save()  # in the middle of a round: there all learn of an overflow, too
+            states.append(scaler.state_dict())
+        return states, optimizer.steps_skipped
+
+    results = run_threads(3, work)
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+    scales = [state["scale"] for state in results[0][0]]
+    assert any(after < before for before, after in zip(scales, scales[1:], strict=False))
+    assert results[0][1]
 
 
 @pytest.mark.parametrize("name", MAKE)
