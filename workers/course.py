@@ -436,7 +436,12 @@ class Course(ABC, Generic[T]):
     def _tell_state_before_training(self) -> None:
         """The sample of step 0. Collective. Raises: PeerLost."""
         self._where.at("the evaluation before the first step")
-        self.log.before_training(self._evaluate())
+        validation_loss = self._evaluate()
+        self.log.before_training(validation_loss, self._reported_before_training())
+
+    def _reported_before_training(self) -> Mapping[str, torch.Tensor] | None:
+        """What a script has reported in the evaluation before its first step; None where nothing ever is."""
+        return None
 
     def _go_on(self, told: Joined[T], began: float) -> None:
         """After a regroup in which somebody had a state."""

@@ -365,6 +365,9 @@ class ScriptCourse(Course[Script]):
             self.training.group.mean_(found)
             return float(found)
 
+    def _reported_before_training(self) -> dict[str, Tensor]:
+        return self.numbers
+
     def _summary(self, replicas_equal: bool) -> Summary | None:
         return super()._summary(replicas_equal) if self._place.spec is not None else None
 

@@ -100,11 +100,32 @@ class StepLog:
         if self._clock is not None:
             self._clock.close()
 
-    def before_training(self, validation_loss: float | None) -> None:
-        """Report the state at step 0."""
-        phase = self.training.optimizer.phase.value
-        size = self.training.group.size
-        self._report([Sample(step=0, phase=phase, validation_loss=validation_loss, world_size=size, time=time.time())])
+    def before_training(
+        self, validation_loss: float | None, numbers: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Report the state at step 0. numbers: what a script has reported of it on this rank; None: it never does.
+
+        Collective where they are given, {} too, as by all ranks. Raises: PeerLost.
+        """
+        phase, size = self.training.optimizer.phase.value, self.training.group.size
+        sample = Sample(step=0, phase=phase, validation_loss=validation_loss, world_size=size, time=time.time())
+        if numbers is not None:
+            with (
+                self._meter.part("control"),
+                calls_of(self.training.group).within("the report before the first step"),
+            ):
+                sample = sample.model_copy(update=self._means_before(sample, numbers))
+        self._report([sample])
+
+    def _means_before(self, sample: Sample, numbers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What all ranks together say of step 0. Collective. Raises: PeerLost."""
+        group, nothing = self.training.group, torch.zeros((), device=self.training.device)
+        self._steps = {0: _Part(nothing, 0, group.size, sample, 1.0, numbers, self.waits, 0.0, None)}
+        names, _ = self._agreed(asks_to_save=False)
+        means = self._row(0, names)
+        self._steps.clear()
+        group.mean_(means)
+        return _told(means.tolist(), names)
 
     def record(
         self,

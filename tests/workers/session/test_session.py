@@ -113,6 +113,30 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
         assert [sample.validation_loss for sample in told] == [0.5, None, 0.5, None, 0.5]
 
 
+def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_first_too(tmp_path):
+    def work(group):
+        reporter = Silent()
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        with placed(place), session() as run:
+            model = torch.nn.Linear(4, 1)
+            optimizer = Adam(model.parameters(), group=run.group)
+            run.register(model=model, optimizer=optimizer)
+
+            def evaluate():
+                run.report(perplexity=float(run.step_number + run.rank), **({"of_one": 3} if run.rank else {}))
+                return 1.0
+
+            run.evaluate_every(2, evaluate)
+            for x, y in run.batches(DATA, global_batch=4, steps=3):
+                run.step((model(x) - y).square().mean())
+        return reporter.samples
+
+    for told in run_threads(2, work):
+        of_step = [sample.reported for sample in told]
+        assert of_step[:2] == [{"perplexity": 0.5, "of_one": 3.0}, None]
+        assert [of_step[2]["perplexity"], of_step[3]["perplexity"]] == [2.5, 3.5]
+
+
 class Line(Recipe):
     global_batch, steps = 4, 5
 
