@@ -90,6 +90,16 @@ def test_the_repository_around_the_folder_counts_and_what_it_leaves_out_as_a_who
     assert names(tmp_path / "scratch") == ["a.pt", "train.py"]
 
 
+def test_what_git_takes_for_a_pattern_that_matches_nothing_leaves_nothing_out(tmp_path: Path) -> None:
+    made(tmp_path, "train.py", "a.pt", "keep.pt", "b.log", "name", "c\x0c.txt")
+    (tmp_path / ".gitignore").write_bytes(b"*.pt\n!\n! \nname\\\n\\\n!keep.pt\r\nb.log\\\\\\\nc\x0c.txt\n")
+    assert list_folder(tmp_path).left_out == ["a.pt", "c\x0c.txt"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    asked = ["git", "-C", str(tmp_path), "status", "--porcelain", "--ignored", "-z"]
+    told = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split("\0")
+    assert sorted(line.removeprefix("!! ") for line in told if line.startswith("!!")) == ["a.pt", "c\x0c.txt"]
+
+
 def test_histories_and_environments_are_never_packed(tmp_path: Path) -> None:
     made(tmp_path, "train.py", ".git/HEAD", ".venv/bin/python", "src/__pycache__/x.pyc", "src/m.py", ".env.example")
     assert names(tmp_path) == [".env.example", "src/m.py", "train.py"]

@@ -15,6 +15,9 @@ from typing import Self
 from pathspec import GitIgnoreSpec
 
 KINDS = (".gitignore", ".rayignore")
+_NOTHING = re.compile(r"^! *$|(?<!\\)(\\\\)*\\$")
+"""Lines that git reads as patterns which no name matches, and pathspec as errors: a lone !, a \\ at the end."""
+
 ALWAYS = frozenset({".git", ".hg", ".venv", "venv", "__pycache__"})
 """Never part of a package, wherever they lie: histories, and what other machines cannot use."""
 
@@ -80,7 +83,8 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except (FileNotFoundError, IsADirectoryError):
         return None
+    lines = [line.removesuffix("\r") for line in text.split("\n")]  # as git ends lines: not at a form feed
     try:
-        return GitIgnoreSpec.from_lines(text.splitlines())
-    except (ValueError, re.error) as error:  # of [z-a], which git takes for a pattern that nothing matches
+        return GitIgnoreSpec.from_lines(line for line in lines if _NOTHING.search(line) is None)
+    except (ValueError, re.error) as error:  # of [z-a], in which git finds a z
         raise ValueError(f"{path}: {error}: mend the pattern, or leave it out") from error
