@@ -97,5 +97,6 @@ _PATTERNS = {
     SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
     VARIABLE: "of letters, digits and underscores, not beginning with a digit",
     ABSOLUTE: "an absolute path",
-    REQUIREMENT: "one requirement, such as einops==0.8; not an option of pip, which begins with -",
+    REQUIREMENT: "one requirement, such as einops==0.8, without blanks before and behind it; not an option of pip, "
+    "which begins with -, and no comment",
 }

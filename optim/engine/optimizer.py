@@ -570,7 +570,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self._tell_scaler(left_out=False)
 
     def _tell_scaler(self, *, left_out: bool) -> None:
-        """All ranks have decided: the scaler that calls this step, if one does, is to do on each what it does on all."""
+        """All ranks have decided: the scaler that calls this step, if one does, is to do the same on each of them."""
         if self._scaled:
             tell_scaler(self, left_out=left_out or self.owes_scaler)
             self.owes_scaler = False

@@ -95,6 +95,11 @@ def test_the_script_lies_inside_of_its_folder(entry: str) -> None:
         ({"args": ["a"] * 1001}, "args"),
         ({"pip": ["--index-url=https://x"]}, "pip"),
         ({"pip": ["a\nb"]}, "pip"),
+        ({"pip": ["  "]}, "pip"),
+        ({"pip": ["einops "]}, "pip"),
+        ({"pip": [" -r more.txt"]}, "pip"),
+        ({"pip": ["# einops"]}, "pip"),
+        ({"pip": ["einops \\"]}, "pip"),
         ({"env_vars": {"1A": "x"}}, "env_vars"),
         ({"env_vars": {"A": 1}}, "env_vars"),
         ({"secrets": {"A": {"file": "relative"}}}, "secrets"),
@@ -106,6 +111,16 @@ def test_a_wrong_value_is_refused_with_its_path(changes: dict[str, Any], loc: st
     with pytest.raises(ValidationError) as caught:
         read_spec(script(**changes))
     assert {error["loc"][:3] for error in caught.value.errors()} == {("ScriptSpec", "recipe", loc)}
+
+
+@pytest.mark.parametrize(
+    "requirement",
+    ["x", "einops==0.8", "torchvision >= 0.20; python_version > '3.11'", "a[b]~=1", "git+https://x.org/y@main", "./w"],
+)
+def test_what_pip_installs_is_taken_as_it_is(requirement: str) -> None:
+    made = read_spec(script(pip=[requirement]))
+    assert isinstance(made, ScriptSpec)
+    assert made.recipe.pip == (requirement,)
 
 
 def test_the_batch_of_a_script_holds_one_sample_a_worker_where_it_is_known() -> None:

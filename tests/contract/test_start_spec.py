@@ -50,7 +50,8 @@ def test_without_one_a_job_begins_afresh() -> None:
         ({"weights": "model.safetensors"}, "start.weights", "an absolute path, or a URL"),
         ({"checkpoints": "runs/a"}, "start.checkpoints", "an absolute path, or a URL"),
         ({"checkpoints": "memory://a"}, "start.checkpoints", "no other sees"),
-        ({"weights": "/a\0b"}, "start.weights", "without the character NUL"),
+        ({"weights": "/a\0b"}, "start.weights", "without control characters"),
+        ({"weights": "s3:/bucket/m"}, "start.weights", "two slashes behind the colon, such as s3://bucket"),
         ({"weights": "s3://AKIAX:verysecret@bucket/m"}, "start.weights", "without credentials"),
     ],
 )
@@ -69,3 +70,40 @@ def test_a_store_of_checkpoints_names_no_credentials_either() -> None:
     ((problem,),) = [error["ctx"]["problems"] for error in caught.value.errors()]
     assert (problem["path"], problem["value"]) == ("checkpoint.store", "s3://***")
     read_spec({**TRAIN, "checkpoint": {"store": "sftp://me@host/a"}})
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (" ", "without blanks"),
+        ("/a ", "without blanks"),
+        (" s3://bucket/a", "without blanks"),
+        ("/a\nb", "control characters"),
+        ("runs/a", "an absolute path, or a URL"),
+        ("file:", "such as file:///a/folder"),
+        ("file:/a", "such as file:///a/folder"),
+        ("file://", "file:///a/folder"),
+        ("file://a/b", "three slashes: file:///a/folder"),
+        ("s3:/bucket/a", "such as s3://bucket/folder"),
+        ("S3://bucket/a", "a scheme in lower case"),
+        ("://bucket/a", "a scheme in lower case"),
+        ("s3://", "a URL with a bucket: s3://bucket/folder"),
+        ("s3:///a", "a URL with a bucket"),
+        ("gs://?x=1", "a URL with a bucket"),
+        ("hdfs:///", "a URL that says where"),
+    ],
+)
+def test_a_store_that_can_be_none_is_refused_with_the_reason(store: str, words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        read_spec({**TRAIN, "checkpoint": {"store": store}})
+    ((problem,),) = [error["ctx"]["problems"] for error in caught.value.errors()]
+    assert (problem["path"], problem["value"]) == ("checkpoint.store", store)
+    assert words in problem["allowed"]
+
+
+@pytest.mark.parametrize(
+    "store",
+    ["/", "/a b", "file:///a", "s3://bucket", "hdfs:///a", "simplecache::s3://bucket/a", "s3://bucket/a?region=eu-1"],
+)
+def test_other_stores_are_taken(store: str) -> None:
+    assert read_spec({**TRAIN, "checkpoint": {"store": store}}).checkpoint.store == store

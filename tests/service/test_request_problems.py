@@ -109,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("relative path", {"data": {"source": "text-file", "path": "a.txt"}}, "data.path", "a.txt", "absolute"),
     ("missing file", {"data": {"source": "text-file", "path": "/no/such"}}, "data.path", "/no/such", "no such file"),
     ("a folder", {"data": {"source": "text-file", "path": "/usr"}}, "data.path", "/usr", "regular file"),
-    ("a relative store", {"checkpoint": {"store": "a/b"}}, "checkpoint.store", "a/b", "absolute folder or a URL"),
+    ("a relative store", {"checkpoint": {"store": "a/b"}}, "checkpoint.store", "a/b", "an absolute path, or a URL"),
     ("true for a number", {"workers": {"max": True}}, "workers.max", True, "must be a whole number"),
     ("a text for a number", {"workers": {"min": "1"}}, "workers.min", "1", "must be a whole number"),
     ("a device", {"data": {"source": "text-file", "path": "/dev/zero"}}, "data.path", "/dev/zero", "regular file"),

@@ -18,7 +18,7 @@ MOST_ARGS = 1000
 MOST_NAMES = 200
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 ABSOLUTE = r"^/[^\x00-\x1f\x7f]*$"
-REQUIREMENT = r"^[^\x00-\x1f\x7f-][^\x00-\x1f\x7f]*$"
+REQUIREMENT = r"^[^\x00-\x20\x7f#-]([^\x00-\x1f\x7f]*[^\x00-\x20\x7f\\])?$"
 VariableName = Annotated[str, Field(min_length=1, max_length=255, pattern=VARIABLE)]
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096, pattern=ABSOLUTE)]
 Argument = Annotated[str, Field(max_length=32768)]

@@ -18,12 +18,11 @@ from pydantic import (
     Tag,
     TypeAdapter,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from thinwire.contract import script, start
+from thinwire.contract import script, start, stores
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
 
@@ -230,15 +229,6 @@ class Checkpoint(_Frozen):
         max_length=1024,
         description="where: an absolute folder, or a URL that fsspec or pyarrow opens; null: the run's folder",
     )
-
-    @field_validator("store")
-    @classmethod
-    def _not_relative(cls, store: str | None) -> str | None:
-        if store is not None and "://" not in store and not store.startswith("/"):
-            raise ValueError(
-                "must be an absolute folder or a URL such as s3://bucket/folder: a worker's own folder goes with it"
-            )
-        return store
 
 
 class Network(_Frozen):
@@ -466,7 +456,9 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
     """Of a job of either kind."""
     found = _impossible_workers(spec)
     store = spec.checkpoint.store
-    if store is not None and start.has_password(store):
+    if store is not None and (words := stores.misplaced(store)):
+        found.append(("checkpoint.store", start.shown(store), words))
+    elif store is not None and start.has_password(store):
         found.append(("checkpoint.store", start.shown(store), start.misplaced(store) or ""))
     if spec.start is not None:
         found += start.impossible(spec.start)

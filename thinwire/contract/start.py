@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from thinwire.contract import stores
+
 Place = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -73,10 +75,8 @@ def impossible(start: Start) -> Iterator[tuple[str, object, str]]:
 
 def misplaced(place: str) -> str | None:
     """What a path or URL that all workers open has to be, where this is none; None where it is."""
-    if "\0" in place:
-        return "text without the character NUL"
-    if "://" not in place:
-        return None if place.startswith("/") else "an absolute path, or a URL such as s3://bucket/folder"
+    if wrong := stores.misplaced(place):
+        return wrong
     if place.startswith("memory://"):
         return "a place that all workers reach: what is in the memory of one process no other sees"
     if has_password(place):

@@ -1,6 +1,12 @@
-"""Which places take checkpoints: what errors say of a URL that nothing here opens."""
+"""Which places take checkpoints: what can be none is told at once, and what errors say of a URL that nothing opens."""
 
 from __future__ import annotations
+
+import re
+
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?!//)")
 
 SUPPORTED = (
     "A store is an absolute folder that all boxes share, file://, s3://, gs://, abfs:// or hdfs://, or what an fsspec "
@@ -12,3 +18,33 @@ SUPPORTED = (
 def nobody_opens(error: Exception) -> bool:
     """Does pyarrow, which is asked last, say that it knows no such scheme, or is it not there?"""
     return isinstance(error, ImportError) or "Unrecognized filesystem type" in str(error)
+
+
+def misplaced(place: str) -> str | None:
+    """What a folder, a file or a URL that all workers open has to be, where this can be none; None where it can."""
+    if any(ord(one) < 32 or ord(one) == 127 for one in place):
+        return "text without control characters"
+    if place != place.strip():
+        return "without blanks before and behind it"
+    scheme, slashes, rest = place.partition("://")
+    if not slashes:
+        return None if place.startswith("/") else _no_path(place)
+    if _SCHEME.fullmatch(scheme) is None:
+        return "a URL such as s3://bucket/folder: what stands before :// is a scheme in lower case"
+    if scheme in ("file", "local") and not rest.startswith("/"):
+        return f"a URL with an absolute path, which has three slashes: {scheme}:///a/folder"
+    if scheme in _BUCKETS and not rest.partition("/")[0].partition("?")[0]:
+        return f"a URL with a bucket: {scheme}://bucket/folder"
+    if not rest.strip("/"):
+        return f"a URL that says where, such as {scheme}://place/folder"
+    return None
+
+
+def _no_path(place: str) -> str:
+    found = _ONE_SLASH.match(place)
+    if found is None:
+        return "an absolute path, or a URL such as s3://bucket/folder"
+    scheme = found[1].lower()
+    return (
+        f"a URL with two slashes behind the colon, such as {scheme}://{'/a' if scheme == 'file' else 'bucket'}/folder"
+    )

@@ -100,9 +100,7 @@ class StepLog:
         if self._clock is not None:
             self._clock.close()
 
-    def before_training(
-        self, validation_loss: float | None, numbers: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
+    def before_training(self, validation_loss: float | None, numbers: Mapping[str, torch.Tensor] | None = None) -> None:
         """Report the state at step 0. numbers: what a script has reported of it on this rank; None: it never does.
 
         Collective where they are given, {} too, as by all ranks. Raises: PeerLost.

@@ -1,6 +1,7 @@
 """torch.amp.GradScaler with a collective step: an inf on one rank of three is a step that all leave out."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -63,7 +64,11 @@ def test_an_inf_on_one_rank_of_three_is_skipped_by_all(name, overflow_at, by_han
     results = run_threads(3, work)
     counts = results[0]
     assert all(theirs == counts for theirs in results)  # the scales too, after each step
-    assert counts[-1] == (STEPS - 1, 1, 2.0**9)  # of a step of 0/1 Adam without communication, the next sync is left out
+    assert counts[-1] == (
+        STEPS - 1,
+        1,
+        2.0**9,
+    )  # of a step of 0/1 Adam without communication, the next sync is left out
 
 
 def test_scales_that_grow_stay_alike_on_all_ranks_though_only_one_overflows():
@@ -86,7 +91,7 @@ def test_scales_that_grow_stay_alike_on_all_ranks_though_only_one_overflows():
     assert results[1] == results[0]
     assert results[2] == results[0]
     scales = [state["scale"] for state in results[0][0]]
-    assert any(after < before for before, after in zip(scales, scales[1:], strict=False))
+    assert any(after < before for before, after in itertools.pairwise(scales))
     assert results[0][1]
 
 
