@@ -24,10 +24,13 @@ from thinwire.workers.saving import restored
 def weights_of(content: Content) -> dict[str, Tensor]:
     """The tensors of the model's state_dict, by name; tied ones under each of their names, contiguous, not shared.
 
+    Without sparse ones, as a graph in a buffer, which safetensors has no form for.
+
     Of a script those of the module that it has registered; of several, each with the module's name before it.
     """
     state = restored(content)["model"]
-    return {name: x.clone().contiguous() for name, x in state.items() if isinstance(x, Tensor)}
+    dense = {name: x for name, x in state.items() if isinstance(x, Tensor) and x.layout == torch.strided}
+    return {name: x.clone().contiguous() for name, x in dense.items()}
 
 
 def fetch(where: str, target: Path) -> Fetched:

@@ -42,6 +42,18 @@ _TENSOR, _ARRAY, _DTYPE = "thinwire.tensor", "thinwire.array", "dtype"
 """Keys of what stands in a structure where a tensor or an array of numpy was taken out; its type, where no checkpoint
 holds that."""
 
+_SPARSE, _PARTS = "thinwire.sparse", "parts"
+"""Keys of what stands where a sparse tensor was: its layout, and its indices and values, each as a tensor is; beside
+these its size, and whether it is coalesced."""
+
+_COMPRESSED: dict[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+"""By layout: the indices that are compressed, and the plain ones."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: what holds the bits of one of any other type, as the states of generators have."""
 
@@ -244,7 +256,8 @@ def _refill(mine: Any, state: Any) -> Any:
     if (
         isinstance(mine, Tensor)
         and isinstance(state, Tensor)
-        and (mine.shape, mine.dtype) == (state.shape, state.dtype)
+        and (mine.shape, mine.dtype, mine.layout) == (state.shape, state.dtype, state.layout)
+        and mine.layout not in _COMPRESSED  # these take only what has as many values
     ):
         with torch.no_grad():
             return mine.copy_(state)
@@ -302,7 +315,7 @@ def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     while where in tensors:  # of keys 1 and "1"
         where += "'"
     if isinstance(value, Tensor):
-        return {_TENSOR: where, **_take_out(value.detach(), where, tensors)}
+        return _without_tensor(value.detach(), where, tensors)
     if type(value).__module__ == "numpy":
         if getattr(value, "shape", ()) == ():
             return value.item()
@@ -317,6 +330,37 @@ def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         items = [_take_apart(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def _without_tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What stands in the structure in its place. Raises: TypeError for what is neither strided nor sparse."""
+    if tensor.layout == torch.strided and not tensor.is_quantized:
+        return {_TENSOR: where, **_take_out(tensor, where, tensors)}
+    copied = tensor.clone()  # what changes it gives it other parts, with version counters of their own
+    found: dict[str, Any] = {_SPARSE: str(tensor.layout).removeprefix("torch."), "size": list(tensor.shape)}
+    if tensor.layout == torch.sparse_coo:
+        found["coalesced"] = tensor.is_coalesced()
+        parts = [copied._indices(), copied._values()]
+    elif tensor.layout in _COMPRESSED:
+        compressed, plain = _COMPRESSED[tensor.layout]
+        parts = [getattr(copied, compressed)(), getattr(copied, plain)(), copied.values()]
+    else:
+        what = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+        raise TypeError(f"run.register(): {where} is a tensor {what}, which no checkpoint holds: register its parts")
+    return {**found, _PARTS: [_without_tensor(x, f"{where}.{at}", tensors) for at, x in enumerate(parts)]}
+
+
+def _sparse(told: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
+    """What `_without_tensor` was given, of its parts."""
+    layout: torch.layout = getattr(torch, told[_SPARSE])
+    if layout == torch.sparse_coo:
+        indices, values = parts
+        made = torch.sparse_coo_tensor(indices, values, told["size"], check_invariants=False)
+        return made._coalesced_(told["coalesced"])
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, told["size"], layout=layout, check_invariants=False
+    )
 
 
 def _take_out(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -346,6 +390,8 @@ def _put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return _put_in(tensors[value[_TENSOR]], value.get(_DTYPE))
         if value.keys() - {_DTYPE} == {_ARRAY}:
             return _put_in(tensors[value[_ARRAY]], value.get(_DTYPE)).cpu().numpy()
+        if _SPARSE in value and _PARTS in value:
+            return _sparse(value, [_put_together(part, tensors) for part in value[_PARTS]])
         return {key: _put_together(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [_put_together(item, tensors) for item in value]

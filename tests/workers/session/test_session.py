@@ -487,6 +487,60 @@ def test_a_registered_generator_goes_on_where_it_was_saved(kind):
     assert drawn(generator) == after
 
 
+LAYOUTS = {
+    "by_place": lambda x: x.to_sparse(),
+    "twice": lambda x: torch.sparse_coo_tensor([[0, 0], [1, 1]], x[0, :2].clone(), x.shape, check_invariants=False),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "empty": lambda x: (x * 0).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sparse_tensor_is_given_taken_back_and_saved(tmp_path, layout):
+    x = torch.tensor([[1.0, 2.0, 0.0, 0.0], [0.0, 3.0, 0.0, 4.0]])
+
+    def work(group):
+        model = torch.nn.Linear(1, 1)
+        registered = Registered(Adam(model.parameters(), group=group))
+        held = LAYOUTS[layout](x * (1 + group.rank))
+        mine = {"graph": held}
+        registered.add("mine", mine)
+        registered.refuse_unwritable()
+        given = registered.give(group, (0, 1), torch.device("cpu"))
+        if given is not None:
+            registered.load(*given)
+        before = mine["graph"].clone()
+        for moved_before_step in (False, True, True):  # the first step learns
+            registered.remember()
+            if moved_before_step:
+                mine["graph"] *= 2.0
+            registered.before_step()
+        registered.keep()
+        mine["graph"] *= 3.0
+        registered.put_back()
+        return before, mine["graph"], held if layout in ("by_place", "twice", "empty") else mine["graph"]
+
+    for before, graph, held in run_threads(2, work):
+        assert graph.layout == before.layout
+        assert torch.equal(before.to_dense(), LAYOUTS[layout](x).to_dense())
+        assert torch.equal(graph.to_dense(), 2.0 * before.to_dense())
+        assert held is graph  # what the script holds by another name is still it
+        if layout in ("by_place", "twice", "empty"):
+            assert before.is_coalesced() == (layout != "twice")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_tensor_that_no_checkpoint_holds_is_named():
+    model = torch.nn.Linear(1, 1)
+    registered = Registered(Adam(model.parameters()))
+    registered.add("mine", {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)})
+    with pytest.raises(TypeError, match=r"mine\.q is a tensor quantized, which no checkpoint holds"):
+        registered.refuse_unwritable()
+
+
 REAL = ["bool", "uint8", "int8", "uint16", "uint32", "uint64", "int64", "float16", "float64"]
 
 
