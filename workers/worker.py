@@ -73,6 +73,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     from thinwire.workers.ranks import RunEnded
     from thinwire.workers.session.script import failure_of_script, run_script
     from thinwire.workers.telemetry import report
+    from thinwire.workers.telemetry.own_stillness import StillnessTeller
     from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
@@ -94,6 +95,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     adopt_s = ALONE_S if ranks.elastic else 0.0
     reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
+    still = None if ranks.elastic else StillnessTeller(run_dir, number, config["attempt"], ranks)
     try:
         if isinstance(spec, ScriptSpec):
             summary = run_script(spec, run, ranks, device, reporter)
@@ -125,6 +127,9 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
         place.fail(failure)
         ranks.fail(failure.message)
         reporter.close(failure=failure)
+    finally:
+        if still is not None:
+            still.close()
     return None
 
 

@@ -13,6 +13,7 @@ left out as under DDP. So what all have decided is written where update() looks.
 from __future__ import annotations
 
 import sys
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,12 +37,20 @@ def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
         g_N[:1].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
 
 
-def tell_scaler(optimizer: torch.optim.Optimizer, *, left_out: bool) -> None:
-    """Let the scaler that is calling step() lower its scale where all ranks leave the step out, and only there.
+class Owing(Protocol):
+    """An optimizer. owes_scaler: between two steps all have found a gradient not to be finite, and no scaler knows."""
 
-    It gives the optimizer a copy of what it has found and not itself, so it is looked for among the callers. A scaler
-    that is not torch's keeps what it has found. Does not wait.
+    owes_scaler: bool
+
+
+def tell_scaler(optimizer: Owing, *, left_out: bool) -> None:
+    """Let the scaler that is calling step(), if one is, lower its scale where all ranks leave the step out, and only
+    there. It gives the optimizer a copy of what it has found and not itself, so it is looked for among the callers. A
+    scaler that is not torch's keeps what it has found. Does not wait.
     """
+    if not hasattr(optimizer, "found_inf"):
+        return
+    left_out, optimizer.owes_scaler = left_out or optimizer.owes_scaler, False
     frame = sys._getframe()
     while frame.f_code is not GradScaler.step.__code__:
         if frame.f_back is None:

@@ -90,7 +90,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.model = checked.model
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
-        self.owes_scaler = False  # between steps all have found a gradient that is not finite: the next one tells it
         self._holders = Holders()
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages, self.parked = [], {}
@@ -471,7 +470,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """
         before = dict(self.__dict__)
         self._group, self._calls, self.bucket_elements = group, calls_of(group), bucket_elements
-        self.owes_scaler = False  # whoever is new knows nothing of it
         try:
             self._refuse_other_models("regroup()")
             self.connect_space()
@@ -500,7 +498,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.set_ages(self.ages)
         self.reduce = self.make_reducer(self._group, self.block)
-        self.saved, self.evidence = {}, {}
+        self.saved, self.evidence, self.owes_scaler = {}, {}, False
         self.buffers, self._beside_due, self._replicas = Buffers(self.model), False, Replicas()
         self.vectors = self.make_state()
         self.begin()
@@ -557,7 +555,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
                 raise
             self.steps_skipped += 1
             logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
-            self._tell_scaler(left_out=True)
+            tell_scaler(self, left_out=True)
             return
         except BaseException as error:
             self.overlap.undo(error, self.reduce, self._group)
@@ -567,13 +565,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         if self.at_sync:
             self.handed_over = None
         self.space.write_back()
-        self._tell_scaler(left_out=False)
-
-    def _tell_scaler(self, *, left_out: bool) -> None:
-        """All ranks have decided: the scaler that calls this step, if one does, is to do the same on each of them."""
-        if self._scaled:
-            tell_scaler(self, left_out=left_out or self.owes_scaler)
-            self.owes_scaler = False
+        tell_scaler(self, left_out=False)
 
     def _begin_beside(self, plan: StepPlan) -> None:
         """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
@@ -592,14 +584,12 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
     def _prepare_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""
         self.space.take_changes()
-        scaled = is_scaled(self)
+        self._scaled = scaled = is_scaled(self)
         if scaled and self.overlap.exchange is not None:
-            self._scaled = True
             raise RuntimeError(
                 "a GradScaler calls step() for the first time after gradients have been sent as they were, scaled: "
                 "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
             )
-        self._scaled = scaled
         if not scaled:
             self.overlap.refuse_written()
         self._steps_without_gradient = self._steps_without_gradient + 1 if self.space.is_untouched else 0

@@ -19,6 +19,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.course import REPORT_EVERY_STEPS, Run
+from thinwire.workers.ranks import Ranks
 from thinwire.workers.replicas import replicas_bit_equal
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry import history, report
@@ -63,10 +64,18 @@ class OwnLoop:
     """The steps of one optimizer, told to the job. From the first one on collective: every rank makes the same."""
 
     def __init__(
-        self, optimizer: FlatOptimizer[Any], device: torch.device, run: Run, reporter: Reporter, samples: int | None
+        self,
+        optimizer: FlatOptimizer[Any],
+        device: torch.device,
+        run: Run,
+        ranks: Ranks,
+        reporter: Reporter,
+        samples: int | None,
     ) -> None:
         """samples: of a step, where the job says it."""
         group = optimizer.group
+        self._ranks = ranks
+        ranks.where.within(group)
         self._run, self._reporter = run, reporter
         self._own = Own(group, device, optimizer, Registered(optimizer), samples or group.size)
         self._meter = Meter(group.stats)
@@ -112,6 +121,7 @@ class OwnLoop:
         """
         self.close()
         own, meter = self._own, self._meter
+        self._ranks.where.at("the end of the run: a comparison of the replicas", at_end=True)
         self._tell(flush=True)
         with meter.part("control"):
             if not own.optimizer.at_sync:
@@ -143,6 +153,8 @@ class OwnLoop:
         self._tell()
         if self._log is None:
             self._log = self._begun(number)
+        self._ranks.at_boundary(number)
+        self._ranks.where.at(f"step {number + 1}")
         self._meter.sent_bytes["optimizer"] += sent
         self._meter.seconds["forward_backward"] += now - self._began
         self._last = _Step(number, self._phase, now - self._began)

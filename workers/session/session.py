@@ -189,7 +189,9 @@ class Session:
         if place.spec is None:
             return
         if not place.ranks.elastic:
-            self._own = OwnLoop(optimizer, place.device, place.run, place.reporter, place.spec.global_batch)
+            self._own = OwnLoop(
+                optimizer, place.device, place.run, place.ranks, place.reporter, place.spec.global_batch
+            )
             return
 
         def refuse(*_: Any) -> None:
