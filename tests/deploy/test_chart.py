@@ -35,6 +35,11 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "resources.limits=null"], "limits is required"),
         (["--set", "resources.limits.memory=1GB"], "resources.limits.memory"),
         (["--set", "resources.requests.cpu=-1"], "resources.requests.cpu"),
+        (["--set", "resources.requests.cpu=2500m"], r"requests\.cpu: 2500m is above resources\.limits\.cpu: 2, which"),
+        (["--set", "resources.requests.cpu=3"], r"requests\.cpu: 3 is above"),
+        (["--set", "resources.requests.memory=1.1G,resources.limits.memory=1Gi"], r"requests\.memory: 1\.1G is above"),
+        (["--set", "resources.requests.memory=1073741825,resources.limits.memory=1Gi"], r"requests\.memory"),
+        (["--set", "resources.requests.memory=1Ti,resources.limits.memory=1e12"], r"requests\.memory"),
         (["--set", r"podLabels.app\.kubernetes\.io/name=a"], "podLabels"),
         (["--set", "podSecurity.user=0"], "podSecurity.user"),
         (["--set", "replicas=2"], "replicas: 2 needs PostgreSQL"),
@@ -57,6 +62,28 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
 def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
     with pytest.raises(RenderRefused, match=reason):
         render(arguments)
+
+
+@pytest.mark.parametrize(
+    ("resource", "asked", "most"),
+    [
+        ("cpu", "2000m", "2"),
+        ("cpu", "0.25", "250m"),
+        ("cpu", "2", "2"),
+        ("memory", "1G", "1Gi"),
+        ("memory", "1024Mi", "1Gi"),
+        ("memory", "1073741824", "1Gi"),
+        ("memory", "512M", "1e9"),
+        ("memory", "1E", "1Ei"),
+        ("memory", "1e6", "1M"),
+        ("ephemeral-storage", "1Gi", "1Gi"),
+    ],
+)
+def test_requests_up_to_the_limits_are_taken_in_any_unit(resource, asked, most):
+    text = render(["--set", f"resources.requests.{resource}={asked},resources.limits.{resource}={most}"])
+    (deployment,) = (each for each in objects(text) if each["kind"] == "Deployment")
+    found = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert (str(found["requests"][resource]), str(found["limits"][resource])) == (asked, most)
 
 
 def test_every_value_is_in_the_schema_and_has_its_line():

@@ -30,6 +30,15 @@ app.kubernetes.io/part-of: thinwire
 {{ .Values.home.existingClaim | default (printf "%s-home" (include "thinwire.name" .)) }}
 {{- end -}}
 
+{{/* A quantity of Kubernetes as a number: 250m, 1.5, 2e3, 512Mi. What is none the schema has refused. */}}
+{{- define "thinwire.amount" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+([eE][-+]?[0-9]+)?" $text -}}
+{{- $two := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- $ten := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
+{{- mulf (float64 $number) (get (merge $two $ten) (trimPrefix $number $text)) -}}
+{{- end -}}
+
 {{/* What no schema can say: each sentence tells what to do. */}}
 {{- define "thinwire.checks" -}}
 {{- $v := .Values -}}
@@ -42,6 +51,12 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- if ne $v.home.accessMode "ReadWriteMany" -}}
 {{- fail (printf "replicas: %d needs home.accessMode: ReadWriteMany: all of them mount the run folders" (int $v.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $asked := $v.resources.requests -}}
+{{- $most := get $v.resources.limits $name -}}
+{{- if and (hasKey $v.resources.limits $name) (gt (include "thinwire.amount" $asked | float64) (include "thinwire.amount" $most | float64)) -}}
+{{- fail (printf "resources.requests.%s: %v is above resources.limits.%s: %v, which no API server takes: raise the limit, or request less" $name $asked $name $most) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq $v.launcher "ray") (not $v.ray.address) -}}
