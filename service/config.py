@@ -6,6 +6,7 @@ Every field can be set by an environment variable with the prefix THINWIRE_, for
 from __future__ import annotations
 
 import os
+import re
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
@@ -84,6 +85,16 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, folder: Path | None) -> Path | None:
         return folder and folder.expanduser().absolute()
+
+    @field_validator("database_url")
+    @classmethod
+    def _of_a_secret(cls, url: str | None) -> str | None:
+        """As Secrets hold it: with a last newline, with libpq's names of the scheme, which name no driver."""
+        if url is None:
+            return None
+        if not (bare := url.strip()):
+            raise ValueError("is blank: name a database, or leave it out for SQLite in the home")
+        return re.sub(r"\Apostgres(ql)?://", "postgresql+psycopg://", bare)
 
     @field_validator("ray_address", "public_url")
     @classmethod

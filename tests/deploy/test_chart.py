@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.deploy.rendering import CHART, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
+from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
@@ -117,13 +117,16 @@ def test_the_service_knows_each_setting_and_takes_its_value(name, tmp_path, monk
         assert [str(folder) for folder in taken.shared_folders] == ["/mnt/shared"]
 
 
-def make_home(home, shared, secret):
-    """Do what the pod of a replica does before the service starts."""
+def make_home(home, shared, secret, database="postgresql://db/thinwire"):
+    """Do what the pod of a replica does before the service starts. Returns why it does not."""
     pod = next(found for found in objects(rendered("postgresql")) if found["kind"] == "Deployment")["spec"]["template"]
     step = pod["spec"]["initContainers"][0]
-    environment = {"THINWIRE_HOME": home, "SHARED_FOLDER": shared, "TOKEN_FILE": secret}
+    environment = {"THINWIRE_HOME": home, "SHARED_FOLDER": shared, "TOKEN_FILE": secret, "DATABASE_URL": database}
     assert {env["name"] for env in step["env"]} == set(environment)
-    subprocess.run([*step["command"], *step["args"]], env={"PATH": os.environ["PATH"], **environment}, check=True)
+    command = [*step["command"], *step["args"]]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stderr
 
 
 def test_replicas_share_the_run_folders_and_the_token_of_the_secret(tmp_path):
@@ -132,7 +135,7 @@ def test_replicas_share_the_run_folders_and_the_token_of_the_secret(tmp_path):
     homes = [tmp_path / name for name in ("first", "second")]
     of_both = {"database_url": f"sqlite:///{tmp_path / 'db'}", "packages_folder": shared / "packages"}
     for home in (*homes, *homes):  # a container may start twice
-        make_home(home, shared, secret)
+        assert make_home(home, shared, secret) == ""
         assert [path.stat().st_mode & 0o777 for path in (home, home / "token")] == [0o700, 0o600]
     first = Service(homes[0], **of_both)
     job = first.submit()
@@ -149,6 +152,47 @@ def test_replicas_share_the_run_folders_and_the_token_of_the_secret(tmp_path):
         assert written <= {path.name for path in (homes[1] / "runs" / job).iterdir()}
     finally:
         second.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "database", "reason"),
+    [
+        ("", "postgresql://db/a", "the Secret 3 has fewer than 16 characters under its key 4"),
+        (" short \n", "postgresql://db/a", "the Secret 3 has fewer than 16 characters"),
+        ("a token of the operator\n", "", "the Secret 1 has no URL under its key 2"),
+    ],
+)
+def test_a_secret_with_nothing_in_it_is_told_before_the_service_starts(tmp_path, token, database, reason):
+    (tmp_path / "secret").write_text(token)
+    assert reason in make_home(tmp_path / "home", tmp_path / "shared", tmp_path / "secret", database)
+    assert not (tmp_path / "home" / "token").exists()
+
+
+@pytest.mark.parametrize("name", ["a.b", "9lives"])
+def test_a_release_whose_service_could_have_no_such_name_is_refused(name):
+    command = [str(HELM), "template", name, str(CHART)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"the release name {name} cannot be that of a Service" in done.stderr
+
+
+def test_the_longest_name_of_a_release_and_odd_values_make_objects_that_fit(tmp_path):
+    long = "tw-" + "release-" * 6 + "ab"
+    values = ["--set", "listen=::,podSecurity.user=1000680000,podSecurity.group=1000680000,kuberay.namespace=ml-jobs"]
+    values += ["--set", "monitoring.dashboards=true,monitoring.podMonitor=true,monitoring.prometheusRule=true"]
+    values += ["--set", "kuberay.template=kind: RayJob"]
+    command = [str(HELM), "template", long, str(CHART), "--namespace", "other", *values]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = objects(text)
+    for each in found:
+        assert complaints(each, NEWEST) == [], each["kind"]
+        assert len(each["metadata"]["name"]) <= 63
+    (deployment,) = (each for each in found if each["kind"] == "Deployment")
+    environment = {
+        env["name"]: env.get("value") for env in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert environment["THINWIRE_HOST"] == "::"
+    service = next(each for each in found if each["kind"] == "Service")["metadata"]["name"]
+    assert environment["THINWIRE_PUBLIC_URL"] == f"http://{service}.other:8400"
 
 
 def test_the_plain_manifests_are_what_the_chart_renders():

@@ -18,6 +18,7 @@ from sqlalchemy import event, insert, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm.exc import StaleDataError
 
+from thinwire.service.config import Settings
 from thinwire.service.db import Base, Database, DatabaseUnusable
 from thinwire.service.jobs.models import EventRow, JobRow, SampleRow
 
@@ -191,3 +192,13 @@ def test_a_full_disk_is_no_reason_to_put_a_copy_in_its_place(tmp_path: Path) -> 
     with pytest.raises(DatabaseUnusable, match="disk is full: make room") as refused:
         database.upgrade()
     assert "copy" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", ["postgresql+psycopg://u@db/x\n", "postgres://u@db/x", " postgresql://u@db/x"])
+def test_a_url_is_taken_as_secrets_hold_it(tmp_path: Path, given: str) -> None:
+    assert Settings(home=tmp_path, database_url=given).database == "postgresql+psycopg://u@db/x"
+
+
+def test_a_blank_url_is_no_wish_for_sqlite(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is blank: name a database, or leave it out"):
+        Settings(home=tmp_path, database_url=" \n")

@@ -214,7 +214,10 @@ class Workers(_Frozen):
         "sends half as many bytes again",
     )
     grace_s: float = Field(
-        30.0, gt=0.0, description="how long a worker that is told to stop (preemption, drain) has to hand over"
+        30.0,
+        gt=0.0,
+        le=86400.0,
+        description="how long a worker that is told to stop (preemption, drain) has to hand over",
     )
 
 

@@ -42,6 +42,9 @@ app.kubernetes.io/part-of: thinwire
 {{/* What no schema can say: each sentence tells what to do. */}}
 {{- define "thinwire.checks" -}}
 {{- $v := .Values -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) -}}
+{{- fail (printf "the release name %s cannot be that of a Service: begin with a letter; then letters, digits and dashes, no dots" .Release.Name) -}}
+{{- end -}}
 {{- if gt (int $v.replicas) 1 -}}
 {{- if not $v.database.secret.name -}}
 {{- fail (printf "replicas: %d needs PostgreSQL: SQLite has one service. Set database.secret.name, or replicas: 1" (int $v.replicas)) -}}
