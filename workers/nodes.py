@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from thinwire.contract.environment_words import why_no_environment
 from thinwire.contract.interfaces import address_of, interfaces, listed, name_of
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ COMPARED = ("thinwire", "torch", "ray")
 
 class NodesDiffer(Exception):
     """Machines of the cluster have different versions; the message names each."""
+
+
+class NoEnvironment(Exception):
+    """A machine cannot make the job's environment, what `pip` names; the message says which machine, and why."""
 
 
 class InterfaceMissing(Exception):
@@ -59,7 +64,9 @@ def facts(address: str) -> NodeFacts:
 
 
 def refuse_misfits(interface: str | None) -> None:
-    """Ask every node that can have workers. interface: what the job names. Raises: NodesDiffer, InterfaceMissing."""
+    """Ask every node that can have workers. interface: what the job names. Raises: NodesDiffer, NoEnvironment,
+    InterfaceMissing.
+    """
     known = _ask_all()
     refuse_mixed(known)
     if interface is not None:
@@ -142,6 +149,9 @@ def _ask_all() -> list[NodeFacts]:
             known.append(ray.get(answer))
         except ray.exceptions.RayTaskError as error:
             raise NodesDiffer(f"{asked[answer]} cannot run thinwire: {error.cause}: install it there") from error
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            logger.warning("no_environment address=%s ray_says=%r", asked[answer], str(error))
+            raise NoEnvironment(why_no_environment(str(error), asked[answer])) from error
         except ray.exceptions.RayError as error:
             logger.warning("node_lost address=%s reason=%s", asked[answer], str(error).splitlines()[0])
     return known

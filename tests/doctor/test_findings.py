@@ -83,6 +83,13 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert "Nothing found that would hurt a job: 3 boxes and 3 links examined." in as_text(seen, found)
 
 
+def test_a_package_that_one_box_has_and_another_lacks_is_a_warning() -> None:
+    versions = {"thinwire": "0.1.0", "torch": "2.11.0"}
+    found = one_of(examined(facts(0), facts(1, versions=versions | {"torchvision": "0.26.0"}), facts(2)))
+    assert (found.kind, found.severity, found.boxes) == ("version", "warning", ("bert",))
+    assert "torchvision differs: missing on anna, carl; 0.26.0 on bert" in found.what
+
+
 def test_both_directions_that_share_one_speed() -> None:
     shared = {"both_there_mbit": 500.0, "both_back_mbit": 450.0}
     found = one_of(examined(facts(0), facts(1), visits={(0, 1): shared, (1, 0): shared | {"there_mbit": None}}))

@@ -1,11 +1,22 @@
 """Machines that do not fit together are named before a job starts."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from thinwire.contract.interfaces import NoInterface, address_of, interfaces, name_of, routes_to
-from thinwire.workers.nodes import InterfaceMissing, NodeFacts, NodesDiffer, facts, refuse_missing, refuse_mixed
+from thinwire.workers.nodes import (
+    InterfaceMissing,
+    NodeFacts,
+    NodesDiffer,
+    NoEnvironment,
+    facts,
+    refuse_misfits,
+    refuse_missing,
+    refuse_mixed,
+)
 
 ALIKE = {"Python": "3.11.2", "thinwire": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
 
@@ -33,6 +44,30 @@ def test_an_interface_that_a_node_lacks_is_an_error_that_lists_what_each_has():
     assert "'eth0' is not on b (10.0.0.2)" in str(raised.value)
     assert "a (10.0.0.1): it has eth0 (10.0.0.1)" in str(raised.value)
     assert "b (10.0.0.2): it has ens5 (10.0.0.2), lo (127.0.0.1)" in str(raised.value)
+
+
+def test_a_node_that_cannot_make_the_jobs_environment_is_named(monkeypatch):
+    """It was taken for lost, and its workers were started again for ever."""
+
+    def get(answer):
+        if answer == "10.0.0.2":
+            raise ray.exceptions.RuntimeEnvSetupError("x\nERROR: No matching distribution found for einops==99")
+        return node("a", answer)
+
+    class Asking:
+        def options(self, scheduling_strategy):
+            return SimpleNamespace(remote=lambda address: address)
+
+    there = [
+        {"Alive": True, "Resources": {"CPU": 1}, "NodeID": f"{n}" * 56, "NodeManagerAddress": f"10.0.0.{n}"}
+        for n in (1, 2)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: there)
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Asking())
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(NoEnvironment, match=r"pip could not install einops==99 on the box 10\.0\.0\.2: No matching"):
+        refuse_misfits(None)
 
 
 def test_this_machine_knows_itself():

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thinwire.contract.interfaces import interfaces as ipv4_addresses
 from thinwire.doctor.stores import unwritable
 
-PACKAGES = ("thinwire", "torch", "ray", "numpy")
+PACKAGES = ("thinwire", "torch", "ray", "numpy", "torchvision")
 ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HTTP_PROXY", "http_proxy")
 _NVIDIA_SMI_S = 20.0
 

@@ -175,7 +175,7 @@ def _versions(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
     packages = sorted({package for one in facts.values() for package in one.versions})
     for package in packages:
         said = {name: one.versions.get(package, "missing") for name, one in facts.items()}
-        yield from _differ(package, said, "warning" if package == "numpy" else "fault")
+        yield from _differ(package, said, "warning" if package in ("numpy", "torchvision") else "fault")
     minor = {name: one.python.rpartition(".")[0] for name, one in facts.items()}
     whole = {name: one.python for name, one in facts.items()}
     yield from _differ("python", whole, "fault" if len(set(minor.values())) > 1 else "note")

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
 from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from thinwire.contract.environment_words import why_no_environment
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.silent_nodes import SilentNodes
@@ -63,13 +64,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What became of a bring-up: a unit, or why not. started: when its process began to be, monotonic."""
+    """What became of a bring-up: a unit, or why not. started: when its process began to be, monotonic.
+
+    no_environment: its box cannot make what the job's processes run in.
+    """
 
     slot: int
     unit: Unit | None
     why: str
     started: float
     cancelled: bool = False
+    no_environment: bool = False
 
 
 class Cancelled(Exception):
@@ -147,6 +152,11 @@ class BringUp:
         except Cancelled:
             self._remove()
             self._arrivals.put(Arrival(self.slot, None, "", self._started, cancelled=True))
+        except RuntimeEnvSetupError as error:
+            self._remove()
+            logger.warning("no_environment slot=%d ray_says=%r", self.slot, str(error))
+            why, cancelled = why_no_environment(str(error)), self._cancelled.is_set()
+            self._arrivals.put(Arrival(self.slot, None, why, self._started, cancelled, no_environment=True))
         except Exception as error:  # noqa: BLE001 - the border of a thread: told to the group, which counts
             self._remove()
             why = f"{type(error).__name__}: {str(error).strip()}"

@@ -218,7 +218,9 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 continue
             if unit is None:
                 logger.warning("bring_up_failed slot=%d why=%s", arrival.slot, arrival.why)
-                self._deaths.died(arrival.slot, arrival.started, arrival.why, spared=self._has_enough)
+                # However long Ray has tried to make an environment, the worker has not lived.
+                started = time.monotonic() if arrival.no_environment else arrival.started
+                self._deaths.died(arrival.slot, started, arrival.why, spared=self._has_enough)
                 continue
             pid, node = unit.worker.metadata.pid, unit.worker.metadata.node_ip
             took_s = time.monotonic() - arrival.started

@@ -1,10 +1,14 @@
 """A slot that is filled and given up meanwhile: before its worker trains it is removed, and not after."""
 
+import json
 import queue
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RuntimeEnvSetupError
 
+from thinwire.contract.environment_words import LONGEST
 from thinwire.workers.elastic import bring_up
 from thinwire.workers.elastic.bring_up import BringUp
 
@@ -36,6 +40,35 @@ class Ray:
 
     def get(self, ref):
         return SimpleNamespace(pid=7, node_ip="10.0.0.1", node_id="n")
+
+
+SEEN = Path(__file__).parents[2] / "data" / "ray-2.60" / "failed_jobs.json"
+
+
+def test_a_box_that_cannot_make_the_environment_is_told_short_and_the_whole_is_logged(monkeypatch, caplog):
+    """A page of pip's was the reason of the job."""
+    said = json.loads(SEEN.read_text())["pip-none"]["message"]
+    arrivals, killed = queue.SimpleQueue(), []
+
+    class Failing:
+        def wait(self, refs, timeout):
+            return refs, []
+
+        def get(self, ref):
+            raise RuntimeEnvSetupError(said)
+
+    monkeypatch.setattr(bring_up, "ray", Failing())
+    monkeypatch.setattr(bring_up.leftovers, "kill", killed.append)
+    filling = Filling(SimpleNamespace(plan=SimpleNamespace(new_unit=lambda slot: f"w{slot}-1")), 3, arrivals)
+    filling.join(30.0)
+    arrival = arrivals.get(timeout=30.0)
+    assert arrival.no_environment
+    assert arrival.why.startswith(
+        "pip could not install nosuchpackage-of-thinwire==1 on the box 127.0.0.1: No matching"
+    )
+    assert len(arrival.why) <= LONGEST
+    assert len(killed) == 1
+    assert repr(said)[1:-1] in caplog.text
 
 
 @pytest.mark.parametrize(("late", "kept"), [("metadata", False), ("training", True)])
