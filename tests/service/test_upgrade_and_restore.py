@@ -16,10 +16,12 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy import select
 
 from tests.service.control_plane_harness import Service, sample
 from tests.service.postgresql import _programs, postgresql
 from thinwire.service.db import Database
+from thinwire.service.jobs.models import JobRow
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import LaunchState
 
@@ -168,3 +170,29 @@ def test_a_database_that_is_put_back_knows_what_runs_and_starts_nothing_twice(tm
         assert new.post(lost, attempt=2, samples=[sample(1)]).status_code == 204
     finally:
         new.close()
+
+
+def test_the_back_up_of_a_pod_has_all_that_is_not_elsewhere(tmp_path: Path) -> None:
+    """kubectl runs here what it would run in the pod."""
+    home, kept = tmp_path / "home", tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "bin").mkdir()
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
+    kubectl.chmod(0o755)
+    service = Service(home, standing())
+    try:
+        job_id = service.running(**STORE)
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        typed("back-up kubernetes", THINWIRE_HOME=str(home), BACKUP=str(kept), PATH=path)
+    finally:
+        service.close()
+    (archive,) = kept.iterdir()
+    assert archive.stat().st_mode & 0o077 == 0
+    subprocess.run(["tar", "-xf", archive, "-C", kept], check=True)
+    assert (kept / "token").read_text() == (home / "token").read_text()
+    assert (kept / "runs" / job_id / "token").exists()
+    database = Database(f"sqlite:///{kept / 'thinwire.db'}")
+    with database.read() as session:
+        assert session.scalars(select(JobRow.id)).all() == [job_id]
+    database.close()
