@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +16,9 @@ from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import NEEDED
+
+CLAIMS = Path(__file__).parent / "values" / "claims.txt"
+"""A template that mounts claims whose names begin as another's."""
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -51,6 +55,14 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "checkpoints.claim=a"], "must have a volume with claimName: a"),
         (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
         (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
+        (["--set", "ingress.host=https://a.b/"], "ingress.host"),
+        (["--set", "tolerations[0].keys=a"], "keys is not allowed|additional"),
+        (["--set", "tolerations[0].operator=Is"], "tolerations.0.operator"),
+        (["--set", "nodeSelector.pool=a b"], "nodeSelector.pool"),
+        (["--set", "podLabels.team=-a"], "podLabels.team"),
+        (["--set", "env.HOME=/root"], "HOME is set by the chart"),
+        (["--set", "checkpoints.claim=a", "--set-file", f"kuberay.template={CLAIMS}"], "claimName: a"),
+        (["--set", "checkpoints.claim=thinwire-home,launcher=ray,ray.address=http://a:1"], "name another"),
         (["--set", "monitoring.serviceMonitor=true"], "needs tokenSecret.name"),
         (["--set", "monitoring.scrapeConfig=true"], "needs tokenSecret.name"),
         (["--set", "monitoring.runbooks=here"], "monitoring.runbooks"),
@@ -84,6 +96,13 @@ def test_requests_up_to_the_limits_are_taken_in_any_unit(resource, asked, most):
     (deployment,) = (each for each in objects(text) if each["kind"] == "Deployment")
     found = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
     assert (str(found["requests"][resource]), str(found["limits"][resource])) == (asked, most)
+
+
+@pytest.mark.parametrize("claim", ["ab", "a.b", "a-c"])
+def test_a_claim_that_the_template_mounts_is_found_however_it_is_written(claim):
+    assert f'name: "{claim}"' in render(
+        ["--set", f"checkpoints.claim={claim}", "--set-file", f"kuberay.template={CLAIMS}"]
+    )
 
 
 def test_every_value_is_in_the_schema_and_has_its_line():

@@ -74,8 +74,11 @@ app.kubernetes.io/part-of: thinwire
 {{- fail (printf "kuberay.template must be one RayJob as text (--set-file kuberay.template=FILE), its kind is %s" (get $job "kind" | default "missing" | toString)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.checkpoints.claim (eq $v.launcher "kuberay") (not (contains (printf "claimName: %s" $v.checkpoints.claim) $v.kuberay.template)) -}}
+{{- if and $v.checkpoints.claim (eq $v.launcher "kuberay") (not (regexMatch (printf "claimName: *[\"']?%s[\"']?[ ,}]*(#.*)?(\n|$)" (regexQuoteMeta $v.checkpoints.claim)) $v.kuberay.template)) -}}
 {{- fail (printf "checkpoints.claim: %s is mounted by no pod: kuberay.template must have a volume with claimName: %s" $v.checkpoints.claim $v.checkpoints.claim) -}}
+{{- end -}}
+{{- if and $v.checkpoints.claim $v.checkpoints.create (not $v.home.existingClaim) (eq $v.checkpoints.claim (include "thinwire.claim" .)) -}}
+{{- fail (printf "checkpoints.claim: %s is the name of the claim of the service's home: jobs must not mount that; name another" $v.checkpoints.claim) -}}
 {{- end -}}
 {{- if $v.ingress.enabled -}}
 {{- if or (not $v.ingress.host) (not $v.ingress.tlsSecret) -}}
@@ -91,7 +94,7 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
-{{- if has $name (list "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}
