@@ -39,6 +39,8 @@ SIZES = (1, 2, 4)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = [(1024, 1024), (1024,)] * 2
 SMALL = [(64, 64), (64,)]
+BUCKET = 1 << 17
+"""Elements: 16 buckets, as the default size of 4 Mi makes of a model of 67 million."""
 THRESHOLD = 1 << 16
 LIMIT_S = 3000.0
 
@@ -188,7 +190,7 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
     del small
     meter = Meter(dtype)
     params = model(SHAPES, dtype)
-    optimizer = make(params, group=group, **options)
+    optimizer = make(params, group=group, bucket_elements=BUCKET, **options)
     train(optimizer, params, steps, meter)
     _through_everything(optimizer, params, 0, group, meter)
     if group.size > 1:
@@ -198,7 +200,7 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
             del optimizer, params
             gc.collect()
             params = model(SHAPES, dtype)
-            optimizer = make(params, group=SoloGroup(), **options)
+            optimizer = make(params, group=SoloGroup(), bucket_elements=BUCKET, **options)
             fill_gradients(params)
         told = "regroup, by who comes" if newcomer else "regroup after a death"
         with meter.around(lambda: told, optimizer):

@@ -208,8 +208,11 @@ class Reader(Protocol):
 class Result(Protocol):
     """What an exchange gave, bit-equal on every rank. It stays until the next but one begins."""
 
-    def decode_(self, out_N: Tensor) -> None:
-        """out <- the result, 0 where dead. out may be what was launched; abandon() cannot undo after that: commit."""
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the result, 0 where dead.
+
+        out may be what was launched; abandon() cannot undo after that: commit.
+        """
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand elements [start, stop) to the reader. Bounds are multiples of 8 and may lie anywhere."""
@@ -270,8 +273,15 @@ class Reducer(Protocol):
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it, in order; x must not change before commit()."""
 
-    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
-        """As launch_sum of r + weight (x - r), r being last(memory). x must not change before commit().
+    def launch_lerp(
+        self,
+        k: int,
+        x_N: Tensor,
+        weight: float,
+        runs: Sequence[Tensor | None] = (),
+        start_N: Tensor | None = None,
+    ) -> None:
+        """As launch_sum of r + weight (x - r), r being start, or last(memory). Both must not change before commit().
 
         runs: for each live run of the layout float[run], contiguous, to be read in place of that part of x, or None;
         what is not in buckets.layout.alone() is read of x all the same. Raises: RuntimeError where there is no r.

@@ -33,9 +33,8 @@ class OneBitAdamState:
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 as v, 4 + 4 / ranks of error memory, and half a byte
     as rows of signs, which hold m in the compressed phase: 4 more where m is in floats, in warm-up and from a load or
-    state_dict() to the end of the next step. Another 4 during that step, and during the first compressed one, for what
-    they send is formed from floats. With overlap 4 more from backward to zero_grad(): the gradient that backward made,
-    which compressed steps read there.
+    state_dict() to the end of the next step. With overlap 4 more from backward to zero_grad(): the gradient that
+    backward made, which compressed steps read there.
     """
 
     momentum: Momentum
@@ -46,6 +45,10 @@ class OneBitAdamState:
     def m_N(self) -> Replicated:
         """The momentum of all ranks, decoded where it is in received rows."""
         return self.momentum.floats()
+
+    def holder(self, name: str) -> Momentum:
+        """What holds a vector that is not a field: m."""
+        return self.momentum
 
 
 class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
@@ -106,10 +109,11 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
         betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
-        if s.momentum.is_last_result and all(len(betas) == 1 for betas in betas_K):
+        if all(len(betas) == 1 for betas in betas_K):
             s.momentum.refuse_written()
-            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K])
-        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)
+            m_N = None if s.momentum.is_last_result else s.momentum.floats()
+            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N)
+        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)  # groups of several betas in one bucket
 
         def form(at: slice, runs: LeftGradients) -> None:
             for part, group in self.groups_in(at):

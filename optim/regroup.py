@@ -35,7 +35,11 @@ from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
-from thinwire.optim.engine.state import error_memories
+from thinwire.optim.engine.state import error_memories, move, part, put, sizes
+
+PARAMETERS = "parameters_N"
+PIECE = 1 << 22
+"""Elements that are given at a time: a momentum in rows is decoded for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class _Standing:
 def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     """Before a planned change: end the round of local steps, and take R of all error memories. Collective, old group.
 
-    Holds one more vector for each of them until the next step. Raises: PeerLost, and then nothing has changed.
+    R is then held here, until the next step, in place of the worker errors; the server errors are R too (rule S).
+    Raises: PeerLost, and then nothing has changed.
     """
     optimizer.overlap.refuse_between("hand_over")
     with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
@@ -114,7 +119,10 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         if errors:
             optimizer.refuse_to_be_alone()
         optimizer.prepare_to_save()
-        optimizer.handed_over = {name: memory.residual() for name, memory in errors.items()}
+        residuals = {name: memory.residual() for name, memory in errors.items()}
+        optimizer.handed_over = residuals
+        for name, memory in errors.items():  # as a save does: so R is not in memory twice
+            memory.restore(residuals[name])
 
 
 @torch.no_grad()
@@ -167,15 +175,16 @@ def _regroup(
     received = tuple(rank for rank, one in enumerate(all_n) if rank not in level or one.num_steps < now)
 
     takes_part = group.rank in level
-    vectors = optimizer.settled(group, taking_part=takes_part, num_ranks=len(level))
+    settled = optimizer.settled(group, taking_part=takes_part, num_ranks=len(level))
     parked = saving.parked_vectors(optimizer)
     if group.rank in received:
         parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
     residuals, told = _residuals(optimizer, group, all_n, group.rank in behind)
     if received:
         if group.rank in received:
-            vectors = {name: torch.empty_like(vector) for name, vector in vectors.items()}
-        for vector in (*vectors.values(), *_tensors(parked)):
+            settled = _room(optimizer, keeps_gradient=has_state)
+        _give_vectors(optimizer, settled, group, (source, *received))
+        for vector in _tensors(parked):
             give(group, vector, (source, *received))
         given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
         for buffer in filter(Tensor.numel, given):
@@ -183,10 +192,13 @@ def _regroup(
             give(group, passed.view(-1).view(torch.uint8), (source, *received))
             if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(passed)
+    before = optimizer.vectors
     optimizer.connect(group, all_n[source].bucket_elements)
 
     # From here on nothing can fail for want of a peer.
-    _load(optimizer, all_n[source].plain, vectors, residuals, parked)
+    _take(optimizer, before, settled)
+    del before, settled
+    _go_on(optimizer, all_n[source].plain, residuals, parked)
     gone = _gone([all_n[rank] for rank in holders])
     lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
     return Regrouped(now, source, received, behind, lost_steps, *told)
@@ -277,25 +289,53 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
     return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
 
 
-def _load(
-    optimizer: FlatOptimizer[Any],
-    plain: dict[str, Any],
-    vectors: dict[str, Tensor],
-    residuals: dict[str, Tensor],
-    parked: dict[str, Any],
-) -> None:
+def _room(optimizer: FlatOptimizer[Any], *, keeps_gradient: bool) -> dict[str, Tensor]:
+    """Vectors for what another rank has. The gradient of one that had no state is worth nothing, and is room too."""
     space = optimizer.space
-    parameters_N = vectors.pop("parameters_N")
-    if parameters_N is not space.p_N:
-        space.p_N.copy_(parameters_N)
-    master = {"master": space.master()} if space.has_master else {}
+    found = {name: space.p_N.new_empty(size) for name, size in sizes(optimizer.vectors, space.p_N.numel()).items()}
+    return {PARAMETERS: torch.empty_like(space.p_N) if keeps_gradient else space.g_N, **found}
+
+
+def _give_vectors(
+    optimizer: FlatOptimizer[Any], settled: dict[str, Tensor], group: Group, path: tuple[int, ...]
+) -> None:
+    """Parameters and replicated vectors of its first to all on the path. settled: room there, else what differs."""
+    space = optimizer.space
+    for name, size in {PARAMETERS: space.p_N.numel(), **sizes(optimizer.vectors, space.p_N.numel())}.items():
+        for start in range(0, size, PIECE):
+            at = slice(start, min(start + PIECE, size))
+            if name in settled:
+                piece = settled[name][at]
+            else:
+                piece = space.p_N[at] if name == PARAMETERS else part(optimizer.vectors, name, at)
+            give(group, piece, path)
+
+
+def _take(optimizer: FlatOptimizer[Any], before: object, settled: dict[str, Tensor]) -> None:
+    """The new vectors are those of before, or the settled ones. Not copied, but for the parameters."""
+    space = optimizer.space
+    space.take_changes()
+    if PARAMETERS in settled:
+        space.p_N.copy_(settled[PARAMETERS])
+        if settled[PARAMETERS] is space.g_N:
+            space.g_N.zero_()
+    for name in sizes(optimizer.vectors, space.p_N.numel()):
+        if name in settled:
+            put(optimizer.vectors, name, settled[name])
+        else:
+            move(optimizer.vectors, before, name)
+
+
+def _go_on(
+    optimizer: FlatOptimizer[Any], plain: dict[str, Any], residuals: dict[str, Tensor], parked: dict[str, Any]
+) -> None:
     groups = [
         {key: tuple(value) if isinstance(mine.get(key), tuple) else value for key, value in theirs.items()}
         for mine, theirs in zip(optimizer.param_groups, plain["param_groups"], strict=True)
     ]
-    state = {**plain, "param_groups": groups, "vectors": vectors, "residuals": residuals, **master, **parked}
-    optimizer.load_state_dict(state)
-    optimizer.trust_load()  # what was loaded has come from one rank
+    saving.go_on(optimizer, {**plain, "param_groups": groups}, residuals, parked)
+    optimizer.resumed()
+    optimizer.trust_load()  # all of it has come from one rank
 
 
 def _norm(residuals: dict[str, Tensor]) -> float:

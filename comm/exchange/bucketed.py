@@ -47,12 +47,13 @@ from thinwire.comm.signals import deferred
 class Given:
     """What a bucket was launched with. vector: x; None: nothing (abandoned). weight: of x against the last result.
 
-    weight None: x itself. runs: what was read in place of parts of x.
+    weight None: x itself. runs: what was read in place of parts of x. start: what stood for the last result.
     """
 
     vector_N: Tensor | None
     weight: float | None = None
     runs: Sequence[Tensor | None] = ()
+    start_N: Tensor | None = None
 
 
 class BucketedAllReduce(Stepwise[KeptSums, Received]):
@@ -134,15 +135,24 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         """
         self._launch(k, Given(x_N))
 
-    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
+    def launch_lerp(
+        self,
+        k: int,
+        x_N: Tensor,
+        weight: float,
+        runs: Sequence[Tensor | None] = (),
+        start_N: Tensor | None = None,
+    ) -> None:
         """As launch_sum of r + weight (x - r), r being the last committed result of this memory, in one pass.
 
         x: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
         be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
-        Raises: RuntimeError where last(memory) is None.
+        start: float[N], r in place of the last result, as x; a bucket of the sum is made then, and encoded in a second
+        pass: equal bit for bit. Raises: RuntimeError where last(memory) is None, and start too.
         """
-        self._require_last(self._open())
-        self._launch(k, Given(x_N, weight, runs))
+        if start_N is None:
+            self._require_last(self._open())
+        self._launch(k, Given(x_N, weight, runs, start_N))
 
     def launch_refused(self, k: int) -> None:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
@@ -314,12 +324,23 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
         rows, kept = self._rows[k], memory.worker[k]
         assert given.vector_N is not None
-        if given.weight is None:
-            x_b = given.vector_N[rows.span]
+        if (x_b := self._sum_of(k, given)) is not None:
             self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent)
         else:
+            assert given.weight is not None
             parts, last = self._parts_of(k, given), rows.gathered[self._last]
             self._kernels.encode_lerp(kept.sum_c, kept.scale_b, parts, given.weight, last, rows.table, rows.sent)
+
+    def _sum_of(self, k: int, given: Given) -> Tensor | None:
+        """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
+        span = self._rows[k].span
+        assert given.vector_N is not None
+        if given.weight is None:
+            return given.vector_N[span]
+        if given.start_N is None:
+            return None
+        start_b = given.start_N[span]
+        return torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
 
     def _send(self, k: int) -> None:
         if self._error is not None or self._pipeline.failed:
@@ -429,10 +450,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             rows, kept = self._rows[k], memory.worker[k]
             if one.vector_N is None:
                 continue
-            if one.weight is None:
-                x_b = one.vector_N[rows.span]
+            if (x_b := self._sum_of(k, one)) is not None:
                 self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, rows.sent, rows.table)
             else:
+                assert one.weight is not None
                 parts, last = self._parts_of(k, one), rows.gathered[self._last]
                 self._kernels.undo_lerp(kept.sum_c, kept.scale_b, parts, one.weight, last, rows.sent, rows.table)
 

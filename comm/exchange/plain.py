@@ -22,7 +22,7 @@ from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sample
 from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, leave, lerp_, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
-from thinwire.comm.kernels.blocks import HEADER_BYTES
+from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
 from thinwire.comm.protocol import Codec, ErrorMemory, Group, Pending, Reader, RowCodec
 
@@ -83,11 +83,21 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         memory = self._expect(k, x_N)
         self._launch(memory, x_N)
 
-    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
-        """As launch_sum of r + weight (x - r), r being last(memory). Raises: RuntimeError where that is None."""
+    def launch_lerp(
+        self,
+        k: int,
+        x_N: Tensor,
+        weight: float,
+        runs: Sequence[Tensor | None] = (),
+        start_N: Tensor | None = None,
+    ) -> None:
+        """As launch_sum of r + weight (x - r), r being start, or last(memory). Raises: RuntimeError without either."""
         memory = self._expect(k, x_N)
         z_N = torch.zeros_like(x_N)
-        self._require_last(memory).decode_(z_N)
+        if start_N is None:
+            self._require_last(memory).decode_(z_N)
+        else:
+            z_N.copy_(start_N)
         lerp_(z_N, x_N, weight, self.buckets.layout, runs)
         self._launch(memory, z_N)
 
@@ -304,9 +314,13 @@ class Decoded:
         """The rows are received anew, or nobody reads them any more."""
         self._values_N = None
 
-    def decode_(self, out_N: Tensor) -> None:
-        """out <- the result, 0 where dead."""
-        self._decode(self.wire_nB, out_N)
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the result, 0 where dead."""
+        stop = self._numel if stop is None else stop
+        if (start, stop) == (0, self._numel):
+            self._decode(self.wire_nB, out_N)
+        else:
+            self.read(_Copy(out_N), start, stop)
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand elements [start, stop) to the reader, as floats."""
@@ -321,3 +335,18 @@ def _refuse_non_finite(flags: Tensor) -> None:
     # One host synchronisation: a rank that went on alone would leave its peers waiting in the next collective.
     if not bool((flags == 1).all()):
         raise non_finite(flags)
+
+
+class _Copy:
+    """A Reader that writes what it reads to `out`."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._out = out
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """Results of any codec are read as floats."""
+        raise TypeError("rows of signs, where floats were decoded: a defect of thinwire; please report it")
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """Copy them."""
+        self._out.copy_(values)

@@ -28,9 +28,9 @@ class Values:
     def __init__(self, values_N: Tensor) -> None:
         self.values_N = values_N
 
-    def decode_(self, out_N: Tensor) -> None:
-        """out <- the result."""
-        out_N.copy_(self.values_N)
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the result."""
+        out_N.copy_(self.values_N[start:stop])
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand elements [start, stop) to the reader, as floats."""
@@ -134,11 +134,19 @@ class SoloReducer(Stepwise[GivenOut, Values]):
         self._results[1 - self._last].values_N.copy_(x_N)
         self._add_residual()
 
-    def launch_lerp(self, k: int, x_N: Tensor, weight: float, runs: Sequence[Tensor | None] = ()) -> None:
-        """result <- r + weight (x - r) + R, r being last(memory). Raises: RuntimeError where that is None."""
-        last = self._require_last(self._expect(k))
+    def launch_lerp(
+        self,
+        k: int,
+        x_N: Tensor,
+        weight: float,
+        runs: Sequence[Tensor | None] = (),
+        start_N: Tensor | None = None,
+    ) -> None:
+        """result <- r + weight (x - r) + R, r being start, or last(memory). Raises: RuntimeError without either."""
+        memory = self._expect(k)
+        start_N = self._require_last(memory).values_N if start_N is None else start_N
         result_N = self._results[1 - self._last].values_N
-        lerp_(result_N.copy_(last.values_N), x_N, weight, self.buckets.layout, runs)
+        lerp_(result_N.copy_(start_N), x_N, weight, self.buckets.layout, runs)
         self._add_residual()
 
     def launch_refused(self, k: int) -> None:

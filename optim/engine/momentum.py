@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.protocol import ErrorMemory, Reducer
+from thinwire.comm.protocol import ErrorMemory, Reducer, Result
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels.descend import descend_
 
@@ -31,6 +31,8 @@ class Momentum:
         self._memory = memory
         self._like_N = like_N
         self._m_N: Tensor | None = torch.zeros_like(like_N)
+        self._result: Result | None = None
+        """What was received last, where m is newer than the floats were."""
         self._shown = ref(self._m_N)
         """The memory of the floats, for as long as there are views of it: they stay views of the momentum."""
         self._version = -1
@@ -52,22 +54,37 @@ class Momentum:
 
     def received(self) -> None:
         """The reducer has a new result: the floats are old, and their memory is given back."""
-        self._m_N = None
+        self._m_N, self._result = None, self._reduce.last(self._memory)
 
     def floats(self) -> Tensor:
         """m as float[N], brought up to date. May be written in warm-up and by who restores the error memory.
 
-        Call it before memory.restore(), after which a result is no momentum any more.
+        After memory.restore() too: the result is still what was received, though no exchange begins from it any more.
         """
         if self._m_N is None:
-            last = self._reduce.last(self._memory)
-            if last is None:
-                raise RuntimeError("the momentum was in rows that no longer count: read it before memory.restore()")
+            assert self._result is not None
             shown = self._shown()
             m_N = torch.empty_like(self._like_N) if shown is None else shown
-            last.decode_(m_N)
+            self._result.decode_(m_N)
             self._m_N, self._shown, self._version = m_N, ref(m_N), m_N._version
         return self._m_N
+
+    def part(self, at: slice) -> Tensor:
+        """These elements of m. New where there are no floats."""
+        if self._m_N is not None:
+            return self._m_N[at]
+        assert self._result is not None
+        part = self._like_N.new_empty(at.stop - at.start)
+        self._result.decode_(part, at.start, at.stop)
+        return part
+
+    def hold(self, m_N: Tensor) -> None:
+        """m is this vector from here on."""
+        self._m_N, self._result, self._shown = m_N, None, ref(m_N)
+
+    def follow(self, other: Momentum) -> None:
+        """m is what the other one is, in rows where it is there, which are no result of this one's reducer."""
+        self._m_N, self._result, self._shown, self._version = other._m_N, other._result, other._shown, other._version
 
 
 class Descent:

@@ -452,12 +452,12 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         refuse_other_calls(self._group, calls.now, self.space.p_N.device, remedy=calls.remedy)
 
     def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """Parameters (parameters_N) and replicated vectors, as after a sync in full of the ranks that take part.
+        """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part
 
-        group: in which these num_ranks are, and perhaps others, who give nothing. Not modified: copies where they
-        differ from what is here. Collective where ranks hold something of their own. Raises: PeerLost.
+        would change here; new, nothing is modified. group: in which these num_ranks are, and perhaps others, who give
+        nothing. Collective where ranks hold something of their own. Raises: PeerLost.
         """
-        return {"parameters_N": self.space.p_N, **replicated(self.vectors)}
+        return {}
 
     def plain_state(self) -> dict[str, Any]:
         """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""

@@ -236,6 +236,38 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     return found
 
 
+def go_on(optimizer: Saved, plain: dict[str, Any], residuals: dict[str, Tensor], parked: dict[str, Any]) -> None:
+    """Go on from plain() of another rank, with vectors that are in place: as apply() of the same tensors. Local.
+
+    residuals: R of each error memory, kept until the next step. parked: as parked_vectors() of that rank.
+    Raises: ValueError naming what differs; then nothing but the vectors has changed.
+    """
+    loaded = _whole({**plain, "vectors": {}, **parked}, _identity(optimizer), COMMON_KEYS)
+    _refuse_other_values("saved", loaded["saved"], optimizer.begun)
+    space, order = optimizer.space, _everything(optimizer).tensors
+    aside = [order[number] for number, _, _ in loaded["parked"]]
+    masters = _masters(loaded, "parked_master", aside, space)
+    groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
+    optimizer.check_saved(loaded["saved"])
+    for group in groups:
+        optimizer.check_group(group)
+    for group, merged in zip(optimizer.param_groups, groups, strict=True):
+        group.update(merged)
+    optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
+    optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
+    ages = _refuse_other_ages(loaded, len(space.tensors))
+    optimizer.ages = [optimizer.common_age] * len(space.tensors) if ages is None else ages
+    for name, memory in error_memories(optimizer.vectors).items():
+        memory.restore(residuals[name])
+    states = _of_parked(loaded, [tensor.stop - tensor.start for tensor in aside])
+    for tensor, state in zip(aside, states, strict=True):
+        state.master = masters.get(tensor.param)
+    optimizer.parked = {t.param: state.copied_like(space.p_N) for t, state in zip(aside, states, strict=True)}
+    optimizer.handed_over = residuals
+    space.write_back()
+    optimizer.go_on_from({}, in_round=False)
+
+
 def parked_vectors(optimizer: Saved) -> dict[str, Any]:
     """The tensors of the frozen parameters that have a state, as a state_dict holds them; nothing where there are none.
 

@@ -40,9 +40,43 @@ def replicated(state: object) -> dict[str, Tensor]:
     return {name: getattr(state, name) for name in _names(state, Kind.REPLICATED)}
 
 
+def sizes(state: object, numel: int) -> dict[str, int]:
+    """Elements of each replicated vector, by name: none is made for it, one that would be has all `numel`."""
+    return {
+        name: len(getattr(state, name)) if _is_field(state, name) else numel for name in _names(state, Kind.REPLICATED)
+    }
+
+
+def part(state: Any, name: str, at: slice) -> Tensor:
+    """These elements of a replicated vector, not to be modified; no more than them is made."""
+    found: Tensor = getattr(state, name)[at] if _is_field(state, name) else state.holder(name).part(at)
+    return found
+
+
+def put(state: Any, name: str, vector: Tensor) -> None:
+    """A replicated vector is this one from here on: it is taken, not copied."""
+    if _is_field(state, name):
+        setattr(state, name, vector)
+    else:
+        state.holder(name).hold(vector)
+
+
+def move(state: Any, old: Any, name: str) -> None:
+    """A replicated vector of the old state, of the same kind, is this one's from here on; nothing is copied or made."""
+    if _is_field(state, name):
+        setattr(state, name, getattr(old, name))
+    else:
+        state.holder(name).follow(old.holder(name))
+
+
 def error_memories(state: object) -> dict[str, ErrorMemory]:
     """The error memory of a state, by field name."""
     return {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
+
+
+def _is_field(state: object, name: str) -> bool:
+    """Else it is a property."""
+    return not isinstance(vars(type(state)).get(name), property)
 
 
 def _names(state: object, kind: Kind) -> list[str]:

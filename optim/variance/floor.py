@@ -9,6 +9,7 @@ keep them from ever training; a floor lets them train at a normal step size. See
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ RELATIVE_FLOOR = 1e-2
 """Of the mean of the non-zero v around an element: steps at most 10 times the typical one of their tensor."""
 NEGLIGIBLE = 1e-10
 """A tensor whose mean v is below this part of the model's is rounding noise: the model's mean stands in."""
+GROUP = 1 << 18
+"""Elements, about: there is scratch for so many."""
 
 
 def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]) -> Tensor:
@@ -30,18 +33,36 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     """
     # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
     cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
-    lengths_p = cuts.diff().to(v_N.device)
-    sum_p = torch.segment_reduce(v_N, "sum", lengths=lengths_p, unsafe=True).double().cpu()
-    count_p = torch.segment_reduce((v_N > 0).to(v_N.dtype), "sum", lengths=lengths_p, unsafe=True).double().cpu()
+    groups = _groups(cuts)
+    sums = [_sums(v_N[at], cuts[pieces.start : pieces.stop + 1]) for pieces, at in groups]
+    sum_p, count_p = (torch.cat(parts) for parts in zip(*sums, strict=True))
     of_tensor_p, live_p = _means(sum_p, count_p, cuts, tensors)
     of_block_p, _ = _means(sum_p, count_p, cuts, blocks)
     model_mean = sum_p.sum() / count_p.sum().clamp_(min=1)
     around_p = torch.maximum(of_tensor_p, of_block_p)
     floor_p = RELATIVE_FLOOR * torch.where(around_p < NEGLIGIBLE * model_mean, model_mean, around_p)
-    floor_N = floor_p.where(live_p, 0.0).to(v_N).repeat_interleave(lengths_p, output_size=v_N.numel())
-    raised_N = v_N < floor_N
-    torch.maximum(v_N, floor_N, out=v_N)
+    floor_p = floor_p.where(live_p, 0.0).to(v_N)
+    raised_N, lengths_p = torch.empty_like(v_N, dtype=torch.bool), cuts.diff().to(v_N.device)
+    for pieces, at in groups:
+        floor = floor_p[pieces].repeat_interleave(lengths_p[pieces], output_size=at.stop - at.start)
+        torch.lt(v_N[at], floor, out=raised_N[at])
+        torch.maximum(v_N[at], floor, out=v_N[at])
     return raised_N
+
+
+def _groups(cuts: Tensor) -> list[tuple[slice, slice]]:
+    """Adjoining pieces between cuts, as many as GROUP elements hold, and their elements: what has scratch at a time."""
+    number_p = cuts[:-1] // GROUP
+    starts = [0, *(number_p.diff().nonzero().view(-1) + 1).tolist(), len(number_p)]
+    return [(slice(a, b), slice(int(cuts[a]), int(cuts[b]))) for a, b in pairwise(starts)]
+
+
+def _sums(v: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each piece of these elements the sum, and how many are not zero: float64, on the host."""
+    lengths_p = cuts.diff().to(v.device)
+    sum_p = torch.segment_reduce(v, "sum", lengths=lengths_p, unsafe=True)
+    count_p = torch.segment_reduce((v > 0).to(v.dtype), "sum", lengths=lengths_p, unsafe=True)
+    return sum_p.double().cpu(), count_p.double().cpu()
 
 
 def _means(sum_p: Tensor, count_p: Tensor, cuts: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

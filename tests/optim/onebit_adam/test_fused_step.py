@@ -15,7 +15,7 @@ from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.protocol import Stats
 from thinwire.optim import OneBitAdam
-from thinwire.optim.engine.exchanges import CompressedSum, FusedMomentum
+from thinwire.optim.engine.exchanges import FusedMomentum
 from thinwire.optim.engine.schedule import Wire
 
 HYPER = {"betas": (0.8, 0.95), "block": 64}
@@ -106,7 +106,8 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
             assert plan.momentum is Wire.COMPRESSED
             exchange = optimizer.begin_exchange(plan)
             exchange.abandon()
-            return type(exchange)
+            assert type(exchange) is FusedMomentum
+            return exchange.m_N is not None
 
         train(net, optimizer, WARMUP, group.rank)
         kinds = [kind()]
@@ -120,7 +121,7 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
         return [*kinds, kind()]
 
     for kinds in run_threads(2, work):
-        assert kinds == [CompressedSum, FusedMomentum, CompressedSum, FusedMomentum, CompressedSum]
+        assert kinds == [True, False, True, False, True]
 
 
 @every_pair(
@@ -230,7 +231,7 @@ def large_allocations(work, least_bytes):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_makes_no_vector_after_the_first_compressed_one(overlap):
-    """Nothing as large as a sixteenth of a vector of signs; in the first compressed step what is sent, error memory."""
+    """Nothing as large as a sixteenth of a vector of signs; in the first compressed step error memory."""
     net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     group = Mirror()
     optimizer = OneBitAdam(
@@ -247,4 +248,4 @@ def test_a_step_makes_no_vector_after_the_first_compressed_one(overlap):
     assert optimizer.overlap.num_buckets > 2
     assert found[3:] == [[]] * 4
     if not overlap:
-        assert found[2].count(4 * numel) == 2
+        assert found[2].count(4 * numel) == 1

@@ -440,3 +440,20 @@ def test_a_new_rank_that_has_frozen_other_parameters_is_refused_by_all():
         return True
 
     assert together([*ranks, *new], work) == [True] * 3
+
+
+def test_after_a_change_of_ranks_the_momentum_is_still_in_what_was_received():
+    ranks = begun("onebit_adam", 3, STEP)
+    whole = slice(0, ranks[0].optimizer.space.layout.numel)
+    before = [rank.optimizer.vectors.momentum.part(whole) for rank in ranks]
+
+    def work(rank, group):
+        rank.regroup(group)
+        return rank.optimizer.vectors.momentum
+
+    for momentum in together(ranks[:2], work):
+        assert momentum._m_N is None
+        assert not momentum.is_last_result
+        assert before[0].any()
+        assert torch.equal(momentum.floats(), before[0])
+    goes_on(ranks[:2])
