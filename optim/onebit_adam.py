@@ -93,8 +93,9 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         s, p_N, g_N = self.vectors, self.space.p_N, self.space.g_N
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()  # g <- mean_i g_i
+            m_N = s.momentum.written()
             for h in groups:  # Adam on g
-                p, g, m, v = (x[h.span] for x in (p_N, g_N, s.m_N, s.v_N))
+                p, g, m, v = (x[h.span] for x in (p_N, g_N, m_N, s.v_N))
                 adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)

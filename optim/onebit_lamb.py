@@ -30,7 +30,7 @@ from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
@@ -78,6 +78,8 @@ def step(
         adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
         adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
         coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen))
+        if plan.phase is not Phase.WARMUP:
+            continue  # c_avg stays, as k does: decoded momenta are longer than means, and R is in units of k
         average_t = s.coeff_T[segments.tensors]
         moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
@@ -264,6 +266,12 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s.scaling_T.fill_(1)
         if bool(moving_T.any()):
             s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, 1.0))
+
+    def on_refresh(self, floored_N: Tensor) -> None:
+        """r compares with the v of now. What was floored once has no part in it."""
+        s = self.vectors
+        s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
+        s.factor_T.fill_(1)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""

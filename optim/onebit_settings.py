@@ -19,6 +19,8 @@ class OneBitSettings:
 
     bias_correction: m and v (LAMB: c_avg too) are corrected in warm-up, the corrected v is kept.
     floor: under the v that is kept; LAMB's r is a maximum over what it did not raise. scales: what shares one.
+    refresh: the v that is kept is brought up to date now and then, where the optimizer has found the freeze by itself
+    (optim.variance.refresh).
     LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
     of exactly 1 does not enter c_avg. longest_step: the factor of a tensor's step is at most this times its trust ratio
     of now, so that a frozen v that has become too small cannot make steps of any length.
@@ -26,6 +28,7 @@ class OneBitSettings:
 
     bias_correction: bool = True
     floor: bool = True
+    refresh: bool = True
     scales: Scales = Scales.BLOCK
     weigh_ratio: bool = True
     skip_unit_coefficients: bool = False
@@ -33,11 +36,18 @@ class OneBitSettings:
 
 
 OURS = OneBitSettings()
-LITERAL = OneBitSettings(bias_correction=False, floor=False, scales=Scales.WHOLE, weigh_ratio=False, longest_step=inf)
+LITERAL = OneBitSettings(
+    bias_correction=False, floor=False, refresh=False, scales=Scales.WHOLE, weigh_ratio=False, longest_step=inf
+)
 """Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
-DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, scales=Scales.TENSOR)
+DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR)
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
 DEEPSPEED_LAMB = OneBitSettings(
-    bias_correction=False, floor=False, scales=Scales.FUSED, skip_unit_coefficients=True, longest_step=inf
+    bias_correction=False,
+    floor=False,
+    refresh=False,
+    scales=Scales.FUSED,
+    skip_unit_coefficients=True,
+    longest_step=inf,
 )
 """DeepSpeed 0.19.6."""

@@ -309,6 +309,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             warmup_from=self._counted_from,
             dense_until=self.dense_until,
             bias_correction=self.settings.bias_correction,
+            refresh=self.is_refresh_due(step),
         )
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:

@@ -35,7 +35,9 @@ class ZeroOneSettings:
 
     fresh: when v is updated before its use. NEVER divides by the eps alone until the first update.
     bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
-    floor: under the v of every step. slowest_fall: S of a sync is at least this part of the divisor before.
+    floor: under the v of every step. refresh: after the freeze v is brought up to date at some syncs, where the
+    optimizer has found the freeze by itself (optim.variance.refresh).
+    slowest_fall: S of a sync is at least this part of the divisor before.
     longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.
     dense_start: the first steps are Adam's, dense_steps of them (optim.variance.when_to_freeze), where none are given.
@@ -51,6 +53,7 @@ class ZeroOneSettings:
     bias_correction: bool = True
     eps_outside: bool = True
     floor: bool = True
+    refresh: bool = True
     slowest_fall: float = 0.95
     longest_step: float = 4.0
     decay: Decay = Decay.OF_SUM
@@ -72,6 +75,7 @@ LITERAL = ZeroOneSettings(
     bias_correction=False,
     eps_outside=False,
     floor=False,
+    refresh=False,
     slowest_fall=0.0,
     longest_step=inf,
     dense_start=False,
@@ -82,6 +86,7 @@ DEEPSPEED = ZeroOneSettings(
     fresh=Fresh.ALWAYS,
     bias_correction=False,
     floor=False,
+    refresh=False,
     slowest_fall=0.0,
     longest_step=inf,
     decay=Decay.IN_SUM,

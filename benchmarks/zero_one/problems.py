@@ -54,9 +54,9 @@ class CharacterLstm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(len(_text()[1]), 32)
+        self.embed = nn.Embedding(len(text()[1]), 32)
         self.lstm = nn.LSTM(32, 96, batch_first=True)
-        self.head = nn.Linear(96, len(_text()[1]))
+        self.head = nn.Linear(96, len(text()[1]))
 
     def forward(self, windows: Tensor) -> Tensor:
         """One pass."""
@@ -65,7 +65,7 @@ class CharacterLstm(nn.Module):
 
 
 @cache
-def _text() -> tuple[Tensor, list[int]]:
+def text() -> tuple[Tensor, list[int]]:
     """The text as numbers of its characters, and its characters."""
     data = (ROOT / TEXT).read_bytes()
     characters = sorted(set(data))
@@ -74,10 +74,15 @@ def _text() -> tuple[Tensor, list[int]]:
 
 
 def _windows(generator: torch.Generator, samples: int, part: str) -> Batch:
-    text, cut = _text()[0], len(_text()[0]) * 9 // 10
-    first, stop = (0, cut) if part == "training" else (cut, len(text))
+    return windows_of(text()[0], generator, samples, part)
+
+
+def windows_of(letters: Tensor, generator: torch.Generator, samples: int, part: str) -> Batch:
+    """Windows of a text, each with the character that follows at each place; its last tenth is for validation."""
+    cut = len(letters) * 9 // 10
+    first, stop = (0, cut) if part == "training" else (cut, len(letters))
     starts = torch.randint(first, stop - CONTEXT - 1, (samples, 1), generator=generator)
-    windows = text[starts + torch.arange(CONTEXT + 1)]
+    windows = letters[starts + torch.arange(CONTEXT + 1)]
     return windows[:, :-1], windows[:, 1:]
 
 

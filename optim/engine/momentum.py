@@ -52,6 +52,13 @@ class Momentum:
                 "optimizer anew"
             )
 
+    def written(self) -> Tensor:
+        """m as float[N], to be written now: what was received is no momentum any more. Error memory is as it was."""
+        m_N = self.floats()
+        if self.is_last_result:
+            self._memory.version += 1
+        return m_N
+
     def received(self) -> None:
         """The reducer has a new result: the floats are old, and their memory is given back."""
         self._m_N, self._result = None, self._reduce.last(self._memory)

@@ -53,12 +53,15 @@ def dense_plan(step: int) -> StepPlan:
     return StepPlan(Phase.DENSE, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=step)
 
 
-def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None) -> StepPlan:
+def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None, *, refresh: bool = False) -> StepPlan:
     """1-bit Adam: steps 1..warmup are dense, later ones exchange the momentum in one bit.  [Tang et al. 2021, Alg. 1]
 
     warmup: None where the optimizer decides by what it sees. frozen_at: the step after which the variance was frozen,
-    None before. It decides, not `warmup`: a run that is loaded with another `warmup` does not unfreeze.
+    None before. It decides, not `warmup`: a run that is loaded with another `warmup` does not unfreeze. refresh: is the
+    frozen variance to be brought up to date? Such a step is Adam's, and the error memory waits.
     """
+    if frozen_at is not None and refresh:
+        return StepPlan(Phase.COMPRESSED, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=None)
     if frozen_at is not None:
         return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
     return StepPlan(
@@ -127,6 +130,7 @@ def zero_one_adam_plan(
     warmup_from: int = 0,
     dense_until: int = 0,
     bias_correction: bool = True,
+    refresh: bool = False,
 ) -> StepPlan:
     """0/1 Adam: a sync at every step while the variance still moves, then every `interval` steps after the last one.
 
@@ -137,11 +141,13 @@ def zero_one_adam_plan(
     dense_until: up to this step, and not after the freeze, a step is Adam's on the mean gradient; T_v is counted from
     there. bias_correction: of m and v in those.
     warmup_from: the step after which a second warm-up began; T_v is counted from there, and no step of it is dense.
+    refresh: is the frozen variance to be brought up to date at the next sync?
     """
     if frozen_at is not None:
         due = (step + 1) % interval == 0 if aligned else step - last_sync >= interval
-        sync = Wire.COMPRESSED if due else Wire.LOCAL
-        return StepPlan(Phase.COMPRESSED, Wire.LOCAL, sync, update_variance=False, bias_step=None)
+        sync, refresh = Wire.COMPRESSED if due else Wire.LOCAL, refresh and due
+        gradient = Wire.FULL if refresh else Wire.LOCAL
+        return StepPlan(Phase.COMPRESSED, gradient, sync, update_variance=refresh, bias_step=None)
     if step <= dense_until and not warmup_from:
         t = variance_updates + 1 if bias_correction else None
         return StepPlan(Phase.WARMUP, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=t, freeze_variance=freeze)

@@ -89,6 +89,14 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         seen: the updates that each tensor's has had; None: it was kept as it is used already.
         """
 
+    def on_refresh(self, floored_N: Tensor) -> None:
+        """The frozen variance has just been brought up to date. floored_N: bool[N], the elements that were raised."""
+
+    @property
+    def finds_freeze(self) -> bool:
+        """With the automatic rule."""
+        return self.warmup == "auto"
+
     def as_momentum_(self, residual_N: Tensor) -> None:
         """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
 
@@ -99,14 +107,18 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
-        plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at)
+        plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at, refresh=self.is_refresh_due(step))
         return plan if self.settings.bias_correction else replace(plan, bias_step=None)
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
+        now = self.num_steps + 1
+        if self.frozen_at is not None and plan.update_variance:
+            self.advance(plan, [self.refreshing(h, now) for h in groups])
+            self.on_refresh(self.keep_refreshed(now))
+            return
         self.advance(plan, groups)
         self.outlook.count(plan)
-        now = self.num_steps + 1
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
         v_N, layout = self.vectors.v_N, self.space.layout

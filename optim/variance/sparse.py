@@ -179,6 +179,11 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """Why nothing can be sent before step(). The same on every rank."""
         return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
 
+    @property
+    def finds_freeze(self) -> bool:
+        """Where var_freeze_step was not given."""
+        return self.freeze.var_freeze_step is None
+
     def ends_warmup(self, step: int) -> bool:
         """Is `step`, under the rates of now, the last one that may update the variance, or a later one?"""
         if self.joined_at and step < self.freeze.second_end(self.joined_at):
@@ -284,11 +289,16 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         return super().grown({**saved, "last_lrs": [*before, *self.rates()[len(before) :]]})
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
-        """v from the mean gradient in g."""
-        v_N = self.vectors.v_N
+        """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""
+        v_N, now = self.vectors.v_N, self.num_steps + 1
+        kept = self.frozen_at is not None
         for h in groups:
-            adam_math.variance_(v_N[h.span], self.space.g_N[h.span], h.beta2)
-        self.count_update()
+            beta2 = (self.refreshing(h, now) if kept else h).beta2
+            adam_math.variance_(v_N[h.span], self.space.g_N[h.span], beta2)
+        if kept:
+            self.keep_refreshed(now)
+        else:
+            self.count_update()
         self.derive_divisor(groups)
 
     def count_update(self) -> None:
@@ -325,7 +335,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse a run of other settings. Raises: ValueError."""
         mine = self.settings.plain()
-        theirs = {"dense_start": mine["dense_start"], **saved["settings"]}  # those of before it was a setting
+        since = {name: mine[name] for name in ("dense_start", "refresh")}  # settings that older versions did not have
+        theirs = {**since, **saved["settings"]}
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 

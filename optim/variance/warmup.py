@@ -1,6 +1,7 @@
 """What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: settings, scales, and a warm-up that ends with a frozen variance.
 
-When it ends is in when_to_freeze.py; that it begins again after a large change of the global batch is here.
+When it ends is in when_to_freeze.py, how the frozen variance stays up to date in refresh.py; that the warm-up begins
+again after a large change of the global batch is here.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import adam_math
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.scales import scaled_reducer
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.refresh import gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 from thinwire.optim.zero_one_settings import ZeroOneSettings
 
@@ -115,6 +118,40 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     def can_begin_again(self) -> bool:
         """Does the algorithm, as it is set, have a way back to its warm-up?"""
         return True
+
+    @property
+    @abstractmethod
+    def finds_freeze(self) -> bool:
+        """Does the optimizer find the step of the freeze by itself? Where it is given, v stays as it was then."""
+
+    @property
+    def refreshed_at(self) -> int:
+        """The step after which the frozen v was changed last: by the freeze, or brought up to date since."""
+        return max(self.frozen_at or 0, int(self.saved.get("refreshed_at", 0)))
+
+    def is_refresh_due(self, step: int) -> bool:
+        """Is the frozen v to be brought up to date in `step`? Where that sends nothing, it is in the next that does."""
+        if self.frozen_at is None or not (self.settings.refresh and self.finds_freeze):
+            return False
+        last = self.refreshed_at
+        return step >= last + gap_after(last - self.warmup_from, self.beta2)
+
+    def refreshing(self, h: AdamHyper, step: int) -> AdamHyper:
+        """h with a beta2 that gives the gradient of `step` the weight of all steps since v was changed last."""
+        age = step - self.warmup_from
+        return replace(h, beta2=1 - weight_of(step - self.refreshed_at, age, h.beta2))
+
+    def keep_refreshed(self, step: int) -> Tensor:
+        """Floor the v that `step` has brought up to date, and note it. Returns which elements were raised, bool[N]."""
+        v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
+        raised_N = torch.zeros_like(v_N, dtype=torch.bool)
+        if self.settings.floor:
+            raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        self.evidence["floored_elements"] = int(raised_N.sum())
+        self.evidence["variance_refreshes"] = self.evidence.get("variance_refreshes", 0) + 1
+        self.saved["refreshed_at"] = step
+        logger.info("variance_refreshed step=%d times=%d", step, self.evidence["variance_refreshes"])
+        return raised_N
 
     @property
     def beta2(self) -> float:

@@ -1,0 +1,104 @@
+"""The command: python -m benchmarks.defaults. Runs what is missing, seed by seed, for some hours; then the table.
+
+The rate of a task is the best of a grid of factors of two for the dense method, from one seed that is not compared
+(pilot); for tasks of the convergence study it is the study's. Each finished run is a JSON file. Stop it whenever you
+like: the same command goes on. Two of them side by side, with other --tasks each, use two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.convergence.provenance import Provenance, provenance
+from benchmarks.convergence.study import PILOT_SEED, RATES, ROOT
+from benchmarks.defaults.runs import BASELINES, MAKE, Run, run
+from benchmarks.defaults.table import markdown
+from benchmarks.defaults.tasks import DEFAULTS_TASKS, DefaultsTask
+from thinwire.contract.files import write_whole
+
+RESULTS = ROOT / "benchmarks" / "results" / "defaults"
+PILOT_RATES = {"adam": (4e-3, 8e-3, 1.6e-2), "lamb": (1e-2, 2e-2, 4e-2)}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    hours: Annotated[float, typer.Option(min=0, help="Begin no run after so many.")] = 12.0,
+    tasks: Annotated[str, typer.Option(help="Some of them, by commas.")] = ",".join(DEFAULTS_TASKS),
+    methods: Annotated[str, typer.Option(help="Some of them, by commas.")] = ",".join(MAKE),
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 5,
+    steps: Annotated[int | None, typer.Option(min=20, help="Of each run, to see that it works; give --out.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+) -> None:
+    """Run what is missing, then write the table of all that is there."""
+    logging.getLogger("thinwire").setLevel(logging.ERROR)  # what ended a warm-up is in the result
+    made_by, until = provenance(), time.monotonic() + 3600 * hours
+    chosen = [DEFAULTS_TASKS[name] for name in tasks.split(",")]
+    for seed in range(first, first + seeds):
+        for task in chosen:
+            for method in methods.split(","):
+                for name, lr, at in _needed(task, method, seed, out):
+                    if time.monotonic() < until and not _path(out, task.name, name, at, lr).exists():
+                        _write(out, run(task, name, at, lr, steps), made_by)
+    runs = [one for one in _stored(out) if one.seed != PILOT_SEED]
+    if not runs:
+        typer.echo(f"No finished run in {out}; give more --hours.")
+        raise typer.Exit(1)
+    (out / "README.md").write_text(markdown(runs, _made_by(out)))
+    typer.echo(markdown(runs, []))
+
+
+def _needed(task: DefaultsTask, method: str, seed: int, out: Path) -> Iterator[tuple[str, float, int]]:
+    """(method, rate, seed): the pilot of its dense method, then the run itself at the rate that this has found."""
+    dense = BASELINES.get(method, method)
+    if task.problem is None:
+        yield method, RATES[task.name][dense], seed
+        return
+    for lr in PILOT_RATES[dense]:
+        yield dense, lr, PILOT_SEED
+    found = [one for one in _stored(out / task.name) if (one.method, one.seed) == (dense, PILOT_SEED)]
+    if len(found) == len(PILOT_RATES[dense]):
+        yield method, min(found, key=lambda one: float("inf") if one.diverged else one.curve[-1]).lr, seed
+
+
+def _path(out: Path, task: str, method: str, seed: int, lr: float) -> Path:
+    label = f"{method}-lr{lr:g}" if seed == PILOT_SEED else method
+    return out / task / f"{label}-{seed}.json"
+
+
+def _write(out: Path, one: Run, made_by: Provenance) -> None:
+    path = _path(out, one.task, one.method, one.seed, one.lr)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {**asdict(one), **asdict(made_by)}.items()]
+    write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    end = one.diverged or f"{one.curve[-1]:.4f}"
+    typer.echo(f"{path.relative_to(out)}: {end}, {one.cpu_s:.0f} core-seconds")
+
+
+def _stored(folder: Path) -> list[Run]:
+    names = Run.__dataclass_fields__
+    return [Run(**{name: found[name] for name in names}) for found in _files(folder)]
+
+
+def _made_by(folder: Path) -> list[str]:
+    commits = sorted({found["commit"] for found in _files(folder)})
+    hours = sum(found["cpu_s"] for found in _files(folder)) / 3600
+    return [f"Commits {', '.join(one[:12] for one in commits)}; {len(_files(folder))} runs, {hours:.1f} core-hours."]
+
+
+def _files(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+
+
+if __name__ == "__main__":
+    app()

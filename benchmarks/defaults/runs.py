@@ -1,0 +1,173 @@
+"""One run: a task, a method, a seed, a rate. Two ranks as threads on one core, and no setting but the defaults.
+
+The optimizers are told what a job tells them: the length of the run and of the rate's rise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.convergence.run_case import located
+from benchmarks.convergence.study import METHODS, Metric, case
+from benchmarks.convergence.turns import Turns, run_in_turns
+from benchmarks.defaults.tasks import RISE, DefaultsTask
+from benchmarks.zero_one.problems import Problem
+from thinwire.comm import NonFiniteInput
+from thinwire.contract.spec import TrainSpec
+from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.workers.build import build
+from thinwire.workers.step import accuracy, evaluate, train_step
+from thinwire.workers.telemetry.meter import Meter
+
+RANKS = 2
+CURVE = 10
+"""Values of the metric in a run, at equal distances."""
+MAKE: dict[str, Any] = {
+    "adam": Adam,
+    "onebit_adam": OneBitAdam,
+    "zero_one_adam": ZeroOneAdam,
+    "lamb": Lamb,
+    "onebit_lamb": OneBitLamb,
+}
+BASELINES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"}
+"""Of each compressed method, what it is compared with."""
+IN_FULL = ("mean", "sum")
+"""Kinds of collectives that send values in full; all others send rows of signs, or next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """At its end. curve: values of the metric; the last is of what a checkpoint would hold. Bytes: rank 0's, of steps.
+
+    full_bytes: those of sent_bytes that exchanges in full have sent. fp32_bytes: of a ring all-reduce in each step.
+    evidence: what the optimizer found, such as variance_refreshes.
+    """
+
+    task: str
+    method: str
+    seed: int
+    lr: float
+    steps: int
+    curve: list[float]
+    diverged: str | None
+    sent_bytes: int
+    full_bytes: int
+    fp32_bytes: int
+    frozen_at: int | None
+    evidence: dict[str, Any]
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one rank saw."""
+
+    curve: list[float]
+    sent: Counter[str]
+    numel: int = 0
+    diverged: str | None = None
+    frozen_at: int | None = None
+    evidence: dict[str, Any] | None = None
+
+    def end(self, optimizer: FlatOptimizer[Any]) -> None:
+        self.numel = optimizer.space.layout.num_live
+        self.frozen_at, self.evidence = optimizer.frozen_at, dict(optimizer.evidence)
+
+
+def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None = None) -> Run:
+    """Train it. steps: in place of the task's, to see that it runs. Sets torch's threads to one."""
+    torch.set_num_threads(1)
+    steps = steps or task.steps
+    began = time.process_time()
+    if task.problem is None:
+        spec = located(_spec(task, method, seed, steps, lr))
+        seen = run_in_turns(RANKS, lambda group: _of_study(task, spec, group))[0]
+    else:
+        seen = _of_problem(task, task.problem, method, seed, lr, steps)
+    return Run(
+        task.name,
+        method,
+        seed,
+        lr,
+        steps,
+        [round(value, 5) for value in seen.curve],
+        seen.diverged,
+        sum(seen.sent.values()),
+        sum(seen.sent[kind] for kind in IN_FULL),
+        round(2 * (RANKS - 1) / RANKS * 4 * seen.numel * steps),
+        seen.frozen_at,
+        seen.evidence or {},
+        round(time.process_time() - began, 1),
+    )
+
+
+def _spec(task: DefaultsTask, method: str, seed: int, steps: int, lr: float) -> TrainSpec:
+    """The study's, without what it has chosen for the optimizer of a task, and on RANKS ranks."""
+    spec = case(task.name, method, seed, steps, lr).spec.model_dump(mode="json")
+    spec["optimizer"] = {**METHODS[method].optimizer, "lr": lr}
+    spec["workers"] = {"min": RANKS, "max": RANKS, "device": "cpu"}
+    return TrainSpec.model_validate(spec)
+
+
+def _of_study(task: DefaultsTask, spec: TrainSpec, group: Turns) -> _Seen:
+    meter = Meter(group.stats)
+    training = build(spec, group, torch.device("cpu"))
+    seen = _Seen([], Counter())
+    try:
+        for step in range(1, spec.steps + 1):
+            before = group.stats.bytes_by_kind.copy()
+            train_step(training, step, meter)
+            seen.sent += group.stats.bytes_by_kind - before
+            if step == spec.steps:
+                training.optimizer.prepare_to_save()
+                loss = evaluate(training, meter)
+                seen.curve.append(accuracy(training) if task.metric is Metric.ACCURACY else loss)
+    except NonFiniteInput as error:  # alike on every rank
+        seen.diverged = f"step {training.optimizer.num_steps + 1}: {error}"
+    seen.end(training.optimizer)
+    return seen
+
+
+def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> _Seen:
+    torch.manual_seed(seed)
+    models = [problem.make() for _ in range(RANKS)]
+    if task.start is not None:
+        for model in models:
+            model.load_state_dict(task.start())
+    validation = problem.validation_batch()
+    told = {"total_steps": steps, "lr_warmup_steps": round(RISE * steps)} if method in BASELINES else {}
+
+    def work(group: Turns) -> _Seen:
+        model, seen = models[group.rank], _Seen([], Counter())
+        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, **told)
+
+        def validate() -> None:
+            with torch.no_grad():
+                seen.curve.append(float(problem.loss(model, validation)) if group.rank == 0 else 0.0)
+
+        try:
+            for step in range(1, steps + 1):
+                for param_group in optimizer.param_groups:
+                    param_group["lr"] = lr * task.schedule(step, steps)
+                batch = problem.batch_of(seed, step)
+                optimizer.zero_grad()
+                mine = tuple(part.tensor_split(group.size)[group.rank] for part in batch)
+                problem.loss(model, (mine[0], mine[1])).backward()  # type: ignore[no-untyped-call]
+                before = group.stats.bytes_by_kind.copy()
+                optimizer.step()
+                seen.sent += group.stats.bytes_by_kind - before
+                if step % (steps // CURVE) == 0 and step < steps:
+                    validate()
+            optimizer.prepare_to_save()
+            validate()
+        except NonFiniteInput as error:  # alike on every rank
+            seen.diverged = f"step {optimizer.num_steps + 1}: {error}"
+        seen.end(optimizer)
+        return seen
+
+    return run_in_turns(RANKS, work)[0]

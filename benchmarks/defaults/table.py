@@ -1,0 +1,91 @@
+"""The table: each compressed method beside its dense one by the convergence study's rule, and the bytes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from statistics import fmean
+
+from benchmarks.convergence.paired import interval, judge
+from benchmarks.convergence.study import Metric
+from benchmarks.defaults.runs import BASELINES, Run
+from benchmarks.defaults.tasks import DEFAULTS_TASKS
+
+SMALLER = 4 / (1 + 4 / 512)
+"""An exchange in full in 8 bits, with a float32 scale for each block of 512 values, sends so many times less."""
+COLUMNS = ("task", "method", "seeds", "lr", "dense", "compressed", "worse by", "verdict", "fp32 / sent", "in 8 bits")
+NOTE = (
+    "dense, compressed: final validation loss, nats (resnet: accuracy), means over seeds. worse by: the paired "
+    "difference in per cent of the dense loss (resnet: points), with its 95 % interval. fp32 / sent: bytes of a ring "
+    "all-reduce in fp32 in every step over bytes sent in all steps, the warm-up among them. in 8 bits: what that would "
+    "be if exchanges in full were of 8 bits and a scale for each 512 values: computed, not run. Freeze and refreshes: "
+    "steps after which the variance was frozen, and how often it was brought up to date since."
+)
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """A row a task and a compressed method with a seed that both sides have."""
+    found = []
+    for task in DEFAULTS_TASKS.values():
+        for method, dense in BASELINES.items():
+            own, base = (
+                {one.seed: one for one in runs if (one.task, one.method) == (task.name, m)} for m in (method, dense)
+            )
+            seeds = sorted(own.keys() & base.keys())
+            if seeds:
+                pairs = [(base[seed], own[seed]) for seed in seeds]
+                found.append((task.name, method, *_figures(task.metric, pairs)))
+    return found
+
+
+def _figures(metric: Metric, pairs: Sequence[tuple[Run, Run]]) -> tuple[str, ...]:
+    whole = [(d.curve[-1], c.curve[-1]) for d, c in pairs if d.diverged is None and c.diverged is None]
+    lost = sum(c.diverged is not None for _, c in pairs)
+    told = ["-", "-", "-", f"diverged: {lost}"]
+    if whole:
+        dense = fmean(d for d, _ in whole)
+        scale = -100.0 if metric is Metric.ACCURACY else 100 / dense
+        worse = interval([c - d for d, c in whole]).scaled(scale)
+        half = f" +- {worse.half:.2f}" if isfinite(worse.half) else ""
+        verdict = f"diverged: {lost}" if lost else str(judge(worse))
+        told = [f"{dense:.4f}", f"{fmean(c for _, c in whole):.4f}", f"{worse.mean:+.2f}{half}", verdict]
+    sent = sum(c.sent_bytes for _, c in pairs)
+    full = sum(c.full_bytes for _, c in pairs)
+    fp32 = sum(c.fp32_bytes for _, c in pairs)
+    frozen = [c.frozen_at for _, c in pairs if c.frozen_at is not None]
+    refreshes = [int(c.evidence.get("variance_refreshes", 0)) for _, c in pairs]
+    return (
+        str(len(pairs)),
+        f"{pairs[0][0].lr:g}",
+        *told,
+        f"{fp32 / sent:.2f}",
+        f"{fp32 / (sent - full + full / SMALLER):.2f}",
+        _range(frozen),
+        _range(refreshes),
+    )
+
+
+def markdown(runs: Sequence[Run], made_by: Sequence[str]) -> str:
+    """The README of the folder of results."""
+    columns = (*COLUMNS, "freeze", "refreshes")
+    lines = [
+        "# Defaults only: results",
+        "",
+        "Written by `python -m benchmarks.defaults`; do not edit. One JSON file a run lies in the folder of its task.",
+        "",
+        NOTE,
+        "",
+        "| " + " | ".join(columns) + " |",
+        "| " + " | ".join("---" for _ in columns) + " |",
+        *("| " + " | ".join(row) + " |" for row in rows(runs)),
+        "",
+        *made_by,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[int]) -> str:
+    if not values:
+        return "-"
+    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"

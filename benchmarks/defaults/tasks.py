@@ -1,0 +1,149 @@
+"""The nine tasks: three of the convergence study, the two of benchmarks.zero_one, and four that move the variance late.
+
+gpt, bert, resnet   as in the convergence study, but on two ranks, and BERT's freeze is not given
+lstm, rows          as in benchmarks.zero_one, under a schedule of rates
+saddle              a deep narrow net with small initial weights: gradients grow by orders when it leaves the saddle
+curriculum          labels that are noise for a third of the run, then say something
+restarts            the LSTM under a cosine that begins again twice (SGDR)
+finetune            the LSTM from a checkpoint trained on the same text in small letters, at a lower rate
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import cos, pi
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.convergence.study import STEPS, TASKS, Metric
+from benchmarks.zero_one.problems import LSTM, ROWS, Batch, CharacterLstm, Problem, text, windows_of
+
+Schedule = Callable[[int, int], float]
+"""(step from 1, steps of the run) to the part of the peak rate."""
+
+RISE = 0.1
+"""Part of the run in which the rate rises; what the optimizers are told as lr_warmup_steps."""
+FEATURES, CLASSES = 16, 4
+NOISE_UNTIL = 0.35
+RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultsTask:
+    """problem: None for a task of the convergence study, which is built from its spec. start: trained weights."""
+
+    name: str
+    title: str
+    problem: Problem | None
+    steps: int
+    schedule: Schedule
+    metric: Metric = Metric.LOSS
+    start: Callable[[], dict[str, Tensor]] | None = None
+
+
+def once(step: int, steps: int) -> float:
+    """A rate that rises for a tenth of the run and falls as a cosine to a tenth."""
+    rise = round(RISE * steps)
+    return step / rise if step <= rise else 0.55 + 0.45 * cos(pi * (step - rise) / (steps - rise))
+
+
+def restarting(step: int, steps: int) -> float:
+    """The same, but the cosine falls to a hundredth RESTARTS times, each time from the peak."""
+    rise = round(RISE * steps)
+    if step <= rise:
+        return step / rise
+    period = (steps - rise) / RESTARTS
+    return 0.505 + 0.495 * cos(pi * ((step - rise) % period) / period)
+
+
+def _net(sizes: list[int], gain: float) -> nn.Module:
+    layers: list[nn.Module] = []
+    for wide, narrow in pairwise(sizes):
+        linear = nn.Linear(wide, narrow)
+        nn.init.normal_(linear.weight, std=gain * wide**-0.5)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+@cache
+def _teacher() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return _net([FEATURES, 24, CLASSES], 1.5).requires_grad_(False)
+
+
+def _taught(generator: torch.Generator, samples: int, part: str) -> Batch:
+    """Normal features; the label is the teacher's, with noise in its logits."""
+    x = torch.randn(samples, FEATURES, generator=generator)
+    return x, (3 * _teacher()(x) + 0.3 * torch.randn(samples, CLASSES, generator=generator)).argmax(1)
+
+
+def _saddle() -> nn.Module:
+    return _net([FEATURES, 48, 48, 48, 48, CLASSES], 0.35)
+
+
+def _shallow() -> nn.Module:
+    return _net([FEATURES, 64, 64, CLASSES], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum(Problem):
+    """A problem whose training labels are noise until NOISE_UNTIL of the run."""
+
+    def batch_of(self, seed: int, step: int) -> Batch:
+        """As Problem.batch_of."""
+        x, y = Problem.batch_of(self, seed, step)
+        if step > NOISE_UNTIL * self.steps:
+            return x, y
+        return x, torch.randint(0, CLASSES, y.shape, generator=torch.Generator().manual_seed(9_000_011 * seed + step))
+
+
+def _small_letters(generator: torch.Generator, samples: int, part: str) -> Batch:
+    letters, characters = text()
+    small = torch.tensor([characters.index(ord(chr(one).lower())) for one in characters])
+    return windows_of(small[letters], generator, samples, part)
+
+
+@cache
+def _checkpoint() -> dict[str, Tensor]:
+    """The LSTM after PRETRAINED steps of torch's Adam on small letters, the same for all seeds."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = CharacterLstm()
+    first = Problem("small", "", CharacterLstm, _small_letters, 32, 256, PRETRAINED, 8e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=first.lr)
+    for step in range(1, PRETRAINED + 1):
+        optimizer.zero_grad()
+        first.loss(model, first.batch_of(11, step)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return copy.deepcopy(model.state_dict())
+
+
+PRETRAINED = 400
+LATE = "gradients grow late"
+_SADDLE = Problem("saddle", LATE, _saddle, _taught, 128, 2048, 1000, 4e-3)
+_CURRICULUM = Curriculum("curriculum", LATE, _shallow, _taught, 128, 2048, 1000, 8e-3)
+
+DEFAULTS_TASKS = {
+    task.name: task
+    for task in (
+        DefaultsTask("bert", TASKS["bert"].title, None, STEPS, once),
+        DefaultsTask("lstm", LSTM.title, LSTM, LSTM.steps, once),
+        DefaultsTask("rows", ROWS.title, ROWS, ROWS.steps, once),
+        DefaultsTask("saddle", "a deep net of small weights, 9 k: gradients grow late", _SADDLE, 1000, once),
+        DefaultsTask("curriculum", "labels of noise, then of a teacher, 6 k", _CURRICULUM, 1000, once),
+        DefaultsTask("restarts", "the LSTM, its rate begins again twice", LSTM, 2 * LSTM.steps, restarting),
+        DefaultsTask(
+            "finetune", "the LSTM, fine-tuned from small letters", LSTM, LSTM.steps, once, start=lambda: _checkpoint()
+        ),
+        DefaultsTask("gpt", TASKS["gpt"].title, None, STEPS, once),
+        DefaultsTask("resnet", TASKS["resnet"].title, None, STEPS, once, Metric.ACCURACY),
+    )
+}
+"""In the order in which they are run: first the task on which the automatic freeze is known to lose."""

@@ -1,0 +1,39 @@
+"""When is a frozen variance brought up to date, and how much does the gradient of that step count?
+
+A freeze that the optimizer finds by itself is a guess: gradients may grow after it. So in the compressed phase the mean
+gradient is now and then exchanged in full, and v takes it in as Adam's v would have taken in all steps since the last
+one. With a the age of v after its last change, in steps, and g the steps since then:
+
+    next after    gap = clip(a // 16, 8, max(64, 1 / (4 (1 - beta2))))   steps
+    then          w = min((1 - beta2^g) / (1 - beta2^(a + g)), 1/16)
+                  v <- (1 - w) v + w (mean_i g_i)^2,   floored
+
+16 log(end / freeze) of them in a run that is not much longer than v's memory. In a long one a part of 1/250 of the
+steps, with beta2 = 0.999. w is at most 1/16, so that v is of a dozen gradients at least. 0/1 Adam does it at syncs.
+
+The growing gaps are those of T_v in 0/1 Adam (Lu et al. 2022), in proportion to the age in place of doublings; there
+each update has the weight 1 - beta2. Measured: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from thinwire.optim.variance.when_to_freeze import memory_steps
+
+PARTS = 16
+"""A gap is this part of v's age, and no gradient counts for more than this part of v."""
+SHORTEST_GAP = 8
+"""Steps: so that a run of a hundred is compressed too."""
+LONGEST_GAP = 64
+"""Steps, or a quarter of what v remembers where that is more."""
+
+
+def gap_after(age: int, beta2: float) -> int:
+    """Steps from a change of a frozen v to the next. age: of v then, in steps."""
+    return min(max(age // PARTS, SHORTEST_GAP), max(LONGEST_GAP, memory_steps(beta2) // 4))
+
+
+def weight_of(gap: int, age: int, beta2: float) -> float:
+    """w of a gradient that stands for `gap` steps, in a v that is `age` steps old with them. Both at least 1."""
+    if beta2 >= 1:
+        return 0.0
+    return min((1 - beta2**gap) / (1 - beta2**age), 1 / PARTS)
