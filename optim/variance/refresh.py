@@ -29,7 +29,20 @@ LONGEST_GAP = 64
 
 def gap_after(age: int, beta2: float) -> int:
     """Steps from a change of a frozen v to the next. age: of v then, in steps."""
-    return min(max(age // PARTS, SHORTEST_GAP), max(LONGEST_GAP, memory_steps(beta2) // 4))
+    return min(max(age // PARTS, SHORTEST_GAP), longest_gap(beta2))
+
+
+def longest_gap(beta2: float) -> int:
+    """Steps."""
+    return max(LONGEST_GAP, memory_steps(beta2) // 4)
+
+
+def refreshes_between(age: int, last: int, beta2: float) -> int:
+    """How many there are after age `age`, that of the freeze, up to age `last`, where each comes when it is due."""
+    found, longest = 0, longest_gap(beta2)
+    while (gap := gap_after(age, beta2)) < longest and age + gap <= last:
+        age, found = age + gap, found + 1
+    return found + (max(last - age, 0) // longest if gap == longest else 0)
 
 
 def weight_of(gap: int, age: int, beta2: float) -> float:

@@ -236,8 +236,9 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
     told = []
     counted = schedule.one_bit(spec)
     if counted.latest_warmup is not None:
+        end = counted.full - counted.refreshes
         told.append(
-            f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {counted.full:.0f}, the earliest that "
+            f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {end:.0f}, the earliest that "
             f"its rule allows; it may last to step {counted.latest_warmup}"
         )
     if found.cores == inf:

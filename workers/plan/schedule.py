@@ -1,12 +1,13 @@
 """How many steps of which kind does a run have, by method? From the job file alone; nothing is measured.
 
     full        the gradient in full: a warm-up step, or any step of a dense optimizer
-    both        0/1 Adam, until its freeze: a step that moves the variance sends the gradient in full, and syncs
+    both        0/1 Adam: a step that moves the variance sends the gradient in full, and syncs
     compressed  one bit a value
     local       0/1 Adam, between two syncs: nothing is sent
 
 With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
-the latest is told beside it (optim/variance/when_to_freeze.py).
+the latest is told beside it (optim/variance/when_to_freeze.py). Steps that bring a frozen variance up to date are full,
+or both (optim/variance/refresh.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from thinwire.contract.spec import OneBitAdamSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, rate_interval
+from thinwire.optim.variance.refresh import gap_after, refreshes_between
 from thinwire.optim.variance.when_to_freeze import VarianceFreeze, VarianceStability
 from thinwire.workers.hyper import learning_rate
 
@@ -25,13 +27,17 @@ MOST_LOOKED_AT = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Steps of a run by kind. latest_warmup: where the end of the warm-up is assumed, its latest step; else None."""
+    """Steps of a run by kind. latest_warmup: where the end of the warm-up is assumed, its latest step; else None.
+
+    refreshes: those of full and both after the freeze.
+    """
 
     full: float
     both: float = 0.0
     compressed: float = 0.0
     local: float = 0.0
     latest_warmup: int | None = None
+    refreshes: int = 0
 
     @property
     def warmup(self) -> float:
@@ -56,7 +62,9 @@ def one_bit(spec: TrainSpec) -> Kinds:
     rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps))
     latest = min(rule.latest_end or spec.steps, spec.steps)
     first = min(rule.earliest_end, latest)
-    return Kinds(full=first, compressed=spec.steps - first, latest_warmup=latest)
+    refreshes = refreshes_between(first, spec.steps, _beta2(spec))
+    full = first + refreshes
+    return Kinds(full=full, compressed=spec.steps - full, latest_warmup=latest, refreshes=refreshes)
 
 
 def zero_one(spec: TrainSpec) -> Kinds:
@@ -69,8 +77,10 @@ def zero_one(spec: TrainSpec) -> Kinds:
     dense_steps = min(freeze.dense_steps if given.dense_steps is None else given.dense_steps, end)
     between = end - dense_steps
     both = variance_steps(between, given.var_update_scaler)
-    syncs = _syncs(spec, given, end)
-    return Kinds(full=dense_steps, both=both, compressed=between - both + syncs, local=spec.steps - end - syncs)
+    syncs, refreshes = _syncs(spec, given, end)
+    compressed = between - both + syncs - refreshes
+    local = spec.steps - end - syncs
+    return Kinds(full=dense_steps, both=both + refreshes, compressed=compressed, local=local, refreshes=refreshes)
 
 
 def variance_steps(steps: int, scaler: int) -> int:
@@ -85,8 +95,9 @@ def variance_steps(steps: int, scaler: int) -> int:
     return found
 
 
-def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> float:
-    """Steps after the freeze at which the sum of the updates is exchanged."""
+def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[float, int]:
+    """Steps after the freeze at which the sum of the updates is exchanged, and at how many of them v is refreshed."""
+    beta2, follows = _beta2(spec), spec.var_freeze_step is None
 
     def interval(step: int) -> int:
         if given.local_step_scaler is not None:
@@ -96,13 +107,17 @@ def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> float:
 
     left = spec.steps - frozen_at
     if left <= MOST_LOOKED_AT:
-        syncs, last = 0, frozen_at
+        syncs, last, refreshes, refreshed = 0, frozen_at, 0, frozen_at
         for step in range(frozen_at + 1, spec.steps + 1):
             if step - last >= interval(step):
                 syncs, last = syncs + 1, step
-        return syncs
+                if follows and step >= refreshed + gap_after(refreshed, beta2):
+                    refreshes, refreshed = refreshes + 1, step
+        return syncs, refreshes
     looked_at = [frozen_at + 1 + i * left // MOST_LOOKED_AT for i in range(MOST_LOOKED_AT)]
-    return left * sum(1 / interval(step) for step in looked_at) / MOST_LOOKED_AT
+    found = left * sum(1 / interval(step) for step in looked_at) / MOST_LOOKED_AT
+    refreshes = refreshes_between(frozen_at, spec.steps, beta2) if follows else 0  # gaps between syncs are shorter
+    return found, refreshes
 
 
 def _first(holds: Callable[[int], bool], last: int) -> int:
