@@ -16,7 +16,6 @@ With Decay.IN_SUM, DeepSpeed's, u_i <- u_i + lr m_i + a d x_i instead, K = 1 and
 
 The first steps are Adam's on the mean gradient, dense_steps of them: signs of a momentum that has hardly begun, under
 a variance of a few gradients, cost more loss than they save bytes (benchmarks/zero_one).
-
 The error memory R is in units of u, and d divides after the exchange: a new v leaves it as it is. A sync leaves
 y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons: docs/algorithms.md.
 """
