@@ -58,6 +58,8 @@ def test_a_script_whose_worker_is_killed_ends_bit_equal_to_one_that_was_not_dist
         job.until(lambda: job.server.snapshot().last_step == 10, PATIENCE_S)
         job.start(1)
         job.until(lambda: job.joined(1) == 2, PATIENCE_S)
+        # Before that the rest of the steps may be over, and nobody to regroup.
+        job.until(lambda: any(one.kind == "confirmed" for one in list(job.said)), PATIENCE_S)
         if last:
             job.allow(STEPS - 1)
             job.until(lambda: job.server.snapshot().last_step == STEPS - 1, PATIENCE_S)
