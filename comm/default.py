@@ -20,7 +20,7 @@ from thinwire.comm.exchange.solo import SoloReducer
 from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import FullWire, Group, Reducer
 
 
 def default_reducer(
@@ -33,12 +33,13 @@ def default_reducer(
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
     server_replica: bool = False,
+    full: FullWire = "fp32",
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
     bucket_elements, none across one of `cuts`, with a replica of the server error where asked for
-    (exchange/bucketed.py); "l1" gets CompressedAllReduce.
+    (exchange/bucketed.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost.
     """
@@ -46,9 +47,16 @@ def default_reducer(
     if group.size == 1:
         return SoloReducer(group, layout, like)
     if scale != "l2":
-        return CompressedAllReduce(group, layout, SignCodec(block, scale), like)
+        return CompressedAllReduce(group, layout, SignCodec(block, scale), like, full=full)
     return BucketedAllReduce(
-        group, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts, server_replica=server_replica
+        group,
+        layout,
+        SignCodec(block),
+        like,
+        bucket_elements=bucket_elements,
+        cuts=cuts,
+        server_replica=server_replica,
+        full=full,
     )
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -136,6 +136,16 @@ class RowCodec(Protocol):
         """out <- what the row says; dead elements are 0."""
 
 
+class AddingRow(RowCodec, Protocol):
+    """A RowCodec that also adds and subtracts what a row says, so that a mean needs no vector to decode into."""
+
+    def add(self, row_B: Tensor, out_c: Tensor) -> None:
+        """out <- out + what the row says."""
+
+    def left_out(self, row_B: Tensor, x_c: Tensor, out_c: Tensor) -> None:
+        """out <- x - what the row says. out may be x."""
+
+
 class Codec(Protocol):
     """A way to write vectors in fewer bytes: makes the row codec of a chunk."""
 
@@ -150,13 +160,23 @@ class Codec(Protocol):
         """32 bits that differ when two codecs would read bytes differently."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Errors:
+    """What a rank holds of an error memory, written in place: of each bucket the worker and the server error."""
+
+    worker: Sequence[Tensor]
+    server: Sequence[Tensor]
+
+
 class ErrorMemory(Protocol):
     """The error memory of one exchanged vector, as all but the reducer that made it see it.
 
-    version: changes whenever it is written from outside of an exchange.
+    version: changes whenever it is written from outside of an exchange. is_behind: replicas of server errors are kept,
+    and are not those of the errors now; restore() of residual() makes them so. The same on every rank.
     """
 
     version: int
+    is_behind: bool
 
     @property
     def worker_N(self) -> Tensor:
@@ -165,6 +185,12 @@ class ErrorMemory(Protocol):
     @property
     def server_c(self) -> Tensor:
         """The error of re-encoding what this rank serves. For reading."""
+
+    def errors(self) -> Errors:
+        """The errors themselves, to be read and written: of means in few bits (exchange/narrow_mean.py). Local."""
+
+    def scale_(self, factor_N: Tensor) -> None:
+        """R <- factor R, an element each, as where the unit of what is exchanged changes. Local. factor: float[N]."""
 
     def residual(self) -> Tensor:
         """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
@@ -218,11 +244,25 @@ class Result(Protocol):
         """Hand elements [start, stop) to the reader. Bounds are multiples of 8 and may lie anywhere."""
 
 
-class FullMeans(Protocol):
-    """The mean in full, bucket by bucket: begin(), launch(0) ... launch(K-1), finish()."""
+FullWire = Literal["fp32", "bf16", "int8"]
+"""How the mean of a gradient crosses the wire: in the type of the vector (fp32), in 16 bits, or in 8 with feedback."""
 
-    def begin(self) -> None:
-        """Open a mean. Local."""
+
+class FullMeans(Protocol):
+    """A mean bucket by bucket: begin(), launch(0) ... launch(K-1), finish()."""
+
+    @property
+    def has_lost(self) -> bool:
+        """Was the last mean undone because a peer was lost, so that redone() may count it?"""
+
+    def begin(self, memory: ErrorMemory | None = None) -> None:
+        """Open a mean. memory: for what is left out, where anything is; None: it is dropped. Local."""
+
+    def redone(self) -> AbstractContextManager[bool]:
+        """As Reducer.redone."""
+
+    def release(self) -> None:
+        """Let go of wire memory until the next begin()."""
 
     def launch(self, k: int, x_N: Tensor) -> None:
         """Start the mean of bucket k of x, in place, in order."""
@@ -262,7 +302,7 @@ class Reducer(Protocol):
 
     @property
     def full(self) -> FullMeans:
-        """The mean in full by the same buckets."""
+        """The mean of a gradient by the same buckets, as the reducer was told to send it."""
 
     def new_memory(self) -> ErrorMemory:
         """Error memory for one exchanged vector, empty."""
@@ -312,8 +352,14 @@ class Reducer(Protocol):
     def last(self, memory: ErrorMemory) -> Result | None:
         """The last committed result, where it is of this memory and nobody has restored that since."""
 
-    def full_(self, x_N: Tensor) -> None:
-        """x <- mean_i x_i, uncompressed. Raises PeerLost, NonFiniteInput; x is undefined then."""
+    def means(self, wire: FullWire) -> FullMeans:
+        """Means that are sent so, whatever `full` is."""
+
+    def full_(self, x_N: Tensor, wire: FullWire = "fp32") -> None:
+        """x <- mean_i x_i; what another wire than fp32 leaves out is dropped.
+
+        Raises PeerLost, NonFiniteInput; x is undefined then.
+        """
 
     def compressed_(self, x_N: Tensor, memory: ErrorMemory) -> None:
         """x <- mean_i x_i through the codec, `memory` keeping what was left out:  out + R' = mean_i x_i + R.

@@ -9,39 +9,65 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_out_of_range
-from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
+from thinwire.optim.engine.saving import GRADIENT_ERROR
 from thinwire.optim.engine.schedule import StepPlan, dense_plan
-from thinwire.optim.engine.state import Replicated, Scratch
+from thinwire.optim.engine.state import Replicated, Residual, Scratch
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, tensor_segments
 
 
 @dataclass(slots=True)
 class AdamState:
-    """Momentum and variance."""
+    """Momentum and variance, and with full_exchange="int8" what 8 bits have left out of gradients."""
 
     m_N: Replicated
     v_N: Replicated
+    gradient_error: Residual | None = None
 
 
 @dataclass(slots=True)
 class LambState:
-    """Momentum, variance and one scratch vector."""
+    """The same, and one scratch vector."""
 
     m_N: Replicated
     v_N: Replicated
     scratch_N: Scratch
+    gradient_error: Residual | None = None
 
 
-class Adam(FlatOptimizer[AdamState]):
+class DenseOptimizer(FlatOptimizer[State]):
+    """A FlatOptimizer that exchanges the gradient at every step, and nothing else."""
+
+    @property
+    def gradient_memory(self) -> ErrorMemory | None:
+        """As FlatOptimizer.gradient_memory."""
+        found: ErrorMemory | None = self.vectors.gradient_error
+        return found
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """As FlatOptimizer.errors_of_gradients."""
+        return GRADIENT_ERROR
+
+    def new_gradient_memory(self) -> ErrorMemory | None:
+        """Empty, where 8 bits are sent."""
+        return self.reduce.new_memory() if self.full_exchange == "int8" else None
+
+    def plan(self, step: int) -> StepPlan:
+        """Every step is dense."""
+        return dense_plan(step)
+
+
+class Adam(DenseOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options).
+    overlap, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -59,11 +85,7 @@ class Adam(FlatOptimizer[AdamState]):
     def make_state(self) -> AdamState:
         """Empty vectors."""
         p_N = self.space.p_N
-        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N))
-
-    def plan(self, step: int) -> StepPlan:
-        """Every step is dense."""
-        return dense_plan(step)
+        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), self.new_gradient_memory())
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then Adam."""
@@ -74,7 +96,7 @@ class Adam(FlatOptimizer[AdamState]):
             adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
 
 
-class Lamb(FlatOptimizer[LambState]):
+class Lamb(DenseOptimizer[LambState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
@@ -101,16 +123,13 @@ class Lamb(FlatOptimizer[LambState]):
     def make_state(self) -> LambState:
         """Empty vectors."""
         p_N = self.space.p_N
-        return LambState(torch.zeros_like(p_N), torch.zeros_like(p_N), torch.zeros_like(p_N))
+        m_N, v_N, scratch_N = (torch.zeros_like(p_N) for _ in range(3))
+        return LambState(m_N, v_N, scratch_N, self.new_gradient_memory())
 
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages, with the tensors of each run."""
         super().set_ages(ages)
         self.segments = tensor_segments(self.space, self.runs)
-
-    def plan(self, step: int) -> StepPlan:
-        """Every step is dense."""
-        return dense_plan(step)
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then LAMB."""
@@ -135,12 +154,13 @@ class SgdHyper:
 
 @dataclass(slots=True)
 class SgdState:
-    """Momentum."""
+    """Momentum, and with full_exchange="int8" what 8 bits have left out of gradients."""
 
     m_N: Replicated
+    gradient_error: Residual | None = None
 
 
-class SGD(FlatOptimizer[SgdState]):
+class SGD(DenseOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
@@ -174,11 +194,11 @@ class SGD(FlatOptimizer[SgdState]):
 
     def make_state(self) -> SgdState:
         """An empty vector."""
-        return SgdState(torch.zeros_like(self.space.p_N))
+        return SgdState(torch.zeros_like(self.space.p_N), self.new_gradient_memory())
 
-    def plan(self, step: int) -> StepPlan:
-        """Every step is dense."""
-        return dense_plan(step)
+    def gradient_weight(self, group: dict[str, Any]) -> float:
+        """A gradient is added to the momentum as it is."""
+        return 1.0
 
     def update(self, plan: StepPlan, groups: Sequence[SgdHyper]) -> None:
         """Average the gradients, then SGD."""

@@ -171,7 +171,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
-    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model: as in OneBitAdam.
+    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange: as in
+    OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
@@ -293,6 +294,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """Momenta are exchanged times k."""
         for segments in self.segments:
             residual_N[segments.span].div_(segments.expand(self.vectors.scaling_T[segments.tensors]))
+
+    def as_exchanged_(self, momentum_N: Tensor, vectors: dict[str, Tensor]) -> None:
+        """Momenta are exchanged times k."""
+        for segments in self.segments:
+            momentum_N[segments.span].mul_(segments.expand(vectors["scaling_T"][segments.tensors]))
 
     def stats(self) -> dict[str, Any]:
         """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""

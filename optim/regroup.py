@@ -179,7 +179,6 @@ def _regroup(
     parked = saving.parked_vectors(optimizer)
     if group.rank in received:
         parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
-    residuals, told = _residuals(optimizer, group, all_n, group.rank in behind)
     if received:
         if group.rank in received:
             settled = _room(optimizer, keeps_gradient=has_state)
@@ -192,6 +191,7 @@ def _regroup(
             give(group, passed.view(-1).view(torch.uint8), (source, *received))
             if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(passed)
+    residuals, told = _residuals(optimizer, group, all_n, group.rank in behind, (all_n[source].plain, settled))
     before = optimizer.vectors
     optimizer.connect(group, all_n[source].bucket_elements)
 
@@ -232,9 +232,16 @@ def give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
 
 
 def _residuals(
-    optimizer: FlatOptimizer[Any], group: Group, all_n: list[_Standing], is_behind: bool
+    optimizer: FlatOptimizer[Any],
+    group: Group,
+    all_n: list[_Standing],
+    is_behind: bool,
+    source: tuple[dict[str, Any], dict[str, Tensor]],
 ) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
-    """R of each error memory, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||."""
+    """R of each error memory, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||.
+
+    source: plain state and vectors of the rank whose step counts.
+    """
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
     whole = [rank for rank, one in enumerate(all_n) if one.handed_over and one.has_state and one.common == now]
@@ -257,7 +264,7 @@ def _residuals(
     has_state = all_n[group.rank].has_state
     found = optimizer.space.p_N.new_zeros(2)  # sums over survivors of ||worker error||^2 and ||server error||^2
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
-        if is_behind and not redone and optimizer.plan(optimizer.num_steps + 1).momentum is Wire.COMPRESSED:
+        if is_behind and not redone and _keeps_errors(optimizer):
             raise ValueError(
                 f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
                 "part of that step: this is a defect of thinwire; please report it"
@@ -268,6 +275,8 @@ def _residuals(
                 found[0] += memory.worker_N.square().sum()
                 found[1] += memory.server_c.square().sum()
                 part_N = memory.share(len(holders), missing)
+                if is_behind:
+                    optimizer.catch_up_(part_N, *source)
             group.start_sum_(part_N).wait()
             residuals[name] = part_N
     group.start_sum_(found).wait()
@@ -278,6 +287,12 @@ def _residuals(
         # two workers. From what the survivors hold, for nobody has the dead rank's.
         lost = ((len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)) ** 0.5
     return residuals, (missing, servers_lost, lost, _norm(residuals))
+
+
+def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:
+    """Does the step that this rank has not finished write error memory?"""
+    plan = optimizer.plan(optimizer.num_steps + 1)
+    return plan.momentum is Wire.COMPRESSED or (plan.gradient is Wire.FULL and optimizer.gradient_memory is not None)
 
 
 def _gone(holders: list[_Standing]) -> tuple[int, ...]:

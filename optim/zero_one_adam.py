@@ -41,14 +41,11 @@ from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
-from thinwire.optim.zero_one_settings import WRITTEN_BETWEEN_SYNCS, Decay, ZeroOneSettings
+from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, Decay, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
 PREPARE_EVERYWHERE = "call prepare_to_save() on every rank, or evaluate where optimizer.at_sync is true"
-DEEPSPEEDS_SCALER = 32678
-"""local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
-
 OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
 """What a rank alone holds between two syncs, as it saves them."""
 
@@ -209,7 +206,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
     mean that is shortened, as in CheckedOptions.
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements, saves, model: as in CheckedOptions (optim.engine.options); buffers are sent at
+    non_finite, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options); buffers go at
     syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
@@ -504,6 +501,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
+        self.count_as_sum_()  # of a run that is loaded with a shorter dense start
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
         if plan.gradient is Wire.FULL:
@@ -512,7 +510,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         propose_(g_N, s, groups, self.settings.decay)
         try:
             if plan.gradient is Wire.FULL:
-                self.reduce.full_(g_N)  # not mean_gradient_: it would shorten once more
+                # Not mean_gradient_: it would shorten once more.
+                self.reduce.full_(g_N, self.mean_wire)
                 self._first.look_at_mean(g_N)
             if early:
                 self.derive_divisor(groups, g_N)
@@ -556,6 +555,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_divisor(groups)  # read by the next step; in a dense one by nobody
+            self.count_as_sum_()
         self.saved["last_sync"] = step
 
     def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:

@@ -99,6 +99,8 @@ DEEPSPEED = ZeroOneSettings(
 )
 """DeepSpeed 0.19.6, but for its world size of 1, where it leaves gradients out."""
 
+DEEPSPEEDS_SCALER = 32678
+"""local_step_scaler of DeepSpeed, where none is given: it has no other schedule."""
 WRITTEN_BETWEEN_SYNCS = (
     "step {step}, between two syncs, where ranks hold different parameters; the next sync would undo it. Call "
     "optimizer.prepare_to_save() on every rank before you write parameters, or write them where optimizer.at_sync"

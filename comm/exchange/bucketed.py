@@ -30,16 +30,16 @@ from torch import Tensor
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
-from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
-from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline, ThreadPipeline
+from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for
 from thinwire.comm.exchange.rows import Received, rows_of
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
-from thinwire.comm.protocol import ErrorMemory, Group, Pending
+from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Pending
 from thinwire.comm.signals import deferred
 
 
@@ -63,7 +63,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     parameter groups whose weights differ. threads: cores that a kernel may use.
     server_replica: each rank also keeps the server error of the rank before it, so that one that is lost takes none of
     it away. Then phase 1 sends each row twice: half as many bytes again in all, and 4 / ranks bytes an element of
-    memory. full: the mean in full, bucket by bucket, for steps that send uncompressed and overlap with backward.
+    memory. full: how the mean of a gradient is sent, in steps that send it in full (exchange/narrow_mean.py).
     Collective: every rank constructs it, alike. Raises: ValueError; WireMismatch, PeerLost.
     """
 
@@ -78,13 +78,15 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         cuts: Iterable[int] = (),
         threads: int = 1,
         server_replica: bool = False,
+        full: FullWire = "fp32",
     ) -> None:
         if not isinstance(codec, SignCodec) or codec.scale != "l2":
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
-        agree(group, {**exchange_facts(layout, codec, buckets), "server_replica": str(server_replica)}, like)
+        facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "server_replica": str(server_replica)}
+        agree(group, facts, like)
         super().__init__(group, buckets, KeptSums)
-        self.full = FullMean(group, buckets, like)
+        self.full_wire = full
         self._second_communicator = group.second_communicator()
         self._like = like.new_empty(0)
         self._kernels = kernels_for(like.device, like.dtype, threads)
@@ -103,6 +105,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._writing: set[str] = set()
         """What writes kept sums now. Some of it still does after an error: then they are torn."""
         self._error: BaseException | None = None
+        self.means(full)
         self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
 
     @property
@@ -235,7 +238,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             if self._given:
                 leave(self._group)
             self._break_off()
-            self.full.forget()
+            self._forget_means()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
@@ -245,6 +248,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         and scales are those that were sent. x must be as at the launch. Local. Gives whether there was one of which
         this rank had served every bucket; where not, nothing is done, and no rank can have the result.
         """
+        if (means := self._lost_means()) is not None:
+            with means.redone() as counts:
+                yield counts
+            return
         memory, given, num_served = self._lost or (None, (), 0)
         whole = len(given) == num_served == len(self.buckets) and all(one.vector_N is not None for one in given)
         if memory is None or not whole:
@@ -293,12 +300,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
         )
 
+    def _make_means(self, wire: FullWire) -> FullMeans:
+        like, second = self._like, self._second_communicator
+        return means_of(wire, self._group, second, self.buckets, like, self._make_pipeline())
+
     def _make_pipeline(self) -> Pipeline:
-        if self._second_communicator is self._group:
-            return InlinePipeline()  # one communicator: one order for both phases
-        if self._like.device.type == "cpu":
-            return ThreadPipeline()
-        return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway
+        return pipeline_for(self._group, self._second_communicator, self._like.device)
 
     def _launch(self, k: int, given: Given) -> None:
         memory, x_N = self._open(), given.vector_N

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm.exchange.held import Held, in_place, nothing
 from thinwire.comm.layout import Partition, VectorLayout
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Errors, Group
 
 
 class ErrorFeedback:
@@ -30,6 +30,8 @@ class ErrorFeedback:
     """
 
     __slots__ = ("_group", "_partition", "server_c", "version", "worker_N")
+    is_behind = False
+    """There are no replicas."""
 
     def __init__(self, layout: VectorLayout, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         self.version = 0
@@ -38,6 +40,18 @@ class ErrorFeedback:
         start, stop = self._partition.bounds(group.rank)
         self.worker_N = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.server_c = torch.zeros(stop - start, dtype=dtype, device=device)
+
+    def errors(self) -> Errors:
+        """Both, to be read and written."""
+        self.version += 1
+        return Errors([self.worker_N], [self.server_c])
+
+    def scale_(self, factor_N: Tensor) -> None:
+        """R <- factor R. Local."""
+        start, stop = self._partition.bounds(self._group.rank)
+        self.version += 1
+        self.worker_N.mul_(factor_N)
+        self.server_c.mul_(factor_N[start:stop])
 
     def residual(self) -> Tensor:
         """R, float[N], bit-identical on every rank. Collective; modifies nothing.

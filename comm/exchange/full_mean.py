@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.layout import Buckets
-from thinwire.comm.protocol import Group, Pending
+from thinwire.comm.protocol import ErrorMemory, Group, Pending
 
 
 class FullMean:
@@ -36,13 +37,16 @@ class FullMean:
         self.is_open = False
         self._refuses = False
 
+    has_lost = False
+    """There is nothing to count: it leaves nothing out."""
+
     @property
     def num_launched(self) -> int:
         """Buckets launched; the next one to launch is of this number."""
         return len(self._launched)
 
-    def begin(self) -> None:
-        """Open a mean. Local. Raises: RuntimeError where one is open."""
+    def begin(self, memory: ErrorMemory | None = None) -> None:
+        """Open a mean; nothing is left out, and the memory stays as it is. Raises: RuntimeError where one is open."""
         if self.is_open:
             raise RuntimeError("a mean is open: finish() or abandon() it before the next begin()")
         self.is_open = True
@@ -104,6 +108,14 @@ class FullMean:
         if not math.isfinite(float(self._peak)):
             own = torch.isfinite(self._own_peak).to(torch.uint8)
             raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if refuses else own))
+
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """There is nothing to count."""
+        yield False
+
+    def release(self) -> None:
+        """There is no wire memory."""
 
     def abandon(self) -> None:
         """End a mean that nobody will use; nothing happens where none is open. x is undefined.

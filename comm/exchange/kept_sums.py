@@ -10,7 +10,7 @@ the cut into buckets is in it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.comm.exchange.held import Held, in_place, nothing
 from thinwire.comm.exchange.rows import BucketRows
 from thinwire.comm.kernels.blocks import BlockTable
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Errors, Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,15 +45,29 @@ class KeptSums:
     all is zero and takes none.
     version: changes whenever the sums are written from outside of an exchange. torn: what was raised while they were
     being written, and where, after which nobody knows what they hold; "" where they are whole.
+    is_behind: replicas are kept, and are not those of the errors now.
     """
 
-    __slots__ = ("_group", "_like", "_numel", "_replica", "_rows", "_server", "_worker", "torn", "version")
+    __slots__ = (
+        "_group",
+        "_has_sums",
+        "_like",
+        "_numel",
+        "_replica",
+        "_rows",
+        "_server",
+        "_worker",
+        "is_behind",
+        "torn",
+        "version",
+    )
 
     def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor) -> None:
         self._rows = rows
         self._group = group
         self._like = like.new_empty(0)
         self.version, self.torn = 0, ""
+        self._has_sums = self.is_behind = False
         self._numel = rows[0].layout.numel
         self._worker: list[Kept] | None = None
         self._server: list[Kept] | None = None
@@ -87,8 +101,36 @@ class KeptSums:
         return self._replica
 
     def take_room(self) -> None:
-        """Have memory for all, before an exchange writes to it."""
+        """Have memory for all, before an exchange writes sums and scales to it."""
         _ = self.worker, self.server, self.replica
+        self._has_sums = True
+
+    def errors(self) -> Errors:
+        """The errors, in the place of the sums, of which nothing was sent: to be read and written. Local.
+
+        Replicas do not follow what is written there, and are not kept_of() any more until restore().
+        """
+        self.refuse_torn()
+        for rows, kept in zip(self._rows, self.worker if self._has_sums else (), strict=False):
+            kept.sum_c.sub_(kept.sent(rows.table))
+            kept.scale_b.zero_()
+        for rows, kept in zip(self._rows, self.server if self._has_sums else (), strict=False):
+            kept.sum_c.sub_(kept.sent(rows.own_table))
+            kept.scale_b.zero_()
+        self._has_sums, self._replica = False, None
+        self.version, self.is_behind = self.version + 1, self._keeps_replicas
+        return Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
+
+    def scale_(self, factor_N: Tensor) -> None:
+        """R <- factor R. Local."""
+        errors = self.errors()
+        for rows, worker_c, server_c in zip(self._rows, errors.worker, errors.server, strict=True):
+            worker_c.mul_(factor_N[rows.span])
+            server_c.mul_(factor_N[rows.own])
+
+    @property
+    def _keeps_replicas(self) -> bool:
+        return any(rows.replica is not None for rows in self._rows)
 
     def _scales(self, tables: Sequence[BlockTable]) -> Sequence[Tensor]:
         sizes = [table.num_blocks for table in tables]
@@ -149,7 +191,7 @@ class KeptSums:
     def kept_of(self, rank: int) -> bool:
         """Is the server error of this rank kept here?"""
         here = any(rows.replica is not None and rows.replica.before == rank for rows in self._rows)
-        return rank == self._group.rank or here
+        return rank == self._group.rank or (here and not self.is_behind)
 
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server's sums, each rank its own chunks; nothing sent. Local; R is not modified.
@@ -174,6 +216,7 @@ class KeptSums:
 
     def _forget(self) -> None:
         self._worker = self._server = self._replica = None
+        self._has_sums = self.is_behind = False
 
     def held(self) -> Held:
         """All that this rank holds, as it is: errors, not sums. Local; modifies nothing; new tensors."""
@@ -190,6 +233,9 @@ class KeptSums:
         mine = self.held()
         held.refuse_other_size(mine)
         self.version += 1
+        behind = self._keeps_replicas and not held.replica_r.numel()
+        if behind:  # they were when it was saved
+            held = replace(held, replica_r=torch.zeros_like(mine.replica_r))
         fits = held.as_laid_out(mine)
         self._forget()
         if fits:
@@ -198,10 +244,11 @@ class KeptSums:
         worker_N = held.worker_M if fits else held.part(self._group.size) * self._group.size
         for rows, kept in zip(self._rows, self.worker, strict=True):
             kept.sum_c.copy_(worker_N[rows.span])
+        self.is_behind = behind
         return fits
 
     def _replica_errors(self) -> Tensor:
-        kept = zip(self._rows, self.replica, strict=False)
+        kept = zip(self._rows, () if self.is_behind else self.replica, strict=False)
         errors = [one.sum_c - one.sent(rows.replica.table) for rows, one in kept if rows.replica is not None]
         return torch.cat([nothing(self._like), *errors])
 

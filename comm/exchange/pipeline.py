@@ -14,6 +14,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+import torch
+
+from thinwire.comm.protocol import Group
 from thinwire.comm.signals import armed
 
 Stage = Callable[[int], None]
@@ -32,6 +35,15 @@ class Pipeline(Protocol):
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is left to run. Returns what the first stage that failed has raised, and forgets it."""
+
+
+def pipeline_for(group: Group, second: Group, device: torch.device) -> Pipeline:
+    """What serves buckets of exchanges over these two communicators, which may be one."""
+    if second is group:
+        return InlinePipeline()  # one communicator: one order for both phases
+    if device.type == "cpu":
+        return ThreadPipeline()
+    return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway
 
 
 class InlinePipeline:

@@ -19,12 +19,13 @@ from torch import Tensor
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
-from thinwire.comm.exchange.full_mean import FullMean
+from thinwire.comm.exchange.narrow_mean import means_of
+from thinwire.comm.exchange.pipeline import InlinePipeline
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, leave, lerp_, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
-from thinwire.comm.protocol import Codec, ErrorMemory, Group, Pending, Reader, RowCodec
+from thinwire.comm.protocol import Codec, ErrorMemory, FullMeans, FullWire, Group, Pending, Reader, RowCodec
 
 
 class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
@@ -35,17 +36,25 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
     (5) the errors become what the two encodings left out                                              commit
 
     given: the layout of what is launched, where a subclass lays it out otherwise for the exchange (_arrange_).
+    full: how the mean of a gradient is sent, in steps that send it in full (exchange/narrow_mean.py).
     Collective: every rank constructs it, with the same layout and codec. Raises: WireMismatch, PeerLost.
     """
 
     def __init__(
-        self, group: Group, layout: VectorLayout, codec: Codec, like: Tensor, *, given: VectorLayout | None = None
+        self,
+        group: Group,
+        layout: VectorLayout,
+        codec: Codec,
+        like: Tensor,
+        *,
+        given: VectorLayout | None = None,
+        full: FullWire = "fp32",
     ) -> None:
-        agree(group, exchange_facts(layout, codec), like)
+        agree(group, {**exchange_facts(layout, codec), "full exchange": full}, like)
         given = given or layout
         super().__init__(group, Buckets(given, ((0, given.numel),)), ErrorFeedback)
         self._layout = layout
-        self.full = FullMean(group, self.buckets, like)
+        self.full_wire = full
         self._like = like.new_empty(0)
         partition = Partition(layout.numel, group.size)
         self._bounds = [partition.bounds(rank) for rank in range(group.size)]
@@ -66,6 +75,7 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._num_launched = 0
         self._has_served = False
         self._lost: ErrorFeedback | None = None
+        self.means(full)
         self._sent_of: ErrorMemory | None = None
         """Of whose last exchange the sent and served rows are; None after one that failed."""
 
@@ -159,7 +169,7 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         if self._num_launched:
             leave(self._group)
         self._close()
-        self.full.forget()
+        self._forget_means()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
@@ -167,6 +177,10 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
 
         Local. Gives whether there was one of which this rank had served its chunk; where not, nothing is done.
         """
+        if (means := self._lost_means()) is not None:
+            with means.redone() as counts:
+                yield counts
+            return
         memory = self._lost
         if memory is None or not self._has_served:
             yield False
@@ -203,6 +217,9 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         return Fidelity(
             density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
         )
+
+    def _make_means(self, wire: FullWire) -> FullMeans:
+        return means_of(wire, self._group, self._group, self.buckets, self._like, InlinePipeline())
 
     def _decode_rows(self, wire_nB: Tensor, out_N: Tensor) -> None:
         """out <- what these rows say, one of each rank, as it is exchanged."""

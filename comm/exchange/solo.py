@@ -19,7 +19,7 @@ from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
 from thinwire.comm.layout import Buckets, Partition, VectorLayout
-from thinwire.comm.protocol import ErrorMemory, Group, Reader
+from thinwire.comm.protocol import ErrorMemory, Errors, FullMeans, FullWire, Group, Reader
 
 
 class Values:
@@ -39,16 +39,21 @@ class Values:
 
 
 class OwnMean:
-    """The mean over one rank: x itself, if it is finite."""
+    """The mean over one rank: x itself, if it is finite, and the R that a larger group left."""
 
     def __init__(self) -> None:
         self.is_open = False
         self._x_N: Tensor | None = None
+        self._memory: ErrorMemory | None = None
 
-    def begin(self) -> None:
-        """Open a mean. Raises: RuntimeError where one is open."""
+    has_lost = False
+    """There are no peers to lose."""
+
+    def begin(self, memory: ErrorMemory | None = None) -> None:
+        """Open a mean; R of the memory is given out. Raises: RuntimeError where one is open."""
         if self.is_open:
             raise RuntimeError("a mean is open: finish() or abandon() it before the next begin()")
+        self._memory = memory
         self.is_open = True
 
     def launch(self, k: int, x_N: Tensor) -> None:
@@ -63,6 +68,17 @@ class OwnMean:
         if x_N is None:
             raise RuntimeError("0 of 1 buckets launched: launch every bucket first")
         _refuse_non_finite(x_N)
+        if isinstance(self._memory, GivenOut) and not self._memory.is_empty:
+            x_N.add_(self._memory.worker_N).add_(self._memory.server_c)
+            self._memory.give_out()
+
+    @contextmanager
+    def redone(self) -> Iterator[bool]:
+        """There is nothing to count."""
+        yield False
+
+    def release(self) -> None:
+        """There is no wire memory."""
 
     def launch_refused(self, k: int) -> None:
         """finish() raises NonFiniteInput: there is no other rank to be told."""
@@ -102,6 +118,16 @@ class GivenOut(ErrorFeedback):
         """Hold nothing."""
         self.worker_N = self.server_c = self.worker_N.new_zeros(1).expand(self.worker_N.numel())
 
+    def errors(self) -> Errors:
+        """As ErrorFeedback.errors."""
+        self._take_room()
+        return super().errors()
+
+    def scale_(self, factor_N: Tensor) -> None:
+        """As ErrorFeedback.scale_."""
+        if not self.is_empty:
+            super().scale_(factor_N)
+
     def _take_room(self) -> None:
         if self.is_empty:
             self.worker_N, self.server_c = self.worker_N.clone(), self.server_c.clone()
@@ -120,7 +146,6 @@ class SoloReducer(Stepwise[GivenOut, Values]):
 
     def __init__(self, group: Group, layout: VectorLayout, like: Tensor) -> None:
         super().__init__(group, Buckets(layout, ((0, layout.numel),)), GivenOut)
-        self.full = OwnMean()
         self._like = like.new_empty(0)
         self._launched = False
 
@@ -178,7 +203,7 @@ class SoloReducer(Stepwise[GivenOut, Values]):
     def forget(self) -> None:
         """Close what is open, the mean too: there are no peers to wait for it."""
         self._close()
-        self.full.forget()
+        self._forget_means()
 
     @contextmanager
     def redone(self) -> Iterator[bool]:
@@ -192,6 +217,9 @@ class SoloReducer(Stepwise[GivenOut, Values]):
         given = float(torch.linalg.vector_norm(self._results[self._last].values_N))
         waiting = float(torch.linalg.vector_norm(memory.residual()))
         return Fidelity(None, 1.0 if given > 0 else None, waiting / given if given > 0 else None)
+
+    def _make_means(self, wire: FullWire) -> FullMeans:
+        return OwnMean()
 
     def _expect(self, k: int) -> GivenOut:
         memory = self._open()

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.comm.calls import calls_of, interrupted
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import ErrorMemory, FullMeans, Group, Leavable, Result, Stats
+from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Leavable, Result, Stats
 from thinwire.comm.signals import deferred
 
 REFUSED = 2
@@ -27,10 +27,10 @@ Outcome = TypeVar("Outcome", bound=Result)
 class Stepwise(ABC, Generic[Memory, Outcome]):
     """The part of a Reducer that all share: which exchange is open, and which of two results was committed last.
 
-    group: the ranks. kind: of its error memory. full: means over the ranks, in full.
+    group: the ranks. kind: of its error memory. full_wire: how the mean of a gradient is sent.
     """
 
-    full: FullMeans
+    full_wire: FullWire = "fp32"
 
     def __init__(self, group: Group, buckets: Buckets, kind: type[Memory]) -> None:
         self.size: int = group.size
@@ -46,6 +46,19 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         self._last = 0
         """Which of the two was committed last; the exchange under way writes the other."""
         self._last_of: tuple[Memory, int] | None = None
+        self._means: dict[FullWire, FullMeans] = {}
+        """Made when first needed; no rank sends anything for it."""
+
+    @property
+    def full(self) -> FullMeans:
+        """Means of gradients over the ranks, as full_wire says."""
+        return self.means(self.full_wire)
+
+    def means(self, wire: FullWire) -> FullMeans:
+        """Means over the ranks that are sent so."""
+        if wire not in self._means:
+            self._means[wire] = self._make_means(wire)
+        return self._means[wire]
 
     def begin(self, memory: ErrorMemory) -> None:
         """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
@@ -91,19 +104,24 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     def launch_refused(self, k: int) -> None:
         """Send that this rank takes no part."""
 
+    @abstractmethod
+    def _make_means(self, wire: FullWire) -> FullMeans:
+        """Means that are sent so. Local."""
+
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src`. Raises: PeerLost."""
         self._group.broadcast_(x, src)
 
-    def full_(self, x_N: Tensor) -> None:
-        """x <- mean_i x_i, uncompressed, in place.
+    def full_(self, x_N: Tensor, wire: FullWire = "fp32") -> None:
+        """x <- mean_i x_i, in place; what another wire than fp32 leaves out is dropped.
 
         Raises: PeerLost; NonFiniteInput, alike on every rank. x is undefined then.
         """
-        self.full.begin()
+        means = self.means(wire)
+        means.begin()
         for k in range(len(self.buckets)):
-            self.full.launch(k, x_N)
-        self.full.finish()
+            means.launch(k, x_N)
+        means.finish()
 
     def compressed_(self, x_N: Tensor, memory: ErrorMemory) -> None:
         """Average x over ranks through the codec, in place:  out + R' = mean_i x_i + R.
@@ -123,6 +141,14 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
                 self.forget()
                 raise
             self.commit()
+
+    def _lost_means(self) -> FullMeans | None:
+        """Those of which the last mean was undone because a peer was lost."""
+        return next((means for means in self._means.values() if means.has_lost), None)
+
+    def _forget_means(self) -> None:
+        for means in self._means.values():
+            means.forget()
 
     def _open(self) -> Memory:
         if self._memory is None:

@@ -92,6 +92,20 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 @cache
+def warm_up_int8(dtype: torch.dtype) -> None:
+    """The same of the loops of 8-bit values."""
+    if dtype not in CPU_DTYPES:
+        return
+    from thinwire.comm.kernels import int8_cpu
+
+    x_c, scale_b, q_c = torch.ones(BYTE, dtype=dtype), torch.zeros(1), torch.zeros(BYTE, dtype=torch.int8)
+    int8_cpu.encode(x_c, scale_b, q_c, BYTE)
+    int8_cpu.decode(scale_b, q_c, x_c, BYTE)
+    int8_cpu.add(scale_b, q_c, x_c, BYTE)
+    int8_cpu.left_out(scale_b, q_c, x_c, x_c, BYTE)
+
+
+@cache
 def _on_cpu(threads: int) -> Kernels:
     # Not at the top: importing numba takes half a second, which only vectors on a CPU need.
     from thinwire.comm.kernels.cpu import CpuKernels

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, Refused
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.exchanges import Refusal
@@ -93,6 +93,11 @@ class ChangingOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _send_beside(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def mean_wire(self) -> FullWire:
+        """How the mean gradient of the next step is sent, where it is."""
 
     @property
     def num_updates(self) -> int:
@@ -214,7 +219,9 @@ class ChangingOptimizer(torch.optim.Optimizer):
         if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
             self.send_beside()
         try:
-            self.overlap.complete(lambda: Refusal(self.reduce, memories[0] if compressed else None), self._send_beside)
+            self.overlap.complete(
+                lambda: Refusal(self.reduce, memories[0] if compressed else None, self.mean_wire), self._send_beside
+            )
         except Refused:
             return
         raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")

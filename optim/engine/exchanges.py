@@ -2,7 +2,7 @@
 
 Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by step(), and finished in step():
 
-    MeanGradient       g_N <- mean_i g_i                                             dense steps and warm-ups
+    MeanGradient       g_N <- mean_i g_i, in full or in few bits                     dense steps and warm-ups
     CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     1-bit LAMB
     FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import ErrorMemory, FullMeans, Reducer
+from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Reducer
 
 
 class Exchange(Protocol):
@@ -66,12 +66,17 @@ class LeftInPlace:
 
 
 class MeanGradient:
-    """g <- the mean over ranks, in full. After a failure, and after abandon(), g is undefined."""
+    """g <- the mean over ranks, as the reducer sends it. After a failure, and after abandon(), g is undefined.
 
-    def __init__(self, reduce: Reducer, g_N: Tensor) -> None:
-        self._full = reduce.full
+    memory: for what few bits leave out; None: nothing is left out, or it is dropped. wire: None for the reducer's own.
+    """
+
+    def __init__(
+        self, reduce: Reducer, g_N: Tensor, memory: ErrorMemory | None = None, wire: FullWire | None = None
+    ) -> None:
+        self._full = reduce.full if wire is None else reduce.means(wire)
         self._g_N = g_N
-        self._full.begin()
+        self._full.begin(memory)
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """No: the mean takes the gradient's place in g."""
@@ -166,14 +171,14 @@ class FusedMomentum:
 class Refusal:
     """Nothing, where the other ranks exchange something: finish() raises Refused, alike on every rank.
 
-    memory: of what they exchange, which stays as it is; None: they take the mean in full.
+    memory: of what they exchange, which stays as it is; None: they take the mean of gradients, by this wire.
     """
 
-    def __init__(self, reduce: Reducer, memory: ErrorMemory | None) -> None:
+    def __init__(self, reduce: Reducer, memory: ErrorMemory | None, wire: FullWire) -> None:
         self._one: Reducer | FullMeans = reduce
         if memory is None:
-            self._one = reduce.full
-            reduce.full.begin()
+            self._one = reduce.means(wire)
+            self._one.begin()
         else:
             reduce.begin(memory)
 

@@ -18,16 +18,15 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
-from thinwire.comm.default import default_reducer, given_or_default, refuse_late_process_group
+from thinwire.comm.default import given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
-from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.claims import refuse_wrapped
-from thinwire.optim.engine.exchanges import Exchange, MeanGradient
+from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
@@ -40,6 +39,7 @@ from thinwire.optim.engine.parameters import compute_dtype, without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas, settings
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
+from thinwire.optim.engine.sending import SendingOptimizer
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.engine.undone import heeded
 
@@ -52,13 +52,14 @@ State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
 
 
-class FlatOptimizer(ChangingOptimizer, Generic[State]):
+class FlatOptimizer(SendingOptimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
     float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
     out of every step. Which do is looked at in each step() (optim.engine.relayout).
-    group, max_grad_norm, non_finite, overlap, bucket_elements, model: as in CheckedOptions (optim.engine.options).
+    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange: as in CheckedOptions
+    (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
@@ -88,6 +89,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
         self.non_finite = checked.non_finite
         self.saves = checked.saves
         self.model = checked.model
+        self.full_exchange: FullWire = self.choose_full_exchange(checked.full_exchange)
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
         self._holders = Holders()
@@ -113,11 +115,6 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def begin(self) -> None:
         """Set what a fresh run begins with in `saved` and `evidence`; space, reduce and vectors are new."""
-
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
-        """What exchanges the vectors of self.space. Collective."""
-        space, most = self.space, self.bucket_elements
-        return default_reducer(group, space.layout, space.p_N, block, bucket_elements=most, cuts=space.cuts)
 
     @abstractmethod
     def plan(self, step: int) -> StepPlan:
@@ -205,7 +202,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
-        return MeanGradient(self.reduce, self.space.g_N)
+        return self.begin_mean()
 
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
@@ -226,7 +223,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
 
         RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
         """
-        self.overlap.complete(lambda: MeanGradient(self.reduce, self.space.g_N), self._send_beside)
+        self.overlap.complete(self.begin_mean, self._send_beside)
         if self._steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
         self._first.look_at_mean(self.space.g_N)
@@ -383,6 +380,7 @@ class FlatOptimizer(ChangingOptimizer, Generic[State]):
             "num_steps": self.num_steps,
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
+            "full_exchange": self.full_exchange,
             "steps_skipped": self.steps_skipped,
             "bytes_per_parameter": bytes_per_parameter(self),
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),

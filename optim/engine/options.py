@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypedDict
 from torch import nn
 
 from thinwire.comm.layout import DEFAULT_BUCKET
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_out_of_range
 
 NonFinite = Literal["raise", "skip"]
@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     bucket_elements: int
     saves: Saves
     model: nn.Module | None
+    full_exchange: FullWire | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class CheckedOptions:
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
     step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
     or they may differ between ranks.
+    full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
+    "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
     """
 
     group: Group | None = None
@@ -57,6 +60,7 @@ class CheckedOptions:
     bucket_elements: int = DEFAULT_BUCKET
     saves: Saves = "together"
     model: nn.Module | None = None
+    full_exchange: FullWire | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -68,6 +72,8 @@ class CheckedOptions:
                 f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
             )
         refuse_other_saves(self.saves)
+        if self.full_exchange not in (None, "fp32", "bf16", "int8"):
+            raise ValueError(f'full_exchange = {self.full_exchange!r}: must be "fp32", "bf16", "int8" or None')
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "

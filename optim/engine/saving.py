@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine import shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.flat import FlatSpace
@@ -19,9 +19,11 @@ from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.engine.tensor_states import TensorState, put_, taken
 
-FORMAT = 4
+FORMAT = 5
 """Version of what is collected, and of the order of flat vectors. 3: the vectors of a group come first. 4: some
-parameters may be frozen; 3 is read too."""
+parameters may be frozen. 5: R may be that of gradients, where they are sent in 8 bits. 3 and 4 are read too."""
+GRADIENT_ERROR = "gradient_error"
+"""The error memory that dense optimizers have with 8 bits, and else not."""
 COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "frozen", "ages", "parked", "vectors")
 KEYS = (*COMMON_KEYS, "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one.
@@ -76,6 +78,16 @@ class Saved(Protocol):
     @property
     def vectors(self) -> object:
         """A dataclass whose fields declare their Kind."""
+
+    @property
+    def full_exchange(self) -> FullWire:
+        """How the mean gradient is sent."""
+
+    def gradient_weight(self, group: dict[str, Any]) -> float:
+        """What a gradient counts in the momentum of a group."""
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises: ValueError for hyperparameters out of range."""
@@ -193,16 +205,25 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     if is_share:
         _refuse_other_frozen(frozen, _frozen(optimizer))
         share = shares.checked(optimizer, loaded)
+        of_gradients = share.errors.get(optimizer.errors_of_gradients(loaded) or "")
+        if of_gradients is not None and not of_gradients.is_empty and optimizer.full_exchange != "int8":
+            raise ValueError(
+                f"state_dict is of one rank that sent gradients in 8 bits, and this optimizer has full_exchange = "
+                f'{optimizer.full_exchange!r}: make it with full_exchange="int8", or load what state_dict() of all '
+                "ranks or optim.saves.together gave"
+            )
         optimizer.check_own(share.own)
     else:
-        residuals = dict.fromkeys(errors, space.p_N)
-        _refuse_other_vectors("residuals", loaded["residuals"], _like(residuals, dict.fromkeys(errors, whole)))
+        loaded = _with_room(loaded, errors, space.p_N.new_zeros(whole), space.p_N.new_zeros(sum(sizes)))
+        residuals = dict.fromkeys([*errors, *_surplus(loaded, errors)], space.p_N)
+        _refuse_other_vectors("residuals", loaded["residuals"], _like(residuals, dict.fromkeys(residuals, whole)))
         if "parameters" in loaded:
             mine = _like({"all": space.p_N}, {"all": whole})
             _refuse_other_vectors("parameters", {"all": loaded["parameters"]}, mine)
     if parked:
         _refuse_other_vectors("parked_vectors", loaded.get("parked_vectors"), _like(vectors, of_parked))
-        of_errors = _like(dict.fromkeys(errors, space.p_N), dict.fromkeys(errors, sum(sizes)))
+        names = [*errors, *_surplus(loaded, errors)]
+        of_errors = _like(dict.fromkeys(names, space.p_N), dict.fromkeys(names, sum(sizes)))
         _refuse_other_vectors("parked_residuals", loaded.get("parked_residuals"), of_errors)
     masters = _masters(loaded, "master", then.tensors, space) | _masters(loaded, "parked_master", parked, space)
     groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
@@ -220,6 +241,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     ]
     states = taken(then, loaded["vectors"], {} if share else loaded["residuals"], masters, counts)
     states |= dict(zip((tensor.param for tensor in parked), _of_parked(loaded, sizes), strict=True))
+    _give_out_gradients(optimizer, optimizer.errors_of_gradients(loaded), states)
     for param, state in states.items():
         state.master = masters.get(param)
     held = put_(optimizer, states)
@@ -313,6 +335,36 @@ def _take_parameters(space: FlatSpace, then: Places, parameters_N: Tensor) -> No
     space.write_back()
 
 
+def _surplus(loaded: Mapping[str, Any], errors: Mapping[str, Any]) -> list[str]:
+    """The error memory of gradients, where it was saved and there is none here."""
+    there = loaded["residuals"] if isinstance(loaded["residuals"], dict) else {}
+    return [GRADIENT_ERROR] if GRADIENT_ERROR in there and GRADIENT_ERROR not in errors and not errors else []
+
+
+def _with_room(
+    loaded: dict[str, Any], errors: Mapping[str, Any], empty_N: Tensor, empty_parked: Tensor
+) -> dict[str, Any]:
+    """The same with R = 0 of the error memory of gradients, where one is here and none was saved."""
+    found = loaded["residuals"]
+    if GRADIENT_ERROR not in errors or not isinstance(found, dict) or GRADIENT_ERROR in found:
+        return loaded
+    parked = loaded.get("parked_residuals")
+    more = {"parked_residuals": {**parked, GRADIENT_ERROR: empty_parked}} if isinstance(parked, dict) else {}
+    return {**loaded, "residuals": {**found, GRADIENT_ERROR: empty_N}, **more}
+
+
+def _give_out_gradients(optimizer: Saved, name: str | None, states: Mapping[Tensor, TensorState]) -> None:
+    """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here."""
+    if name is None or optimizer.full_exchange == "int8":
+        return
+    weights = {p: optimizer.gradient_weight(group) for group in optimizer.param_groups for p in group["params"]}
+    for param, state in states.items():
+        if name in state.residuals:
+            residual = state.residuals[name]
+            state.vectors["m_N"] = state.vectors["m_N"] + weights[param] * residual
+            state.residuals[name] = torch.zeros_like(residual)
+
+
 def _frozen(optimizer: Saved) -> list[int]:
     """The numbers in flat order of the parameters that are not laid out."""
     laid_out = {tensor.param for tensor in optimizer.space.tensors}
@@ -372,7 +424,9 @@ def _whole(state_dict: object, expected: Mapping[str, object], keys: Sequence[st
             "alone, and begin the optimizer anew; or go on with the optimizer that saved it"
         )
     if state_dict.get("format") == 3:  # nothing could be frozen
-        state_dict = {**state_dict, "format": FORMAT, "frozen": [], "ages": None, "parked": []}
+        state_dict = {**state_dict, "format": 4, "frozen": [], "ages": None, "parked": []}
+    if state_dict.get("format") == 4:  # gradients were sent in full
+        state_dict = {**state_dict, "format": FORMAT}
     for key, value in expected.items():
         if state_dict.get(key) != value:
             raise ValueError(f"state_dict has {key} = {state_dict.get(key)!r}, this optimizer needs {value!r}")

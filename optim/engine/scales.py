@@ -9,7 +9,7 @@ from thinwire.comm import default_reducer
 from thinwire.comm.exchange.vector_scales import deepspeed_reducer, whole_vector_reducer
 from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
 from thinwire.comm.layout import Span
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim.engine.flat import FlatSpace
 
 
@@ -38,12 +38,13 @@ def scaled_reducer(
     bucket_elements: int,
     *,
     server_replica: bool,
+    full: FullWire = "fp32",
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
     only. bucket_elements: the most that is sent at a time, there with "l2". server_replica: as in
-    comm.exchange.bucketed, there too. Collective.
+    comm.exchange.bucketed, there too. full: as in default_reducer, where scales is BLOCK. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
     if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
@@ -64,6 +65,7 @@ def scaled_reducer(
                 bucket_elements=bucket_elements,
                 cuts=space.cuts,
                 server_replica=server_replica,
+                full=full,
             )
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -70,8 +70,9 @@ def move(state: Any, old: Any, name: str) -> None:
 
 
 def error_memories(state: object) -> dict[str, ErrorMemory]:
-    """The error memory of a state, by field name."""
-    return {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
+    """The error memory of a state, by field name, where there is any."""
+    found = {name: getattr(state, name) for name in _names(state, Kind.RESIDUAL)}
+    return {name: memory for name, memory in found.items() if memory is not None}
 
 
 def _is_field(state: object, name: str) -> bool:
@@ -83,7 +84,12 @@ def _names(state: object, kind: Kind) -> list[str]:
     made = {name: found.fget for name, found in vars(type(state)).items() if isinstance(found, property)}
     hints: dict[str, Any] = get_type_hints(type(state), include_extras=True)
     hints |= {name: get_type_hints(get, include_extras=True).get("return") for name, get in made.items() if get}
-    return [name for name, hint in hints.items() if kind in getattr(hint, "__metadata__", ())]
+    return [name for name, hint in hints.items() if any(kind in getattr(one, "__metadata__", ()) for one in _of(hint))]
+
+
+def _of(hint: Any) -> tuple[Any, ...]:
+    """The type itself, and what it is a union of."""
+    return hint, *get_args(hint)
 
 
 class Shown(dict[str, Any]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, Literal, Protocol, TypeVar, Unpack
 
@@ -16,7 +16,9 @@ from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.schedule import StepPlan, onebit_adam_plan
+from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
+from thinwire.optim.engine.state import replicated
+from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
@@ -100,6 +102,12 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def as_momentum_(self, residual_N: Tensor) -> None:
         """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
 
+    def as_exchanged_(self, momentum_N: Tensor, vectors: dict[str, Tensor]) -> None:
+        """momentum <- what it is in the scale in which m is exchanged, in place: the inverse of as_momentum_.
+
+        vectors: replicated ones of the state whose scale it is.
+        """
+
     @property
     def common_age(self) -> Age:
         """After the freeze, and where the warm-up began again, m and v are no longer biased towards zero."""
@@ -117,6 +125,8 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             self.advance(plan, [self.refreshing(h, now) for h in groups])
             self.on_refresh(self.keep_refreshed(now))
             return
+        if plan.momentum is Wire.COMPRESSED and (memory := self.vectors.momentum_error).is_behind:
+            memory.restore(memory.residual())  # replicas that did not follow the warm-up's 8 bits
         self.advance(plan, groups)
         self.outlook.count(plan)
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
@@ -133,6 +143,13 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.frozen_at = now
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
         self.set_ages([replace(age, unseen=None) for age in self.ages])
+        self._count_as_momentum_()
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """As FlatOptimizer.waits_for."""
+        if plan.momentum is Wire.COMPRESSED and self.vectors.momentum_error.is_behind:
+            return "the first compressed step brings the replicas of server errors up to date"
+        return super().waits_for(plan)
 
     def send_beside(self) -> None:
         """As FlatOptimizer.send_beside; once, in step 3, also what each rank knows of the length of the run."""
@@ -146,6 +163,37 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             self.total_steps, self.stability = length, replace(self.stability, total_steps=length)
             self._tell_outlook()
 
+    @property
+    def gradient_memory(self) -> ErrorMemory | None:
+        """In the warm-up the error memory of the momentum is that of the gradient, in units of it."""
+        return self.vectors.momentum_error if self.full_exchange == "int8" and self.frozen_at is None else None
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """As FlatOptimizer.errors_of_gradients."""
+        return "momentum_error" if loaded["frozen_at"] is None else None
+
+    def _count_as_momentum_(self) -> None:
+        """The warm-up is over: R, which is in units of the gradient, counts in the momentum from here on. Local.
+
+        A gradient g is (1 - beta1) g of a momentum; and what is exchanged may be in another scale than m.
+        """
+        if self.full_exchange != "int8":
+            return
+        weight_N = self.gradient_weights()
+        self.as_exchanged_(weight_N, replicated(self.vectors))
+        self.vectors.momentum_error.scale_(weight_N)
+        of_param = {param: group for group in self.param_groups for param in group["params"]}
+        for param, state in self.parked.items():
+            state.residuals["momentum_error"].mul_(_scale_of(state) * self.gradient_weight(of_param[param]))
+        self.reduce.full.release()
+
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+        """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""
+        if self.full_exchange == "int8" and self.frozen_at is None and plain["frozen_at"] is not None:
+            weight_N = self.gradient_weights()
+            self.as_exchanged_(weight_N, vectors)
+            part_N.mul_(weight_N)
+
     def begin_again(self) -> None:
         """m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected.
 
@@ -154,6 +202,10 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """
         self.overlap.refuse_between("set_global_batch")
         self._give_out(self.vectors.momentum_error.residual())
+        for state in self.parked.values():
+            residual = state.residuals["momentum_error"]
+            state.vectors["m_N"] = state.vectors["m_N"] + residual / _scale_of(state)
+            residual.zero_()
         self.frozen_at = None
         if self.stability is not None:
             self.stability = self.stability.restarted(self.num_steps)
@@ -188,9 +240,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         return min((self.frozen_at or 0) - self.warmup_from, memory_steps(self.beta2))
 
     def relaid(self, residuals: dict[str, Tensor]) -> None:
-        """In a warm-up nothing is compressed: what comes back with R has it put into the momentum, as begin_again."""
+        """In a warm-up in full precision what comes back with R has it put into the momentum, as begin_again."""
         super().relaid(residuals)
-        if self.frozen_at is None:
+        if self.frozen_at is None and self.full_exchange != "int8":
             self._give_out(residuals["momentum_error"].clone())
 
     def resumed(self) -> None:
@@ -247,6 +299,11 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         level = logging.WARNING if verdict is FrozenBy.CAP else logging.INFO
         logger.log(level, "warmup_ended step=%d by=%s ratio=%s window=%d", now, verdict, ratio, self.stability.window)
         return True
+
+
+def _scale_of(state: TensorState) -> float:
+    """In which the momentum of a parameter that was set aside is exchanged: k of LAMB."""
+    return float(state.vectors["scaling_T"]) if "scaling_T" in state.vectors else 1.0
 
 
 def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.layout import Span
+from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -95,11 +96,16 @@ class StaleVariance:
         return raised
 
 
+OF_GRADIENTS = "errors_of_gradients"
+"""Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
+
+
 class HasDivisor(Protocol):
-    """A state with a variance, and with what steps are divided by, which is derived from it."""
+    """A state with a variance, with what steps are divided by, which is derived from it, and with R of the sums."""
 
     v_N: Tensor
     divisor_N: Tensor
+    update_error: ErrorMemory
 
 
 SparseState = TypeVar("SparseState", bound=HasDivisor)
@@ -287,6 +293,56 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """As FlatOptimizer.grown; the rate of a new group has not risen."""
         before = saved["last_lrs"]
         return super().grown({**saved, "last_lrs": [*before, *self.rates()[len(before) :]]})
+
+    @property
+    def gradient_memory(self) -> ErrorMemory | None:
+        """In the dense start the error memory of sums is that of gradients, in units of them.
+
+        Not in one that begins again for tensors that join: the memory is of sums then.
+        """
+        first = self.num_steps < self.dense_until and not (self.joined_at or self.warmup_from or self.frozen_at)
+        return self.vectors.update_error if first and self.full_exchange == "int8" else None
+
+    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
+        """As WarmupOptimizer.choose_full_exchange. Raises: ValueError for 8 bits with a gradient stage."""
+        chosen = super().choose_full_exchange(given)
+        if chosen == "int8" and self.settings.gradient_stage:
+            raise ValueError('full_exchange = "int8": must be "fp32" or "bf16" with a gradient stage')
+        return chosen
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """As FlatOptimizer.errors_of_gradients."""
+        return "update_error" if loaded["saved"].get(OF_GRADIENTS) else None
+
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+        """As FlatOptimizer.catch_up_: the others have ended the dense start in the step that this rank has not made."""
+        if self.gradient_memory is not None and not plain["saved"].get(OF_GRADIENTS):
+            part_N.mul_(self._sum_weights())
+
+    def mean_gradient_(self) -> None:
+        """As FlatOptimizer.mean_gradient_; R is of gradients from here on, where any is kept of them."""
+        super().mean_gradient_()
+        if self.gradient_memory is not None:
+            self.saved[OF_GRADIENTS] = True
+
+    def count_as_sum_(self) -> None:
+        """R, of gradients up to here, is of the sums that are sent from here on. Local."""
+        if self.saved.pop(OF_GRADIENTS, False):
+            self.vectors.update_error.scale_(self._sum_weights())
+            weights = {id(p): self._sum_weight(group) for group in self.param_groups for p in group["params"]}
+            for param, state in self.parked.items():
+                state.residuals["update_error"].mul_(weights[id(param)])
+            self.reduce.full.release()
+
+    def _sum_weights(self) -> Tensor:
+        weight_N = torch.zeros_like(self.space.p_N)
+        for group, span in zip(self.param_groups, self.space.spans, strict=True):
+            weight_N[span] = self._sum_weight(group)
+        return weight_N
+
+    def _sum_weight(self, group: dict[str, Any]) -> float:
+        """What a gradient counts in a sum of lr m; where the rate is 0, as at the highest one so far."""
+        return self.gradient_weight(group) * (float(group["lr"]) or float(self.saved["peak_lr"]))
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""

@@ -18,12 +18,12 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
-from thinwire.optim.engine.scales import scaled_reducer
+from thinwire.optim.engine.scales import Scales, scaled_reducer
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
@@ -242,7 +242,19 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             self.scale,
             self.bucket_elements,
             server_replica=self.server_replica,
+            full=self.full_exchange,
         )
+
+    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
+        """As FlatOptimizer.choose_full_exchange; fp32 in settings whose numbers are those of somebody else."""
+        if self.settings.scales is Scales.BLOCK:
+            return super().choose_full_exchange(given)
+        if given not in (None, "fp32"):
+            raise ValueError(
+                f'full_exchange = {given!r}: must be "fp32" or None with scales = {self.settings.scales.value!r}, '
+                "which parity has: the numbers that are to be met are those of means in full"
+            )
+        return "fp32"
 
     @torch.no_grad()
     def set_global_batch(self, size: int) -> bool:

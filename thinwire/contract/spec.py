@@ -109,7 +109,15 @@ class Digits(_Frozen):
     validation_fraction: Fraction = 1 / 3
 
 
-class _AdamHyper(_Frozen):
+class _FullExchange(_Frozen):
+    full_exchange: Literal["fp32", "bf16", "int8"] | None = Field(
+        None,
+        description="how the mean of the gradients is sent where it is not compressed to one bit: int8 is a quarter of "
+        "fp32, with error feedback; null: bf16 where precision is bfloat16, else fp32",
+    )
+
+
+class _AdamHyper(_FullExchange):
     lr: float = Field(1e-3, gt=0.0)
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0.0)
@@ -179,7 +187,7 @@ class LambSpec(_AdamHyper, _TrustRatio):
     name: Literal["lamb"]
 
 
-class SgdSpec(_Frozen):
+class SgdSpec(_FullExchange):
     """SGD with momentum and coupled decay, as torch.optim.SGD has it."""
 
     name: Literal["sgd"]

@@ -5,7 +5,7 @@ import torch
 
 from tests.covering import every_pair, every_value
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
-from thinwire.comm.codecs import REGISTRY, DenseCodec, SignCodec
+from thinwire.comm.codecs import REGISTRY, Bf16Codec, DenseCodec, Int8Codec, SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.reference import BLOCK_SCALES
 from thinwire.comm.layout import VectorLayout
@@ -16,7 +16,13 @@ LAYOUT = VectorLayout(
     live=((0, 13), (16, 16 + 1003), (1024, 1029), (1032, 1039), (1040, 1071)),
     segments=((0, 16), (16, 1024), (1024, 1072)),
 )
-CODECS = {"sign": SignCodec(block=64), "sign-l1": SignCodec(block=64, scale="l1"), "dense": DenseCodec()}
+CODECS = {
+    "sign": SignCodec(block=64),
+    "sign-l1": SignCodec(block=64, scale="l1"),
+    "dense": DenseCodec(),
+    "bf16": Bf16Codec(),
+    "int8": Int8Codec(block=64),
+}
 
 
 def inputs(size: int, rounds: int, dtype: torch.dtype, layout: VectorLayout = LAYOUT, seed: int = 0):

@@ -1,0 +1,86 @@
+"""Values in 8 bits as loops over the runs [first, stop) of a chunk, compiled by numba: float32 and float64.
+
+int8_reference says what each computes; these are equal to it bit for bit. Each value is read from memory once: a run
+stays in the cache between the search for its largest value and its encoding. The largest is looked for among the bits
+of |x|, which are ordered as the values are, with infinities and NaN above all numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from thinwire.comm.kernels.compiled import Array, compiled
+
+_LEVELS = 127
+_LEAST = 2.0**-100
+_MAGIC_32 = 12582912.0  # 1.5 2^23: adding it rounds a float32 to a whole number, ties to even
+_MAGIC_64 = 6755399441055744.0  # 1.5 2^52
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _as_float(typingctx: Any, bits: Any, like: Any) -> Any:
+    """The number of the dtype of the array `like` that has these bits, a whole number of 64."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        own = builder.trunc(args[0], ir.IntType(like.dtype.bitwidth)) if like.dtype.bitwidth < 64 else args[0]
+        return builder.bitcast(own, context.get_value_type(like.dtype))
+
+    return like.dtype(types.int64, like), codegen
+
+
+@compiled
+def encode(first: int, stop: int, x: Array, x_bits: Array, scale: Array, q: Array, block: int) -> bool:
+    """Write scales and whole numbers. x_bits: the memory of x as whole numbers of its width. Returns if all finite."""
+    magic = x.dtype.type(_MAGIC_32 if x.itemsize == 4 else _MAGIC_64)
+    below = x_bits.dtype.type(0x7FFFFFFF if x.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+    finite = True
+    for run in range(first, stop):
+        low = run * block
+        high = min(low + block, x.size)
+        most = x_bits.dtype.type(0)
+        for at in range(low, high):
+            most = max(most, x_bits[at] & below)
+        peak = _as_float(np.int64(most), x)
+        if peak >= _LEAST:  # NaN is not
+            by = x.dtype.type(_LEVELS) / peak
+            scale[run] = peak / x.dtype.type(_LEVELS)
+            finite &= np.isfinite(scale[run])
+            for at in range(low, high):
+                q[at] = np.int8(np.int32((x[at] * by + magic) - magic))
+        else:
+            finite &= peak < _LEAST
+            scale[run] = 0
+            q[low:high] = 0
+    return finite
+
+
+@compiled
+def decode(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
+    """out <- s q."""
+    for run in range(first, stop):
+        s = out.dtype.type(scale[run])
+        for at in range(run * block, min((run + 1) * block, out.size)):
+            out[at] = s * out.dtype.type(q[at])
+
+
+@compiled
+def add(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
+    """out <- out + s q."""
+    for run in range(first, stop):
+        s = out.dtype.type(scale[run])
+        for at in range(run * block, min((run + 1) * block, out.size)):
+            out[at] += s * out.dtype.type(q[at])
+
+
+@compiled
+def left_out(first: int, stop: int, scale: Array, q: Array, x: Array, out: Array, block: int) -> None:
+    """out <- x - s q."""
+    for run in range(first, stop):
+        s = out.dtype.type(scale[run])
+        for at in range(run * block, min((run + 1) * block, out.size)):
+            out[at] = x[at] - s * out.dtype.type(q[at])
