@@ -1,6 +1,7 @@
 """In the place of systemctl where systemd does not run: starts what a unit says, as its user, with its environment.
 
-`systemctl.py daemon-reload | enable --now UNIT | start UNIT | stop UNIT`, as root. What units write is in /tmp/journal.
+`systemctl.py daemon-reload | enable --now UNIT | start UNIT | stop UNIT | restart UNIT`, as root. /tmp/journal has what
+units write.
 Not here: hardening, namespaces, restarts. Of the caller's environment a unit gets what PASSED names.
 """
 
@@ -34,6 +35,9 @@ def main(words: list[str]) -> None:
             start(Unit.read(INSTALLED / f"{name}.service"))
         case ["stop", name]:
             stop(Unit.read(INSTALLED / f"{name}.service"))
+        case ["restart", name]:
+            stop(Unit.read(INSTALLED / f"{name}.service"))
+            start(Unit.read(INSTALLED / f"{name}.service"))
         case _:
             sys.exit(f"systemctl {shlex.join(words)}: this one cannot do that")
 

@@ -1,4 +1,5 @@
-"""docs/plain-boxes.md as it stands, run as a script on three hosts of a lab: from the clone to a job trained on all.
+"""docs/plain-boxes.md as it stands, run as a script on three hosts of a lab: from the clone to a job trained on all, to
+another token for Ray and the same job once more.
 
 Each host has files of its own, /etc, /opt, /root, /tmp and /var, laid over the machine's. The packages that pip would
 download are there already. In the place of systemctl and scp are programs of tests/.
@@ -138,12 +139,15 @@ def test_the_page_makes_a_cluster_that_trains_on_all_three(boxes: list[Box], sou
         "AWS_SECRET_ACCESS_KEY": "lab",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    [(_, given), *steps] = blocks(PAGE.read_text())
+    page, rotation = PAGE.read_text().split("\n## 7. ")
+    [(_, given), *steps] = blocks(page)
     mine = settings(given, values)
-    said = ""
     for box in boxes:
         box.run("base64 -d > /tmp/source", base64.b64encode(source).decode())
-    try:
+
+    def type_all(steps: list[tuple[list[str], str]]) -> str:
+        """What the last of them printed."""
+        said = ""
         for on, commands in steps:
             typed = [boxes[NAMES.index(name)] for name in on]
             if "scp" in commands:  # what the network would carry
@@ -153,10 +157,21 @@ def test_the_page_makes_a_cluster_that_trains_on_all_three(boxes: list[Box], sou
             text = f"{mine}\ncd /\n{commands}"
             with ThreadPoolExecutor() as beside:  # in a terminal for each
                 said = [*beside.map(lambda box, text=text: box.type(text, 600.0), typed)][-1]
+        return said
+
+    try:
+        said = type_all(steps)
+        old = boxes[0].run("cat /etc/thinwire/ray_token")
+        assert ray_answers(boxes[0], old) == "200"
+        type_all(blocks(rotation))
+        new = boxes[0].run("cat /etc/thinwire/ray_token")
+        assert [ray_answers(boxes[0], token) for token in (old, new)] == ["403", "200"]
+        again = type_all(steps[-1:])
     except AssertionError as error:
         raise AssertionError(f"{error}\n" + "\n".join(f"{b.address}: {b.journal()}" for b in boxes)) from error
     assert re.search(r"first-\w+ +first +SUCCEEDED +60/60 .* anna$", said, flags=re.MULTILINE), said
-    [job] = asked(boxes[0], "jobs")["jobs"]
+    assert len(re.findall(r"^first-\w+ +first +SUCCEEDED +60/60 ", again, flags=re.MULTILINE)) == 2, again
+    job, _ = asked(boxes[0], "jobs")["jobs"]
     shown = asked(boxes[0], f"jobs/{job['id']}")["summary"]
     assert (shown["world_size"], shown["replicas_bit_equal"]) == (3, True)
     log = boxes[0].run(f"cat {job['run_dir']}/logs/attempt-1.log")
@@ -170,6 +185,14 @@ def test_the_page_makes_a_cluster_that_trains_on_all_three(boxes: list[Box], sou
     boxes[0].type("systemctl stop thinwire; systemctl stop thinwire-head", within_s=150.0)
     for box in boxes:
         assert [pid for name in ("ray::", "raylet", "gcs_server") for pid in box.processes(name)] == []
+
+
+def ray_answers(box: Box, token: str) -> str:
+    """The status with which Ray's dashboard answers who shows this token."""
+    box.write("/tmp/header", f"Authorization: Bearer {token.strip()}")
+    return box.run(
+        f"curl -s -o /dev/null -w '%{{http_code}}' -H @/tmp/header http://{box.address}:8265/api/jobs/"
+    ).strip()
 
 
 def asked(box: Box, path: str) -> Any:
