@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.comm.exchange.plain import CompressedAllReduce
     from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
     from thinwire.comm.groups.threads import ThreadGroup, run_threads
+    from thinwire.comm.keeps import Keeps
     from thinwire.comm.layout import VectorLayout
     from thinwire.comm.protocol import Group, Reducer, Stats
 
@@ -26,6 +27,7 @@ __all__ = [
     "CompressedAllReduce",
     "ErrorFeedback",
     "Group",
+    "Keeps",
     "NonFiniteInput",
     "PeerLost",
     "Reducer",
@@ -47,6 +49,7 @@ _MODULES = {
     "exchange.plain": ("CompressedAllReduce",),
     "groups.distributed": ("SoloGroup", "TorchGroup"),
     "groups.threads": ("ThreadGroup", "run_threads"),
+    "keeps": ("Keeps",),
     "layout": ("VectorLayout",),
     "protocol": ("Group", "Reducer", "Stats"),
 }

@@ -18,6 +18,7 @@ from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.exchange.solo import SoloReducer
 from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
 from thinwire.comm.protocol import FullWire, Group, Reducer
@@ -32,14 +33,14 @@ def default_reducer(
     *,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
-    server_replica: bool = False,
+    keeps: Keeps = Keeps.NOTHING,
     full: FullWire = "fp32",
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
-    bucket_elements, none across one of `cuts`, with a replica of the server error where asked for
-    (exchange/bucketed.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent.
+    bucket_elements, none across one of `cuts`, keeping of the others what it is asked to
+    (comm/keeps.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost.
     """
@@ -55,7 +56,7 @@ def default_reducer(
         like,
         bucket_elements=bucket_elements,
         cuts=cuts,
-        server_replica=server_replica,
+        keeps=keeps,
         full=full,
     )
 

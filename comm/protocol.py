@@ -375,6 +375,24 @@ class Reducer(Protocol):
         this rank had done all its part; where not, nothing is done, and no rank can have the result.
         """
 
+    def rebuilds(self, memory: ErrorMemory) -> bool:
+        """Can this rank help to estimate what a rank that is gone held? Where all that are left can, they do."""
+
+    def share(
+        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+    ) -> Tensor:
+        """As memory.share; where rebuilt_by is given, with this rank's part of what is estimated of the missing.
+
+        rebuilt_by: the rank, in this group, that adds what all of them know: one that has the last exchange committed.
+        Local; modifies nothing.
+        """
+
+    def left_squares(self, memory: ErrorMemory) -> Tensor:
+        """float[2]: squared norms that would be lost of this rank's server and worker error if it died, about.
+
+        Zeros where that is not known: no rebuilds(memory), or inside redone(). Local.
+        """
+
     def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `memory`. Collective."""
 

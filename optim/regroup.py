@@ -7,9 +7,10 @@
 A resize is a checkpoint that is not written: replicated vectors of the most advanced rank, R of the error memories, and
 the plain values, loaded by load_state_dict() over the new group. Nothing of the world size is in them.
 
-    R      planned: handed over.  Unplanned: the sum of what the survivors hold (ErrorMemory.share): the worker error of
-           a dead rank is imputed, the mean of theirs in its place; its server error is the one that the rank after
-           it keeps (FlatOptimizer.server_replica), or is lost, and so reported.
+    R      planned: handed over.  Unplanned: the sum of what the survivors hold (Reducer.share): the worker error of a
+           dead rank is imputed, the mean of theirs in its place; its server error is lost. By FlatOptimizer.keeps both
+           are estimated from rows of the last exchange, or the server error is the one that the rank after it keeps.
+           What is lost all the same is reported.
     step   if any survivor has finished a step, it counts: the others were sent all that they needed for it, so that
            their error memory goes forward with it (Reducer.redone). Else it is undone on all, and run again.
 
@@ -51,7 +52,9 @@ class Regrouped:
     local_steps_lost: steps of 0/1 Adam that some rank, gone or not, has made alone, or not made, and that count for
     nothing.
     lost: ranks of the old group that are gone. server_lost: those whose server error has gone with them.
+    rebuilt: those of whom an estimate stands in R, in place of what was lost.
     lost_norm: an estimate of the norm of what R has lost, from what the survivors hold; 0 where nothing is.
+    unrebuilt_norm: the same without what was rebuilt.
     residual_norm: ||R|| of all error memories now.
     """
 
@@ -62,8 +65,14 @@ class Regrouped:
     local_steps_lost: int = 0
     lost: tuple[int, ...] = ()
     server_lost: tuple[int, ...] = ()
+    rebuilt: tuple[int, ...] = ()
     lost_norm: float = 0.0
+    unrebuilt_norm: float = 0.0
     residual_norm: float = 0.0
+
+
+_Told = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float, float]
+"""The last fields of Regrouped, from lost on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class _Standing:
     """What a rank brings.
 
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
-    whose server error is here.
+    whose server error is here. rebuilds: whether it has rows of the last exchange.
     """
 
     has_state: bool
@@ -80,6 +89,7 @@ class _Standing:
     handed_over: bool
     seat: tuple[int, int]
     keeps: list[int]
+    rebuilds: bool
     bucket_elements: int
     plain: dict[str, Any]
 
@@ -94,6 +104,7 @@ class _Standing:
             optimizer.handed_over is not None,
             (group.rank, group.size),
             [rank for rank in range(group.size) if all(memory.kept_of(rank) for memory in errors)],
+            bool(errors) and all(optimizer.reduce.rebuilds(memory) for memory in errors),
             optimizer.bucket_elements,
             plain,
         )
@@ -191,7 +202,7 @@ def _regroup(
             give(group, passed.view(-1).view(torch.uint8), (source, *received))
             if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(passed)
-    residuals, told = _residuals(optimizer, group, all_n, group.rank in behind, (all_n[source].plain, settled))
+    residuals, told = _residuals(optimizer, group, all_n, source, group.rank in behind, (all_n[source].plain, settled))
     before = optimizer.vectors
     optimizer.connect(group, all_n[source].bucket_elements)
 
@@ -200,6 +211,8 @@ def _regroup(
     del before, settled
     _go_on(optimizer, all_n[source].plain, residuals, parked)
     gone = _gone([all_n[rank] for rank in holders])
+    if told[0]:
+        optimizer.error_lost = {"error_lost_norm": told[3], "error_lost_norm_unrebuilt": told[4], "error_norm": told[5]}
     lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
     return Regrouped(now, source, received, behind, lost_steps, *told)
 
@@ -235,12 +248,13 @@ def _residuals(
     optimizer: FlatOptimizer[Any],
     group: Group,
     all_n: list[_Standing],
+    source: int,
     is_behind: bool,
-    source: tuple[dict[str, Any], dict[str, Tensor]],
-) -> tuple[dict[str, Tensor], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
-    """R of each error memory, bit-equal on every rank; who is lost, whose server error, about how much, and ||R||.
+    common: tuple[dict[str, Any], dict[str, Tensor]],
+) -> tuple[dict[str, Tensor], _Told]:
+    """R of each error memory, bit-equal on every rank; who is lost, and the rest of what Regrouped tells.
 
-    source: plain state and vectors of the rank whose step counts.
+    common: plain state and vectors of the source, the rank whose step counts.
     """
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
@@ -252,7 +266,7 @@ def _residuals(
             mine = optimizer.handed_over[name] if optimizer.handed_over and group.rank in whole else None
             residuals[name] = torch.empty_like(optimizer.space.p_N) if mine is None else mine
             group.broadcast_(residuals[name], whole[0])
-        return residuals, ((), (), 0.0, _norm(residuals))
+        return residuals, ((), (), (), 0.0, 0.0, _norm(residuals))
     old_size = holders[0].seat[1]
     if any(one.seat[1] != old_size for one in holders):
         raise ValueError(
@@ -262,7 +276,9 @@ def _residuals(
     kept = {rank for one in holders for rank in one.keeps}
     servers_lost = tuple(rank for rank in missing if rank not in kept)
     has_state = all_n[group.rank].has_state
-    found = optimizer.space.p_N.new_zeros(2)  # sums over survivors of ||worker error||^2 and ||server error||^2
+    rebuilt_by = all_n[source].seat[0] if missing and all(one.rebuilds for one in holders) else None
+    # Sums over survivors of ||worker error||^2 and ||server error||^2; what rebuilding leaves of them; who knows that.
+    found = optimizer.space.p_N.new_zeros(5)
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
         if is_behind and not redone and _keeps_errors(optimizer):
             raise ValueError(
@@ -274,19 +290,28 @@ def _residuals(
             if has_state:
                 found[0] += memory.worker_N.square().sum()
                 found[1] += memory.server_c.square().sum()
-                part_N = memory.share(len(holders), missing)
+                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
+                if rebuilt_by is not None and not is_behind:
+                    found[2:4] += optimizer.reduce.left_squares(memory)
                 if is_behind:
-                    optimizer.catch_up_(part_N, *source)
+                    optimizer.catch_up_(part_N, *common)
             group.start_sum_(part_N).wait()
             residuals[name] = part_N
+        if has_state and not is_behind:
+            found[4] += 1
     group.start_sum_(found).wait()
-    worker, server = found.tolist()
-    lost = 0.0
+    worker, server, server_left, worker_left, knowing = found.tolist()
+    lost, unrebuilt = 0.0, 0.0
     if missing:
         # Of each dead rank: its server chunk, and 1/n of its worker error's distance from the others', about that of
         # two workers. From what the survivors hold, for nobody has the dead rank's.
-        lost = ((len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)) ** 0.5
-    return residuals, (missing, servers_lost, lost, _norm(residuals))
+        lost = unrebuilt = (
+            (len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)
+        ) ** 0.5
+    if rebuilt_by is not None:
+        lost = (len(missing) * (server_left + worker_left / old_size**2) / knowing) ** 0.5
+    rebuilt = missing if rebuilt_by is not None else ()
+    return residuals, (missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))
 
 
 def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:

@@ -468,6 +468,8 @@ class Course(ABC, Generic[T]):
             "redone": told.redone,
             "local_steps_lost": change.local_steps_lost,
             "server_error_lost": list(change.server_lost),
+            "error_rebuilt": list(change.rebuilt),
+            "error_lost_norm_unrebuilt": change.unrebuilt_norm,
             "error_norm": change.residual_norm,
         }
         generation = seat.generation if seat else 0

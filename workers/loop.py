@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup
+from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
@@ -95,7 +95,7 @@ class Course(course.Course[Training]):
 
     def _build_alone(self) -> Training:
         training = build(self._spec, SoloGroup(), self._device)
-        training.optimizer.server_replica = self._spec.workers.shadow
+        training.optimizer.keeps = Keeps(self._spec.workers.shadow)
         rehearse(training)
         return training
 

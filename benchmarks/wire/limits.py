@@ -51,6 +51,7 @@ def floor_bytes(method: str, ranks: int) -> float | None:
         "chain_tensor": one_bit,
         "chain_flat": one_bit,
         "onebit_adam": one_bit,
+        "onebit_adam_rows": one_bit,
         "onebit_adam_shadow": one_bit + serve(ranks),
         # the fresh variance is read and written, and p and the divisor are read once more for the norms
         "onebit_lamb": one_bit + 16.0 + BITS,

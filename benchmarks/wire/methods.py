@@ -96,6 +96,7 @@ METHODS = {
             ours=True,
             by_name=True,
         ),
+        Method("onebit_adam_rows", "1-bit Adam, rows kept", "onebit_adam_rows", "", 8.25, ours=True, by_name=True),
         Method("onebit_lamb", "1-bit LAMB", "onebit_lamb", "", 9, ours=True),
         *(
             Method(f"zero_one_adam_{k}", f"0/1 Adam, interval {k}", "zero_one_adam", str(k), 11, ours=True)
@@ -120,6 +121,7 @@ _MAKERS = {
     "adam": ("benchmarks.wire.ours", "DenseAdam"),
     "onebit_adam": ("benchmarks.wire.ours", "OneBit"),
     "onebit_adam_shadow": ("benchmarks.wire.ours", "OneBitKeptTwice"),
+    "onebit_adam_rows": ("benchmarks.wire.ours", "OneBitKeptRows"),
     "onebit_lamb": ("benchmarks.wire.ours", "OneBitLambFamily"),
     "zero_one_adam": ("benchmarks.wire.ours", "ZeroOne"),
 }

@@ -19,6 +19,7 @@ from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.groups.distributed import TorchGroup
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
 from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.flat import FlatSpace
@@ -118,11 +119,23 @@ class OneBit(Optimized):
 
 
 class _KeptTwice(OneBitAdam):
-    server_replica = True
+    keeps = Keeps.REPLICA
+
+
+class _KeptRows(OneBitAdam):
+    keeps = Keeps.ROWS
+
+
+class OneBitKeptRows(Optimized):
+    """1-bit Adam in its compressed phase as jobs have it: from kept rows the others estimate what a death takes."""
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """Frozen after one step."""
+        return _KeptRows(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
 class OneBitKeptTwice(Optimized):
-    """1-bit Adam in its compressed phase, with workers.shadow of a job: a death loses no server error."""
+    """1-bit Adam in its compressed phase, with workers.shadow: replica of a job: a death loses no server error."""
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""

@@ -30,6 +30,7 @@ COLOURS = {
     "adam": "#6a3d9a",
     "onebit_adam": "#1f4e79",
     "onebit_adam_shadow": "#7fa3c7",
+    "onebit_adam_rows": "#5b84b1",
     "onebit_lamb": "#00838f",
     "zero_one_adam_1": "#7fb98d",
     "zero_one_adam_4": "#1a7f37",

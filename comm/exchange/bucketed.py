@@ -19,7 +19,7 @@ are written, as one out of memory may, they are torn: that is said by whoever wo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -34,9 +34,11 @@ from thinwire.comm.exchange.kept_sums import KeptSums
 from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for
-from thinwire.comm.exchange.rows import Received, rows_of
+from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
+from thinwire.comm.exchange.rows import BucketRows, Crossing, Received, rows_of
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Pending
@@ -61,9 +63,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     bucket_elements: the most elements of a bucket. cuts: positions that no bucket reaches across, such as the ends of
     parameter groups whose weights differ. threads: cores that a kernel may use.
-    server_replica: each rank also keeps the server error of the rank before it, so that one that is lost takes none of
-    it away. Then phase 1 sends each row twice: half as many bytes again in all, and 4 / ranks bytes an element of
-    memory. full: how the mean of a gradient is sent, in steps that send it in full (exchange/narrow_mean.py).
+    keeps: what each rank keeps of the others, for the death of one. REPLICA: the server error of the rank before it, so
+    that phase 1 sends each row twice. full: how the mean of a gradient is sent, in steps that send it in full
+    (exchange/narrow_mean.py).
     Collective: every rank constructs it, alike. Raises: ValueError; WireMismatch, PeerLost.
     """
 
@@ -77,13 +79,13 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         bucket_elements: int = DEFAULT_BUCKET,
         cuts: Iterable[int] = (),
         threads: int = 1,
-        server_replica: bool = False,
+        keeps: Keeps = Keeps.NOTHING,
         full: FullWire = "fp32",
     ) -> None:
         if not isinstance(codec, SignCodec) or codec.scale != "l2":
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
-        facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "server_replica": str(server_replica)}
+        facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "keeps": keeps.value}
         agree(group, facts, like)
         super().__init__(group, buckets, KeptSums)
         self.full_wire = full
@@ -92,7 +94,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._kernels = kernels_for(like.device, like.dtype, threads)
         if like.device.type == "cpu":
             warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
-        self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, replicated=server_replica)
+        self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, keeps)
         self._results = [Received(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
@@ -107,6 +109,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._error: BaseException | None = None
         self.means(full)
         self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
+        self._counts_again = False
+        """Inside redone(): the memory stands at the exchange whose rows are those under way."""
 
     @property
     def is_open(self) -> bool:
@@ -194,6 +198,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                     own.fill_(REFUSED)
                 self._undo(memory)
                 raise non_finite(gather_flags(self._group, own))
+            if memory.outliers is not None and memory.outliers.is_due:
+                try:
+                    memory.outliers.send([(kept.sum_c, kept.scale_b) for kept in memory.server])
+                except CommError:
+                    self._lose(memory)
+                    raise
             self._finished = True
 
     def commit(self) -> None:
@@ -203,6 +213,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._writing.add("commit()")
             self._follow(memory)
             self._keep(memory)
+            for rows in self._rows:
+                rows.turn()
+            if memory.outliers is not None:
+                memory.outliers.exchanges += 1
             self._close()
 
     def abandon(self) -> None:
@@ -262,13 +276,45 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._serve_rows(memory, k)
         before = [(kept.sum_c.clone(), kept.scale_b.clone()) for kept in memory.replica]
         self._follow(memory)
+        self._counts_again = True
         try:
             yield True
         finally:  # also where a peer is lost inside: the next attempt begins from the same
+            self._counts_again = False
             for kept, (sum_c, scale_b) in zip(memory.replica, before, strict=True):
                 kept.sum_c.copy_(sum_c)
                 kept.scale_b.copy_(scale_b)
             self._undo_kept(memory, given, num_served)
+
+    def rebuilds(self, memory: ErrorMemory) -> bool:
+        """Are the rows of the last exchange of `memory` here, and has nobody restored that since?"""
+        return isinstance(memory, KeptSums) and memory.outliers is not None and self.last(memory) is not None
+
+    def share(
+        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+    ) -> Tensor:
+        """As Reducer.share."""
+        part_N = memory.share(holders, missing)
+        if rebuilt_by is not None and missing and isinstance(memory, KeptSums):
+            result = self._results[self._last] if rebuilt_by == self._group.rank else None
+            add_rebuilt_(part_N, memory, self._crossed(), self._kernels, missing, holders, result)
+        return part_N
+
+    def left_squares(self, memory: ErrorMemory) -> Tensor:
+        """As Reducer.left_squares."""
+        if not self.rebuilds(memory) or self._counts_again or not isinstance(memory, KeptSums):
+            return self._like.new_zeros(2)
+        result = self._results[self._last]
+        return left_squares(memory, self._crossed(), self._kernels, self._group.rank, result)
+
+    def _crossed(self) -> list[tuple[BucketRows, Crossing]]:
+        """Of each bucket, the rows of the exchange that error memory stands at."""
+        found = []
+        for rows in self._rows:
+            crossing = rows.now if self._counts_again else rows.last
+            assert crossing is not None
+            found.append((rows, crossing))
+        return found
 
     def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
         """How well the last exchange carried what it was given; None where it was not one of `memory`.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.held import Held, in_place, nothing
+from thinwire.comm.exchange.outliers import Outliers
 from thinwire.comm.exchange.rows import BucketRows
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.protocol import Errors, Group
@@ -42,7 +43,7 @@ class KeptSums:
     worker[k]: of bucket k, what goes to the servers. server[k]: of this rank's own chunk of bucket k. replica[k]: where
     they are kept, the server's sums of the rank before this one, bit-equal to that rank's; else empty. Either side has
     memory from when it is first asked for, which an exchange does: in a warm-up, and after restore() of the worker's,
-    all is zero and takes none.
+    all is zero and takes none. outliers: the largest server errors of all ranks, where they are sent.
     version: changes whenever the sums are written from outside of an exchange. torn: what was raised while they were
     being written, and where, after which nobody knows what they hold; "" where they are whole.
     is_behind: replicas are kept, and are not those of the errors now.
@@ -58,6 +59,7 @@ class KeptSums:
         "_server",
         "_worker",
         "is_behind",
+        "outliers",
         "torn",
         "version",
     )
@@ -72,6 +74,7 @@ class KeptSums:
         self._worker: list[Kept] | None = None
         self._server: list[Kept] | None = None
         self._replica: list[Kept] | None = None
+        self.outliers = Outliers(rows, group, like) if rows[0].last is not None else None
 
     @property
     def worker(self) -> list[Kept]:
@@ -119,6 +122,8 @@ class KeptSums:
             kept.scale_b.zero_()
         self._has_sums, self._replica = False, None
         self.version, self.is_behind = self.version + 1, self._keeps_replicas
+        if self.outliers is not None:
+            self.outliers.forget()
         return Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
 
     def scale_(self, factor_N: Tensor) -> None:
@@ -217,6 +222,8 @@ class KeptSums:
     def _forget(self) -> None:
         self._worker = self._server = self._replica = None
         self._has_sums = self.is_behind = False
+        if self.outliers is not None:
+            self.outliers.forget()
 
     def held(self) -> Held:
         """All that this rank holds, as it is: errors, not sums. Local; modifies nothing; new tensors."""

@@ -5,7 +5,8 @@
     served     the mean of those, encoded                                   -> gathered of every rank   all-gather
     gathered   one row from each rank, its chunk of the result; two sets: the last result, and the one that is made
 
-The replica, where it is asked for, has rows as sent and collected for the chunk of the rank before this one. A row is
+The replica, where it is asked for, has rows as sent and collected for the chunk of the rank before this one. What was
+sent and collected in the last exchange is kept where asked for: two sets take turns, and nothing is copied. A row is
 [8-byte header: byte 0 is 1 where all of it is finite | scales of the chunk's blocks | signs]. The gathered rows of all
 buckets lie in one piece of memory, so that one table says where each block of the vector is in it; they are the
 result in 1/32 of its size, and are decoded where it is used. Everything is made once; a step makes no tensor.
@@ -14,11 +15,13 @@ result in 1/32 of its size, and are decoded where it is used. Everything is made
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span
@@ -46,31 +49,75 @@ class ReplicaRows:
         self.sent_nB[1:].copy_(rows.sent_nB[:-1])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossing:
+    """What crosses in phase 1 of one exchange of a bucket: rows uint8[n, B], and all of them as one RowMemory."""
+
+    sent_nB: Tensor
+    collected_nB: Tensor
+    sent: RowMemory
+    collected: RowMemory
+
+    @classmethod
+    def of(cls, size: int, row_bytes: int, like: Tensor) -> Crossing:
+        """New memory. A chunk without elements is never written, and finite: flags are 1."""
+        sent_nB = torch.zeros((size, row_bytes), dtype=torch.uint8, device=like.device)
+        sent_nB[:, 0] = 1
+        collected_nB = torch.zeros_like(sent_nB)
+        both = (RowMemory.of(rows_nB.view(-1), like.dtype) for rows_nB in (sent_nB, collected_nB))
+        return cls(sent_nB, collected_nB, *both)
+
+
 class BucketRows:
     """The rows of one bucket on one rank.
 
     chunks: the elements that each rank serves, counted from the start of the vector. span: of the bucket; own: of this
     rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
+    now: of the exchange under way; last: of the one committed last, None unless it is kept.
     gathered: the two sets, once they have been placed. replica: None unless it is asked for.
     """
 
-    def __init__(self, bucket: Bucket, buckets: Buckets, block: int, rank: int, size: int, like: Tensor) -> None:
+    def __init__(
+        self, bucket: Bucket, buckets: Buckets, block: int, rank: int, size: int, like: Tensor, *, keeps: Keeps
+    ) -> None:
         self.layout = buckets.layout
         self.chunks: list[Span] = [bucket.chunk(owner, size) for owner in range(size)]
         self.span, self.own = slice(bucket.start, bucket.stop), slice(*self.chunks[rank])
         self.table = BlockTable.of_rows(self.layout, self.chunks, block, like)
         self.own_table = BlockTable.of(self.layout, self.own.start, self.own.stop, block, like, self.table.row_bytes)
-        self.sent_nB = torch.zeros((size, self.table.row_bytes), dtype=torch.uint8, device=like.device)
-        self.collected_nB = torch.zeros_like(self.sent_nB)
+        self.now = Crossing.of(size, self.table.row_bytes, like)
+        self.last = Crossing.of(size, self.table.row_bytes, like) if keeps is Keeps.ROWS else None
         self.served_B = torch.zeros_like(self.sent_nB[0])
-        self.sent = RowMemory.of(self.sent_nB.view(-1), like.dtype)
-        self.collected = RowMemory.of(self.collected_nB.view(-1), like.dtype)
         self.served = RowMemory.of(self.served_B, like.dtype)
         self.gathered: list[RowMemory] = []
         self.gathered_nB: list[Tensor] = []
-        self.replica: ReplicaRows | None = None
-        self.sent_nB[:, 0] = 1  # a chunk without elements is never written, and finite
+        self.replica = ReplicaRows(self, block, rank, like) if keeps is Keeps.REPLICA else None
         self.served_B[0] = 1
+
+    @property
+    def sent_nB(self) -> Tensor:
+        """Of the exchange under way, as the three that follow."""
+        return self.now.sent_nB
+
+    @property
+    def collected_nB(self) -> Tensor:
+        """A row from each rank."""
+        return self.now.collected_nB
+
+    @property
+    def sent(self) -> RowMemory:
+        """All rows that are sent."""
+        return self.now.sent
+
+    @property
+    def collected(self) -> RowMemory:
+        """All rows that are collected."""
+        return self.now.collected
+
+    def turn(self) -> None:
+        """What has crossed is the last exchange from now on, where that is kept."""
+        if self.last is not None:
+            self.now, self.last = self.last, self.now
 
     def place(self, bytes_B: Tensor, dtype: torch.dtype) -> None:
         """One more set of gathered rows: in this memory."""
@@ -83,12 +130,9 @@ class BucketRows:
         self.sent.bytes_B[self.table.flag_at[self.table.row_starts.diff() > 0]] = 0
 
 
-def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, *, replicated: bool) -> list[BucketRows]:
-    """The rows of all buckets. replicated: each rank also collects what the rank before it does."""
-    found = [BucketRows(bucket, buckets, block, rank, size, like) for bucket in buckets]
-    for rows in found if replicated else ():
-        rows.replica = ReplicaRows(rows, block, rank, like)
-    return found
+def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, keeps: Keeps) -> list[BucketRows]:
+    """The rows of all buckets."""
+    return [BucketRows(bucket, buckets, block, rank, size, like, keeps=keeps) for bucket in buckets]
 
 
 class Received:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -149,6 +149,20 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     def _forget_means(self) -> None:
         for means in self._means.values():
             means.forget()
+
+    def rebuilds(self, memory: ErrorMemory) -> bool:
+        """No rows are kept."""
+        return False
+
+    def share(
+        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+    ) -> Tensor:
+        """As memory.share: nothing is rebuilt."""
+        return memory.share(holders, missing)
+
+    def left_squares(self, memory: ErrorMemory) -> Tensor:
+        """Not known: zeros."""
+        return torch.zeros_like(memory.worker_N[:2])
 
     def _open(self) -> Memory:
         if self._memory is None:

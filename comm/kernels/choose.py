@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.layout import BYTE
 
 CPU_DTYPES = (torch.float32, torch.float64)
@@ -89,6 +90,7 @@ def warm_up(dtype: torch.dtype) -> None:
     kernels.serve(c_c, scale_b, last, 1, table, out)
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
+    larger_than(c_c, scale_b, table, 0.0, 1)
 
 
 @cache

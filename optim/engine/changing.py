@@ -41,6 +41,9 @@ class ChangingOptimizer(torch.optim.Optimizer):
     undone: Callable[[CommError], None] | None = None
     """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (optim.engine.undone)."""
 
+    error_lost: dict[str, float] | None = None
+    """What the last regroup() after a death has lost of the error memory (optim.regroup); None before one."""
+
     fresh: ClassVar[Mapping[str, float]] = {}
     """What a tensor that was never trained begins with, by field, where that is not 0."""
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine import saving, shares
@@ -71,9 +72,9 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     block: int = DEFAULT_BLOCK
     """Values that share a scale, where something is compressed."""
 
-    server_replica: bool = False
-    """From the next regroup() on, each rank also keeps the server error of the rank before it, so that the death of one
-    takes none of it away (comm.exchange.bucketed). The same on every rank."""
+    keeps: Keeps = Keeps.NOTHING
+    """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
+    memory away. The same on every rank."""
 
     buffers_kept_by: str | None = None
     """Who else gives all ranks rank 0's buffers, where model= was not given, so that the first step need not ask."""
@@ -384,6 +385,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
             "steps_skipped": self.steps_skipped,
             "bytes_per_parameter": bytes_per_parameter(self),
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),
+            **(self.error_lost or {}),
             **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),
             **self.evidence,
         }

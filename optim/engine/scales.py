@@ -7,6 +7,7 @@ from typing import Any
 
 from thinwire.comm import default_reducer
 from thinwire.comm.exchange.vector_scales import deepspeed_reducer, whole_vector_reducer
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
 from thinwire.comm.layout import Span
 from thinwire.comm.protocol import FullWire, Group, Reducer
@@ -37,13 +38,13 @@ def scaled_reducer(
     scale: Scale,
     bucket_elements: int,
     *,
-    server_replica: bool,
+    keeps: Keeps,
     full: FullWire = "fp32",
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
-    only. bucket_elements: the most that is sent at a time, there with "l2". server_replica: as in
+    only. bucket_elements: the most that is sent at a time, there with "l2". keeps: as in
     comm.exchange.bucketed, there too. full: as in default_reducer, where scales is BLOCK. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
@@ -64,7 +65,7 @@ def scaled_reducer(
                 scale,
                 bucket_elements=bucket_elements,
                 cuts=space.cuts,
-                server_replica=server_replica,
+                keeps=keeps,
                 full=full,
             )
         case Scales.WHOLE:

@@ -241,7 +241,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             block,
             self.scale,
             self.bucket_elements,
-            server_replica=self.server_replica,
+            keeps=self.keeps,
             full=self.full_exchange,
         )
 

@@ -37,7 +37,7 @@ def test_workers_of_one_run_have_the_same_whatever_may_differ_between_them():
         ({"seed": 1}, {"spec.seed"}),
         ({"recipe": {"layers": 1, "width": 64, "heads": 2, "context": 32}}, {"spec.recipe.width", "model"}),
         ({"precision": "bfloat16"}, {"spec.precision", "model"}),
-        ({"workers": {"min": 1, "max": 3, "shadow": True}}, {"spec.workers.shadow"}),
+        ({"workers": {"min": 1, "max": 3, "shadow": "replica"}}, {"spec.workers.shadow"}),
         ({"data": {**TEXT, "validation_fraction": 0.2}}, {"spec.data.validation_fraction", "data"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

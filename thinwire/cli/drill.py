@@ -25,6 +25,14 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
 
 
+class ShadowChoice(StrEnum):
+    """Of a job file."""
+
+    NOTHING = "nothing"
+    ROWS = "rows"
+    REPLICA = "replica"
+
+
 app = typer.Typer(rich_markup_mode="markdown")
 
 
@@ -37,11 +45,8 @@ def drill(
         OptimizerName, typer.Option(help="As optimizer.name in a job file.")
     ] = OptimizerName.ONEBIT_ADAM,
     shadow: Annotated[
-        bool,
-        typer.Option(
-            "--shadow", help="As workers.shadow: keep a replica of each server error, so that one death loses none."
-        ),
-    ] = False,
+        ShadowChoice, typer.Option(help="As workers.shadow: what workers keep of each other's error memory.")
+    ] = ShadowChoice.ROWS,
     chaos: Annotated[
         bool,
         typer.Option(

@@ -28,7 +28,7 @@ class Drill:
     out: Path
     optimizer: str = "onebit_adam"
     seed: int = 0
-    shadow: bool = False
+    shadow: str = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Chaos:
     out: Path
     optimizer: str = "onebit_adam"
     seed: int = 0
-    shadow: bool = False
+    shadow: str = "rows"
     kill_all: bool = False
     beside: Path | None = None
 

@@ -204,6 +204,15 @@ class LrSchedule(_Frozen):
     final_fraction: float = Field(0.1, ge=0.0, le=1.0)
 
 
+Shadow = Literal["nothing", "rows", "replica"]
+"""The values of comm.keeps.Keeps."""
+
+
+def _shadow_of_before(value: object) -> object:
+    """Job files of earlier versions have true, for the replica, or false."""
+    return {True: "replica", False: "nothing"}[value] if isinstance(value, bool) else value
+
+
 class Workers(_Frozen):
     """How many workers, and on what. One worker a GPU where there are GPUs, else one CPU each."""
 
@@ -216,10 +225,11 @@ class Workers(_Frozen):
         description="in_place: survivors keep their processes when workers come or go; restart: Ray Train's own way, "
         "everybody starts again from the checkpoint",
     )
-    shadow: bool = Field(
-        False,
-        description="each worker also keeps the server error of the one before it, so that a death loses none of it; "
-        "sends half as many bytes again",
+    shadow: Annotated[Shadow, BeforeValidator(_shadow_of_before)] = Field(
+        "rows",
+        description="what workers keep of each other's error memory, so that a death loses less of it. rows: what "
+        "crossed last, from which it is estimated; replica: the server error of the one before, exactly, for half as "
+        "many bytes again; nothing",
     )
     grace_s: float = Field(
         30.0,

@@ -29,7 +29,7 @@ STOP_S = 60.0
 GLOBAL_BATCH = 16
 
 
-def small_gpt(workers: int, optimizer: str, *, shadow: bool) -> dict[str, Any]:
+def small_gpt(workers: int, optimizer: str, *, shadow: str) -> dict[str, Any]:
     """The job: a small GPT whose schedule does not end before the drill does."""
     warmup = {"var_freeze": 50} if optimizer == "zero_one_adam" else {"warmup": 50}
     dense = optimizer in ("adam", "lamb", "sgd")

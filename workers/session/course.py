@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from thinwire.comm import CommError, PeerLost
+from thinwire.comm import CommError, Keeps, PeerLost
 from thinwire.comm.calls import calls_of
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
@@ -277,7 +277,7 @@ class ScriptCourse(Course[Script]):
         spec = self._place.spec
         optimizer = self._script.optimizer
         if spec is not None:
-            optimizer.server_replica = spec.workers.shadow
+            optimizer.keeps = Keeps(spec.workers.shadow)
         compile_all(optimizer.space.p_N.dtype)  # before the others wait for it
         return self._script
 

@@ -9,7 +9,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
 from tests.optim.regroup.ranks import new_ranks, together, until
-from thinwire.comm import PeerLost, SoloGroup
+from thinwire.comm import Keeps, PeerLost, SoloGroup
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitAdam
@@ -320,7 +320,7 @@ def test_t5_what_is_lost_is_the_dead_ranks_part_and_is_told():
 
 def with_replica(net):
     optimizer = maker("onebit_adam")(net)
-    optimizer.server_replica = True
+    optimizer.keeps = Keeps.REPLICA
     return optimizer
 
 

@@ -19,7 +19,7 @@ from tests.optim.engine.test_resume import (
     two_groups,
 )
 from tests.optim.reference.written_out import COMPRESSED, bits, make
-from thinwire.comm import run_threads
+from thinwire.comm import Keeps, run_threads
 from thinwire.comm.errors import CallMismatch
 from thinwire.optim import OneBitAdam
 from thinwire.optim.engine.state import error_memories, replicated
@@ -391,7 +391,7 @@ def test_a_share_is_refused_between_backward_and_step_where_gradients_are_on_the
 class Replicated(OneBitAdam):
     """Each rank keeps the server error of the one before too."""
 
-    server_replica = True
+    keeps = Keeps.REPLICA
 
 
 @pytest.mark.parametrize("of_rank_0", [False, True])

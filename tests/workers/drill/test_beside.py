@@ -22,16 +22,16 @@ def left(folder, name, spec, steps):
 
 
 def test_the_longest_of_the_same_job_is_taken_with_or_without_replicas(tmp_path):
-    mine = small_gpt(4, "onebit_adam", shadow=True)
+    mine = small_gpt(4, "onebit_adam", shadow="replica")
     left(tmp_path, "short", mine, 3)
-    longest = left(tmp_path, "long", small_gpt(4, "onebit_adam", shadow=False), 5)
-    left(tmp_path, "of-others", small_gpt(4, "adam", shadow=True), 9)
-    left(tmp_path, "of-more", small_gpt(5, "onebit_adam", shadow=True), 9)
+    longest = left(tmp_path, "long", small_gpt(4, "onebit_adam", shadow="nothing"), 5)
+    left(tmp_path, "of-others", small_gpt(4, "adam", shadow="replica"), 9)
+    left(tmp_path, "of-more", small_gpt(5, "onebit_adam", shadow="replica"), 9)
     assert undisturbed_in(tmp_path, mine).run_dir == longest
 
 
 def test_where_there_is_none_it_says_what_to_name(tmp_path):
-    left(tmp_path, "of-others", small_gpt(4, "adam", shadow=True), 9)
+    left(tmp_path, "of-others", small_gpt(4, "adam", shadow="replica"), 9)
     (left(tmp_path, "damaged", {}, 0) / "job.json").write_text("[]")
     with pytest.raises(DrillFailed, match=r"holds no undisturbed run of this job \(2 of others\): name the --out"):
-        undisturbed_in(tmp_path, small_gpt(4, "onebit_adam", shadow=True))
+        undisturbed_in(tmp_path, small_gpt(4, "onebit_adam", shadow="replica"))
