@@ -19,7 +19,7 @@ from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.layout import BYTE, VectorLayout
 
 DEFAULT_RUN = 256
-"""Values that share a scale: 12.5 % of a bit each. docs/algorithms.md has what other lengths cost."""
+"""Values that share a scale: an eighth of a bit each. Longer runs leave out more of small values beside large ones."""
 _SCALE_BYTES = 4
 
 

@@ -10,6 +10,7 @@ Legend: N elements, P ranks in k boxes of g, P = g k; X bytes of a vector on the
     all_reduce (ring)       2 (P-1)/P X        2 (P-1) rounds     the ring enters and leaves each box once
     all_gather (ring)         (P-1)/P X           P-1  rounds
     all_to_all (pairwise)   g (P-g)/P X             1  round      every rank of a box sends to every rank outside
+    8 or 16 bits, flat      all_to_all and all_gather of X = N + 4 N / 256, or 2 N
     one bit, flat           all_to_all and all_gather of X = N/8 and its scales
     one bit, node first     the same between k boxes, one rank each, after and before a dense exchange inside each box
 
@@ -27,6 +28,8 @@ from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, round_up
 LEAST_BUCKET = 1 << 16
 """Elements: below it, what Python does for a bucket takes longer than the kernels."""
 MOST_BUCKETS = 64
+RUN = 256
+"""Values that share a scale in 8 bits (comm/codecs/int8.py, which needs torch)."""
 
 
 class Exchange(StrEnum):
@@ -34,6 +37,8 @@ class Exchange(StrEnum):
 
     DENSE_FP32 = "dense fp32 ring"
     DENSE_16 = "dense 16-bit ring"
+    FLAT_16 = "flat 16-bit"
+    FLAT_8 = "flat 8-bit"
     FLAT_ONE_BIT = "flat one-bit"
     NODE_FIRST_ONE_BIT = "node-first one-bit"
 
@@ -131,6 +136,11 @@ def one_bit_bytes(numel: int, block: int = DEFAULT_BLOCK) -> float:
     return numel / BYTE + 4 * ceil(numel / block)
 
 
+def few_bits_bytes(exchange: Exchange, numel: int) -> float:
+    """Bytes of a vector of 16 bits a value, or of 8 with a float32 scale for each run."""
+    return 2.0 * numel if exchange is Exchange.FLAT_16 else numel + 4 * ceil(numel / RUN)
+
+
 def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
     """What crosses the link of one box in one exchange of `numel` elements."""
     if network.boxes == 1:
@@ -139,6 +149,9 @@ def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
         return all_reduce(network.ranks, 4.0 * numel)
     if exchange is Exchange.DENSE_16:
         return all_reduce(network.ranks, 2.0 * numel)
+    if exchange in (Exchange.FLAT_16, Exchange.FLAT_8):
+        few = few_bits_bytes(exchange, numel)
+        return all_to_all(network.ranks, few, network.ranks_per_box) + all_gather(network.ranks, few)
     ranks, per_box = (network.ranks, network.ranks_per_box) if exchange is Exchange.FLAT_ONE_BIT else (network.boxes, 1)
     wire = one_bit_bytes(numel)
     return all_to_all(ranks, wire, per_box) + all_gather(ranks, wire)

@@ -20,9 +20,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
-from thinwire.comm.wire.network import Cost, Exchange, Network, all_reduce, exchange_cost, one_bit_bytes
+from thinwire.comm.wire.network import (
+    Cost,
+    Exchange,
+    Network,
+    all_reduce,
+    exchange_cost,
+    few_bits_bytes,
+    one_bit_bytes,
+)
 
+FullWire = Literal["fp32", "bf16", "int8"]
+"""As comm.protocol has it, which needs torch."""
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's DistributedDataParallel: bucket_cap_mb, where nothing is said."""
 NO_COST = Cost(0, 0.0)
@@ -95,6 +106,16 @@ def one_bit(network: Network, numel: int, transport: Transport, bucket_elements:
     buckets = ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.FLAT_ONE_BIT, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * one_bit_bytes(numel)
+    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+
+
+def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
+    """The mean gradient as full_exchange sends it. Few bits cost the transport what rows of signs do, by the byte."""
+    if wire == "fp32" or network.ranks == 1:
+        return dense_32(network, numel, transport, bucket_elements)
+    exchange, buckets = (Exchange.FLAT_16 if wire == "bf16" else Exchange.FLAT_8), ceil(numel / bucket_elements)
+    cost = exchange_cost(exchange, network, numel)
+    payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
     return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
 
 

@@ -10,6 +10,7 @@ from thinwire.comm.bucket_size import ON_CPU, ON_GPU
 from thinwire.comm.wire.network import Network, bucket_elements
 from thinwire.comm.wire.step_time import (
     NOTHING,
+    FullWire,
     Sent,
     Transport,
     Work,
@@ -19,6 +20,7 @@ from thinwire.comm.wire.step_time import (
     step_seconds,
     wire_seconds,
 )
+from thinwire.comm.wire.step_time import full as full_exchange
 from thinwire.contract.plan import Link, MethodPlan, Plan, hours, ms
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import schedule
@@ -113,27 +115,37 @@ def forecast(
     )
 
 
+def full_wire(spec: TrainSpec) -> FullWire:
+    """How the job's full exchanges are sent, as its optimizer chooses it."""
+    return spec.optimizer.full_exchange or ("bf16" if spec.precision == "bfloat16" else "fp32")
+
+
 class _Way:
     """One compressed method of a run."""
 
     def __init__(self, name: str, spec: TrainSpec, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
         self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec)
-        full = dense_32(network, found.elements, found.transport, bucket)
+        refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
+        wire = full_wire(spec)
+        full = full_exchange(network, found.elements, found.transport, bucket, wire)
+        # What goes into a variance alone is not sent in 8 bits (optim/engine/sending.py).
+        late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         bits = one_bit(network, found.elements, found.transport, bucket)
         # What 0/1 Adam sends at a sync is a sum of steps, the last one included: it goes when backward is over.
         early = found.backward_s if spec.overlap else 0.0
         backward_s = 0.0 if name == ZERO_ONE else early
         self._steps: dict[str, tuple[float, float, Sent]] = {
-            "full": (self._kinds.full, *self._step(self._busy.full, early, full)),
-            "both": (self._kinds.both, *self._step(self._busy.compressed, 0.0, full + bits)),
+            "full": (self._kinds.full - refreshes, *self._step(self._busy.full, early, full)),
+            "refresh": (refreshes, *self._step(self._busy.full, early, late)),
+            "both": (self._kinds.both, *self._step(self._busy.compressed, 0.0, late + bits)),
             "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, backward_s, bits)),
             "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
         }
 
     def plan(self) -> MethodPlan:
         """Without the gains."""
-        warmup, warmup_s, warmup_bytes = self._sum("full", "both")
+        warmup, warmup_s, warmup_bytes = self._sum("full", "refresh", "both")
         later, later_s, later_bytes = self._sum("compressed", "local")
         return MethodPlan(
             name=self._name,
@@ -241,6 +253,8 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
             f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {end:.0f}, the earliest that "
             f"its rule allows; it may last to step {counted.latest_warmup}"
         )
+    if full_wire(spec) != "fp32":
+        told.append(f"full exchanges in {full_wire(spec)} cost the processor what those in fp32 do")
     if found.cores == inf:
         told.append("on GPUs the transport costs the processor nothing")
     told.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")

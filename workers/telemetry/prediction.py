@@ -70,7 +70,8 @@ class Prediction:
 
     def _predict(self, sample: Sample, optimizer: FlatOptimizer[object], busy_s: float) -> float:
         overlapped = optimizer.stats().get("overlapped", {}).get("in_backward", 0) > 0
-        sent = _sent(sample, optimizer.space.layout.num_live, len(optimizer.reduce.buckets))
+        full_bytes = 4 * optimizer.space.layout.num_live if optimizer.full_exchange == "fp32" else None
+        sent = _sent(sample, full_bytes, len(optimizer.reduce.buckets))
         network = self._network
         assert network is not None
         on_gpu = optimizer.space.p_N.device.type == "cuda"
@@ -114,12 +115,17 @@ def held(samples: Sequence[Sample]) -> Held | None:
     )
 
 
-def _sent(sample: Sample, elements: int, buckets: int) -> Sent:
-    """Rounds of what a step sent, by its bytes: a ring, both phases of one bit, both of these, or nothing."""
+def _sent(sample: Sample, vector_bytes: int | None, buckets: int) -> Sent:
+    """Rounds of what a step sent, by its bytes: a ring, both phases of few bits, both of these, or nothing.
+
+    vector_bytes: of the vector in the ring; None where full exchanges are in few bits, and so in two phases too.
+    """
     ranks, num_bytes = sample.world_size, sample.payload_bytes
     if not num_bytes:
         return Sent()
-    full_bytes = all_reduce(ranks, 4 * elements).num_bytes
+    if vector_bytes is None:
+        return Sent(Cost(ranks * buckets, num_bytes), num_bytes, 0.0, buckets)
+    full_bytes = all_reduce(ranks, vector_bytes).num_bytes
     rounds = 2 * (ranks - 1) * (num_bytes >= 0.99 * full_bytes) + ranks * (not 0.99 <= num_bytes / full_bytes <= 1.01)
     return Sent(Cost(rounds * buckets, num_bytes), num_bytes, 0.0, buckets)
 

@@ -279,3 +279,30 @@ def test_parity_refuses_what_would_change_its_numbers(cls):
             cls([torch.nn.Parameter(torch.ones(8))], parity="deepspeed", full_exchange=wire)
     with pytest.raises(ValueError, match="full_exchange = 'fp8'"):
         cls([torch.nn.Parameter(torch.ones(8))], full_exchange="fp8")
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
+@pytest.mark.law
+def test_replicas_of_server_errors_are_those_of_the_ranks_before_again_once_bits_are_sent(name):
+    """They do not follow the 8 bits of the warm-up, and nobody takes them for what they are not."""
+
+    def work(group):
+        params, optimizer = made(group, name)
+        optimizer.server_replica = True
+        optimizer.connect(group, 128)
+        (memory,) = error_memories(optimizer.vectors).values()
+        train(optimizer, params, group.rank, range(3))
+        before = (group.rank - 1) % group.size
+        assert not memory.kept_of(before)
+        train(optimizer, params, group.rank, range(3, STEPS))
+        assert memory.kept_of(before)
+        replicas = [
+            kept.sum_c - kept.sent(rows.replica.table) for rows, kept in zip(memory._rows, memory.replica, strict=True)
+        ]
+        return memory._server_errors(), replicas, flat(params)
+
+    results = run_threads(3, work)
+    for rank, (_, replicas, end) in enumerate(results):
+        errors = results[rank - 1][0]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(replicas, errors, strict=True))
+        assert torch.equal(end, results[0][2])
