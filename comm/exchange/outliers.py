@@ -1,8 +1,8 @@
 """The largest server errors of every rank, on every rank: sent in full precision, now and then.
 
-Half of the norm squared of a server error is in 2 of 1000 elements (benchmarks/results/rebuilt), those that gave far
-more than their block's scale can carry; and they change slowly, for a scale carries them off a little in each step. So
-it is enough to send them every PERIOD exchanges: 0.4 % of what the exchanges between send.
+An element that gave far more than its block's scale can carry waits for many steps, for a scale carries it off a little
+in each. So a few errors are large, and change slowly. It is enough to send them every PERIOD exchanges: that adds 0.4 %
+to the bytes of the exchanges. What they are worth: benchmarks/results/rebuilt.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ which p has delivered; and rises with what the others gave. Where all ranks sent
 added. No byte is sent for this: each survivor adds its own part to its share of R, and the sum over them is R.
 
 SERVER and WORKER are least squares, rounded, over recorded runs (benchmarks/results/rebuilt). Fitted to the truth of a
-run they would lose little less, and fitted to what survivors know of themselves more.
+run, which nobody has, they would lose 1 to 4 points of 100 less with four ranks, and 11 less with two.
 """
 
 from __future__ import annotations
