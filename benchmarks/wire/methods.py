@@ -86,6 +86,7 @@ METHODS = {
         Method("chain_tensor", "1-bit Adam, torch chain, per tensor", "chain_tensor", "", 9, ours=True),
         Method("chain_flat", "1-bit Adam, torch chain, flat", "chain_flat", "", 9, ours=True),
         Method("adam", "Adam, our engine", "adam", "", 6, ours=True),
+        Method("adam_int8", "Adam, our engine, 8 bits", "adam_int8", "", 8.5, ours=True, by_name=True),
         Method("onebit_adam", "1-bit Adam", "onebit_adam", "", 8, ours=True),
         Method(
             "onebit_adam_shadow",
@@ -119,6 +120,7 @@ _MAKERS = {
     "chain_tensor": ("benchmarks.wire.ours", "ChainPerTensor"),
     "chain_flat": ("benchmarks.wire.ours", "ChainFlat"),
     "adam": ("benchmarks.wire.ours", "DenseAdam"),
+    "adam_int8": ("benchmarks.wire.ours", "DenseAdamInt8"),
     "onebit_adam": ("benchmarks.wire.ours", "OneBit"),
     "onebit_adam_shadow": ("benchmarks.wire.ours", "OneBitKeptTwice"),
     "onebit_adam_rows": ("benchmarks.wire.ours", "OneBitKeptRows"),

@@ -110,6 +110,17 @@ class DenseAdam(Optimized):
         return Adam(params, lr=LR, group=group, overlap=True, bucket_elements=self.bucket_elements)
 
 
+class DenseAdamInt8(Optimized):
+    """Adam with the gradient in 8 bits, with error feedback."""
+
+    settle_steps = 1
+
+    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
+        """As DenseAdam."""
+        size = self.bucket_elements
+        return Adam(params, lr=LR, group=group, overlap=True, bucket_elements=size, full_exchange="int8")
+
+
 class OneBit(Optimized):
     """1-bit Adam in its compressed phase."""
 

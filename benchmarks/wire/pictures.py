@@ -28,6 +28,7 @@ COLOURS = {
     "chain_tensor": "#c9a3a0",
     "chain_flat": "#b3261e",
     "adam": "#6a3d9a",
+    "adam_int8": "#a98bc9",
     "onebit_adam": "#1f4e79",
     "onebit_adam_shadow": "#7fa3c7",
     "onebit_adam_rows": "#5b84b1",

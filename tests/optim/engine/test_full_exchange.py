@@ -5,6 +5,7 @@ import torch
 
 from tests.covering import every_pair, every_value
 from thinwire.comm import NonFiniteInput, run_threads
+from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.state import error_memories
 
@@ -288,7 +289,7 @@ def test_replicas_of_server_errors_are_those_of_the_ranks_before_again_once_bits
 
     def work(group):
         params, optimizer = made(group, name)
-        optimizer.server_replica = True
+        optimizer.keeps = Keeps.REPLICA
         optimizer.connect(group, 128)
         (memory,) = error_memories(optimizer.vectors).values()
         train(optimizer, params, group.rank, range(3))
