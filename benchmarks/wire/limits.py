@@ -46,6 +46,8 @@ def floor_bytes(method: str, ranks: int) -> float | None:
     return {
         "ddp_fp32": ring(ranks, 4.0) + ADAM,
         "adam": ring(ranks, 4.0) + ADAM,
+        # reads g and d, writes their sum and 8 bits; serves its chunk; reads both again for d; decodes into g
+        "adam_int8": 13.0 + (9.0 + ranks) / ranks + 9.0 + 5.0 + ADAM,
         "ddp_bf16": 12.0 + ring(ranks, 2.0) + ADAM,  # cast there, and back
         "ddp_fp16": 12.0 + ring(ranks, 2.0) + ADAM,
         "chain_tensor": one_bit,
