@@ -84,8 +84,7 @@ class Adam(DenseOptimizer[AdamState]):
 
     def make_state(self) -> AdamState:
         """Empty vectors."""
-        p_N = self.space.p_N
-        return AdamState(torch.zeros_like(p_N), torch.zeros_like(p_N), self.new_gradient_memory())
+        return AdamState(self.new_vector(), self.new_vector(), self.new_gradient_memory())
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """Average the gradients, then Adam."""
@@ -122,9 +121,8 @@ class Lamb(DenseOptimizer[LambState]):
 
     def make_state(self) -> LambState:
         """Empty vectors."""
-        p_N = self.space.p_N
-        m_N, v_N, scratch_N = (torch.zeros_like(p_N) for _ in range(3))
-        return LambState(m_N, v_N, scratch_N, self.new_gradient_memory())
+        scratch_N = torch.zeros_like(self.space.p_N)
+        return LambState(self.new_vector(), self.new_vector(), scratch_N, self.new_gradient_memory())
 
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages, with the tensors of each run."""
@@ -194,7 +192,7 @@ class SGD(DenseOptimizer[SgdState]):
 
     def make_state(self) -> SgdState:
         """An empty vector."""
-        return SgdState(torch.zeros_like(self.space.p_N), self.new_gradient_memory())
+        return SgdState(self.new_vector(), self.new_gradient_memory())
 
     def gradient_weight(self, group: dict[str, Any]) -> float:
         """A gradient is added to the momentum as it is."""

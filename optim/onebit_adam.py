@@ -82,10 +82,10 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""
-        p_N, memory = self.space.p_N, self.reduce.new_memory()
+        memory = self.reduce.new_memory()
         return OneBitAdamState(
-            momentum=Momentum(p_N, self.reduce, memory),
-            v_N=torch.zeros_like(p_N),
+            momentum=Momentum(self.new_vector(), self.reduce, memory),
+            v_N=self.new_vector(),
             momentum_error=memory,
         )
 

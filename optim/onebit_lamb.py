@@ -205,9 +205,9 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         p_N = self.space.p_N
         per_tensor = torch.zeros(len(self.space.tensors), dtype=p_N.dtype, device=p_N.device)
         return OneBitLambState(
-            m_N=torch.zeros_like(p_N),
-            v_N=torch.zeros_like(p_N),
-            fresh_v_N=torch.zeros_like(p_N),
+            m_N=self.new_vector(),
+            v_N=self.new_vector(),
+            fresh_v_N=self.new_vector(),
             coeff_T=per_tensor,
             scaling_T=torch.ones_like(per_tensor),
             factor_T=torch.ones_like(per_tensor),

@@ -36,7 +36,7 @@ from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
-from thinwire.optim.engine.state import error_memories, move, part, put, sizes
+from thinwire.optim.engine.state import error_memories, move, part, put, replicated, sizes
 
 PARAMETERS = "parameters_N"
 PIECE = 1 << 22
@@ -190,21 +190,28 @@ def _regroup(
     parked = saving.parked_vectors(optimizer)
     if group.rank in received:
         parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
-    if received:
-        if group.rank in received:
-            settled = _room(optimizer, keeps_gradient=has_state)
-        _give_vectors(optimizer, settled, group, (source, *received))
-        for vector in _tensors(parked):
-            give(group, vector, (source, *received))
-        given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
-        for buffer in filter(Tensor.numel, given):
-            passed = buffer.detach().contiguous()  # a copy only where it was not
-            give(group, passed.view(-1).view(torch.uint8), (source, *received))
-            if group.rank in received and passed.data_ptr() != buffer.data_ptr():
-                buffer.detach().copy_(passed)
-    residuals, told = _residuals(optimizer, group, all_n, source, group.rank in behind, (all_n[source].plain, settled))
+    if group.rank in received:
+        settled = _room(optimizer, has_state)
     before = optimizer.vectors
-    optimizer.connect(group, all_n[source].bucket_elements)
+    try:
+        if received:
+            _give_vectors(optimizer, settled, group, (source, *received))
+            for vector in _tensors(parked):
+                give(group, vector, (source, *received))
+            given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
+            for buffer in filter(Tensor.numel, given):
+                passed = buffer.detach().contiguous()  # a copy only where it was not
+                give(group, passed.view(-1).view(torch.uint8), (source, *received))
+                if group.rank in received and passed.data_ptr() != buffer.data_ptr():
+                    buffer.detach().copy_(passed)
+        of_source = all_n[source].plain, settled
+        residuals, told = _residuals(optimizer, group, all_n, source, group.rank in behind, of_source)
+        with optimizer.awaiting_vectors():
+            optimizer.connect(group, all_n[source].bucket_elements)
+    except BaseException:
+        if not has_state:
+            _begin_anew(optimizer, settled)
+        raise
 
     # From here on nothing can fail for want of a peer.
     _take(optimizer, before, settled)
@@ -329,11 +336,19 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
     return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
 
 
-def _room(optimizer: FlatOptimizer[Any], *, keeps_gradient: bool) -> dict[str, Tensor]:
-    """Vectors for what another rank has. The gradient of one that had no state is worth nothing, and is room too."""
+def _room(optimizer: FlatOptimizer[Any], has_state: bool) -> dict[str, Tensor]:
+    """Vectors for what another rank has. Those of a rank that has no state, and its gradient, are room themselves."""
     space = optimizer.space
+    if not has_state:
+        return {PARAMETERS: space.g_N, **replicated(optimizer.vectors)}
     found = {name: space.p_N.new_empty(size) for name, size in sizes(optimizer.vectors, space.p_N.numel()).items()}
-    return {PARAMETERS: torch.empty_like(space.p_N) if keeps_gradient else space.g_N, **found}
+    return {PARAMETERS: torch.empty_like(space.p_N), **found}
+
+
+def _begin_anew(optimizer: FlatOptimizer[Any], room: dict[str, Tensor]) -> None:
+    """Of a rank that has no state: it has none again."""
+    for name, vector in room.items():
+        vector.fill_(optimizer.fresh.get(name, 0.0))
 
 
 def _give_vectors(

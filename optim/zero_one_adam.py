@@ -266,8 +266,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Empty vectors and error memory."""
         p_N = self.space.p_N
         return ZeroOneAdamState(
-            m_N=torch.zeros_like(p_N),
-            v_N=torch.zeros_like(p_N),
+            m_N=self.new_vector(),
+            v_N=self.new_vector(),
             update_error=self.reduce.new_memory(),
             u_N=torch.zeros_like(p_N),
             x_s_N=torch.zeros_like(p_N),

@@ -7,7 +7,8 @@ about tensors that join: whether they can, and what brings them to the phase tha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +69,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
     """The count that `state` shows, by the steps that a tensor was not in."""
     _laid_out: list[list[int]]
     _has_misfits: bool
+    _awaits_vectors = False
     _scaled: bool | None
 
     @property
@@ -96,6 +98,20 @@ class ChangingOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _send_beside(self) -> None: ...
+
+    @contextmanager
+    def awaiting_vectors(self) -> Iterator[None]:
+        """Inside, replicated vectors of a new state are to be replaced before they are written (new_vector)."""
+        self._awaits_vectors = True
+        try:
+            yield
+        finally:
+            self._awaits_vectors = False
+
+    def new_vector(self) -> Tensor:
+        """Zeros, float[N], for a replicated vector; where another takes its place at once, in memory of one of them."""
+        p_N = self.space.p_N
+        return p_N.new_zeros(1).expand_as(p_N) if self._awaits_vectors else torch.zeros_like(p_N)
 
     @property
     @abstractmethod

@@ -23,14 +23,14 @@ PIECE = 1 << 20
 class Momentum:
     """m of all ranks: float[N], or the last result of the reducer where that is newer. memory: of its exchanges.
 
-    The floats are there in warm-up, and from when somebody asks for them to the next result.
+    m: at first. The floats are there in warm-up, and from when somebody asks for them to the next result.
     """
 
-    def __init__(self, like_N: Tensor, reduce: Reducer, memory: ErrorMemory) -> None:
+    def __init__(self, m_N: Tensor, reduce: Reducer, memory: ErrorMemory) -> None:
         self._reduce = reduce
         self._memory = memory
-        self._like_N = like_N
-        self._m_N: Tensor | None = torch.zeros_like(like_N)
+        self._numel, self._like = len(m_N), m_N.new_empty(0)
+        self._m_N: Tensor | None = m_N
         self._result: Result | None = None
         """What was received last, where m is newer than the floats were."""
         self._shown = ref(self._m_N)
@@ -71,7 +71,7 @@ class Momentum:
         if self._m_N is None:
             assert self._result is not None
             shown = self._shown()
-            m_N = torch.empty_like(self._like_N) if shown is None else shown
+            m_N = self._like.new_empty(self._numel) if shown is None else shown
             self._result.decode_(m_N)
             self._m_N, self._shown, self._version = m_N, ref(m_N), m_N._version
         return self._m_N
@@ -81,7 +81,7 @@ class Momentum:
         if self._m_N is not None:
             return self._m_N[at]
         assert self._result is not None
-        part = self._like_N.new_empty(at.stop - at.start)
+        part = self._like.new_empty(at.stop - at.start)
         self._result.decode_(part, at.start, at.stop)
         return part
 

@@ -32,7 +32,7 @@ def elsewhere(g_N, apart):
     return rest, runs
 
 
-def exchange(group, apart, bucket_elements, poison=None):
+def exchange(group, apart, bucket_elements, poison=None, as_floats=False):
     reduce = BucketedAllReduce(group, LAYOUT, SignCodec(256), torch.zeros(0), bucket_elements=bucket_elements)
     memory = reduce.new_memory()
     first = filled(group.rank)
@@ -44,7 +44,7 @@ def exchange(group, apart, bucket_elements, poison=None):
     vector, runs = elsewhere(g_N, apart) if apart else (g_N, [])
     reduce.begin(memory)
     for k in range(len(reduce.buckets)):
-        reduce.launch_lerp(k, vector, 1 - BETA1, runs)
+        reduce.launch_lerp(k, vector, 1 - BETA1, runs, first if as_floats else None)
     if poison is not None:
         with pytest.raises(NonFiniteInput):
             reduce.finish()
@@ -71,9 +71,19 @@ def test_rows_are_the_same_bit_for_bit(ranks, bucket_elements, apart):
         assert torch.equal(one[1], other[1])
 
 
+@pytest.mark.parametrize("apart", [set(), {0, 2}])
+def test_the_last_result_as_floats_gives_the_same_rows_bit_for_bit(apart):
+    rows = run_threads(3, lambda group: exchange(group, apart, 1024))
+    floats = run_threads(3, lambda group: exchange(group, apart, 1024, as_floats=True))
+    for one, other in zip(rows, floats, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
 @pytest.mark.parametrize("poison", [17, 2500, 5600 - 1])
-def test_what_failed_is_undone_by_what_was_read(poison):
-    for before, after, largest in run_threads(2, lambda group: exchange(group, {0, 2}, 1024, poison)):
+def test_what_failed_is_undone_by_what_was_read(poison, as_floats):
+    for before, after, largest in run_threads(2, lambda group: exchange(group, {0, 2}, 1024, poison, as_floats)):
         ulp = torch.finfo(torch.float32).eps * largest
         assert (after - before).abs().max() <= 4 * ulp
 
