@@ -293,15 +293,16 @@ def _residuals(
                 "part of that step: this is a defect of thinwire; please report it"
             )
         for name, memory in errors.items():
-            part_N = torch.zeros_like(optimizer.space.p_N)
             if has_state:
-                found[0] += memory.worker_N.square().sum()
-                found[1] += memory.server_c.square().sum()
+                found[0] += torch.linalg.vector_norm(memory.worker_N) ** 2
+                found[1] += torch.linalg.vector_norm(memory.server_c) ** 2
                 part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
                 if rebuilt_by is not None and not is_behind:
                     found[2:4] += optimizer.reduce.left_squares(memory)
                 if is_behind:
                     optimizer.catch_up_(part_N, *common)
+            else:
+                part_N = torch.zeros_like(optimizer.space.p_N)
             group.start_sum_(part_N).wait()
             residuals[name] = part_N
         if has_state and not is_behind:

@@ -139,7 +139,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         floored_N = torch.zeros_like(v_N, dtype=torch.bool)
         if self.settings.floor:
             floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
-        self.evidence["floored_elements"] = int(floored_N.sum())
+        self.evidence["floored_elements"] = int(floored_N.count_nonzero())
         self.frozen_at = now
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
         self.set_ages([replace(age, unseen=None) for age in self.ages])

@@ -58,7 +58,7 @@ class StaleVariance:
             for h in runs:
                 if h.seen:  # 0: it is zero
                     adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
-        return int(floor_variance_(v_N, self.tensors, self.blocks).sum()) if self.settings.floor else 0
+        return int(floor_variance_(v_N, self.tensors, self.blocks).count_nonzero()) if self.settings.floor else 0
 
     def root_(self, v_N: Tensor, groups: Sequence[AdamHyper]) -> None:
         """v <- d, of a v that is as it is used."""
