@@ -36,11 +36,11 @@ from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine import saving
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
-from thinwire.optim.engine.state import error_memories, move, part, put, replicated, sizes
+from thinwire.optim.engine.state import error_memories, is_field, move, part, put, replicated, sizes
 
 PARAMETERS = "parameters_N"
-PIECE = 1 << 22
-"""Elements that are given at a time: a momentum in rows is decoded for it."""
+PIECE = 1 << 18
+"""Elements of a momentum in rows that are decoded and given at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +358,9 @@ def _give_vectors(
     """Parameters and replicated vectors of its first to all on the path. settled: room there, else what differs."""
     space = optimizer.space
     for name, size in {PARAMETERS: space.p_N.numel(), **sizes(optimizer.vectors, space.p_N.numel())}.items():
-        for start in range(0, size, PIECE):
-            at = slice(start, min(start + PIECE, size))
+        step = max(size, 1) if name == PARAMETERS or is_field(optimizer.vectors, name) else PIECE
+        for start in range(0, size, step):
+            at = slice(start, min(start + step, size))
             if name in settled:
                 piece = settled[name][at]
             else:

@@ -43,19 +43,19 @@ def replicated(state: object) -> dict[str, Tensor]:
 def sizes(state: object, numel: int) -> dict[str, int]:
     """Elements of each replicated vector, by name: none is made for it, one that would be has all `numel`."""
     return {
-        name: len(getattr(state, name)) if _is_field(state, name) else numel for name in _names(state, Kind.REPLICATED)
+        name: len(getattr(state, name)) if is_field(state, name) else numel for name in _names(state, Kind.REPLICATED)
     }
 
 
 def part(state: Any, name: str, at: slice) -> Tensor:
     """These elements of a replicated vector, not to be modified; no more than them is made."""
-    found: Tensor = getattr(state, name)[at] if _is_field(state, name) else state.holder(name).part(at)
+    found: Tensor = getattr(state, name)[at] if is_field(state, name) else state.holder(name).part(at)
     return found
 
 
 def put(state: Any, name: str, vector: Tensor) -> None:
     """A replicated vector is this one from here on: it is taken, not copied."""
-    if _is_field(state, name):
+    if is_field(state, name):
         setattr(state, name, vector)
     else:
         state.holder(name).hold(vector)
@@ -63,7 +63,7 @@ def put(state: Any, name: str, vector: Tensor) -> None:
 
 def move(state: Any, old: Any, name: str) -> None:
     """A replicated vector of the old state, of the same kind, is this one's from here on; nothing is copied or made."""
-    if _is_field(state, name):
+    if is_field(state, name):
         setattr(state, name, getattr(old, name))
     else:
         state.holder(name).follow(old.holder(name))
@@ -75,8 +75,8 @@ def error_memories(state: object) -> dict[str, ErrorMemory]:
     return {name: memory for name, memory in found.items() if memory is not None}
 
 
-def _is_field(state: object, name: str) -> bool:
-    """Else it is a property."""
+def is_field(state: object, name: str) -> bool:
+    """Is a replicated vector always there? Else it is a property, and made when asked for."""
     return not isinstance(vars(type(state)).get(name), property)
 
 
