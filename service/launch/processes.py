@@ -103,6 +103,12 @@ def end(find: Callable[[], Iterable[Process]], grace_s: float, limit_s: float) -
         time.sleep(_POLL_S)
 
 
+def kill(found: Iterable[Process]) -> None:
+    """SIGKILL to each of them."""
+    for process in found:
+        _signal(process, signal.SIGKILL)
+
+
 def _signal(process: Process, number: signal.Signals) -> None:
     try:
         os.kill(process.pid, number)

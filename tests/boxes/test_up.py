@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import pytest
 from typer.testing import CliRunner
@@ -120,6 +121,44 @@ def test_a_head_that_is_killed_comes_back_and_down_leaves_nothing(box: BoxFolder
     assert processes.belonging(temp_dir_of(box.path), 0) == []
     assert not temp_dir_of(box.path).exists()
     assert sorted(file.name for file in box.path.glob("*.json")) == []
+
+
+ASK: Final = """
+import ray, sys
+
+@ray.remote
+class Kept:
+    def answer(self):
+        return "it answers"
+
+ray.init(address=sys.argv[1], _node_ip_address=sys.argv[1].rpartition(":")[0], namespace="test", logging_level="error")
+# As Ray Train has its actor of the states of all runs, which a controller waits for.
+options = {"lifetime": "detached", "resources": {"node:__internal_head__": 0.001}, "max_restarts": -1}
+kept = Kept.options(num_cpus=0, name="kept", get_if_exists=True, max_task_retries=-1, **options).remote()
+print(ray.get(kept.answer.remote(), timeout=120))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_actors_of_a_head_that_was_ended_in_order_answer_when_it_is_back(box: BoxFolder) -> None:
+    pytest.importorskip("ray")
+    thinwire = str(Path(sys.executable).parent / "thinwire")
+    ports = ["--port", "16382", "--dashboard-port", "18268"]
+    try:
+        for _ in range(2):
+            command = [thinwire, "up", "--head", "--foreground", "--num-cpus", "2", *ports]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as supervising:
+                wait_until(lambda: (state := box.state()) is not None and state.up, "it is up", 300.0)
+                made = box.box()
+                assert made is not None
+                environment = box_environment(made, temp_dir_of(box.path), box.token, box.gcs)
+                asked = [sys.executable, "-c", ASK, made.head]
+                done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
+                supervising.terminate()  # as `systemctl stop` does
+            assert "it answers" in done.stdout, done.stderr
+    finally:
+        subprocess.run([thinwire, "down"], check=True, capture_output=True, timeout=300)
 
 
 def test_down_gives_a_supervisor_the_time_that_its_end_takes() -> None:

@@ -170,11 +170,29 @@ class BoxRay(RayHead):
         environment = box_environment(box, temp_dir, self.token_path, self._gcs)
         return Start(command, environment, box.dashboard_port, box.address, keeps_temp_dir=True)
 
+    def end(self) -> None:
+        """As RayHead.end. A head's records, which the next start goes on from, are left as a loss leaves them.
+
+        Ray 2.60 goes on after a loss. Where Ray ended in order its records call the node dead, and some of its actors
+        alive: one of those is Ray Train's, which each job waits for.
+        """
+        head = self.recorded()
+        if self._box.role == "head" and head is not None:
+            processes.kill(child for child in processes.descendants(head.pid) if _is_gcs(child.pid))
+        super().end()
+
     def is_up(self, head: Head) -> bool:
         """`ray start` has said so, and a head answers, too: others may join it, and jobs be submitted."""
         if UP_SAYS not in self.log_path.read_bytes():
             return False
         return self._box.role == "joined" or super().is_up(head)
+
+
+def _is_gcs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/gcs_server")
+    except OSError:  # it has gone
+        return False
 
 
 _START: Final = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
