@@ -59,7 +59,7 @@ class _Buffers:
 
     def __init__(self, numel: int, random: torch.Generator) -> None:
         self._c, self._x, self._p = (torch.randn(numel, generator=random) for _ in range(3))
-        self._divisor, self._out_c = torch.rand(numel, generator=random), torch.zeros(numel)
+        self._variance, self._out_c = torch.rand(numel, generator=random), torch.zeros(numel)
         layout, partition = VectorLayout.single(numel), Partition(numel, NUM_ROWS)
         chunks = [partition.bounds(rank) for rank in range(NUM_ROWS)]
         self._bucket = BlockTable.of_rows(layout, chunks, DEFAULT_BLOCK, self._c)
@@ -78,7 +78,7 @@ class _Buffers:
             "encode_lerp": lambda: kernels.encode_lerp(c, scale, [x], 0.1, last, bucket, out),
             "serve": lambda: kernels.serve(c, chunk_scale, *served, chunk, self._served),
             "decode": lambda: kernels.decode(last, bucket, self._out_c),
-            "descend": lambda: descend_(self._p, self._divisor, last, 1e-3, 1e-5, bucket),
+            "descend": lambda: descend_(self._p, self._variance, last, 1e-3, 1e-5, 1e-8, bucket),
             "undo_sum": lambda: kernels.undo_sum(c, scale, x, out, bucket),
             "undo_lerp": lambda: kernels.undo_lerp(c, scale, [x], 0.1, last, out, bucket),
             "undo_serve": lambda: kernels.undo_serve(c, chunk_scale, *served, self._served, chunk),

@@ -42,7 +42,7 @@ def floor(num_rows: int) -> dict[str, list[Access]]:
         "encode_lerp": [_changed("kept sums c"), _read("x"), last_bits, own_bits],
         "serve": [_changed("kept sums b"), rows, own_bits],
         "decode": [last_bits, _written("out")],
-        "descend": [_changed("parameters"), _read("divisor"), last_bits],
+        "descend": [_changed("parameters"), _read("variance"), last_bits],
         "undo_sum": [_changed("kept sums c"), _read("x")],
         "undo_lerp": [_changed("kept sums c"), _read("x"), last_bits],
         "undo_serve": [_changed("kept sums b"), rows],
