@@ -99,8 +99,8 @@ class Lamb(DenseOptimizer[LambState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
-    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as
-    in Adam.
+    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model,
+    full_exchange: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -162,7 +162,7 @@ class SGD(DenseOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
-    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model: as in Adam.
+    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

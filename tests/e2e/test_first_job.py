@@ -119,7 +119,8 @@ def test_a_real_prometheus_is_told_the_compression_of_each_rank(followed):
         missing("prometheus is not installed: apt install prometheus")
     series = followed.scraped[RATIO]
     assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
-    assert all(float(s["value"][1]) == pytest.approx(31.7, abs=0.5) for s in series)
+    # 31.7, or 29.8 in each 16th step, which tells the others the largest errors too (workers.shadow).
+    assert all(29.0 < float(s["value"][1]) < 32.2 for s in series), series
 
 
 def test_a_job_has_no_more_series_than_are_told(prometheus, bereaved):

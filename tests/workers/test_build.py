@@ -12,6 +12,7 @@ from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Optimizer
+from thinwire.optim.engine.options import CheckedOptions
 from thinwire.workers.build import build, kept_bucket
 from thinwire.workers.hyper import OPTIMIZERS, learning_rate
 
@@ -45,7 +46,7 @@ def test_the_job_file_and_the_registry_name_the_same_optimizers():
 @pytest.mark.parametrize("member", get_args(get_args(Optimizer)[0]), ids=lambda member: member.__name__)
 def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(member):
     makes = OPTIMIZERS[get_args(member.model_fields["name"].annotation)[0]]
-    takes = [inspect.signature(part.__init__).parameters for part in makes.__mro__]
+    takes = [inspect.signature(part.__init__).parameters for part in (*makes.__mro__, CheckedOptions)]
     shared = {name for name in member.model_fields if any(name in keywords for keywords in takes)}
     assert shared >= set(member.model_fields) - {"name", "var_freeze"}
     for name in shared:

@@ -21,6 +21,7 @@ ALL = {
     "bucket_elements": 4096,
     "saves": "rank",
     "model": None,
+    "full_exchange": "bf16",
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
