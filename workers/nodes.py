@@ -135,7 +135,7 @@ def _ask_all() -> list[NodeFacts]:
         return [facts(str(ray.util.get_node_ip_address()))]
     # The job's environment names a log of the driver's box, in which Ray is to tell how it was made (head_environment()
     # of the service). A box whose Ray lies elsewhere has no such folder, and could not make the environment at all.
-    here = {"config": {"log_files": []}}
+    here: dict[str, Any] = {"config": {"log_files": []}}
     ask: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=here)(facts)
     asked = {}
     for node in nodes:
