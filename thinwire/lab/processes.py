@@ -23,6 +23,7 @@ from thinwire.lab.spec import LabError
 START_TIME_LIMIT_S = 30.0
 END_TIME_LIMIT_S = 10.0
 COMMAND_TIME_LIMIT_S = 30.0
+LOOK_S = 1.0
 _HOLDER = Path(__file__).with_name("holder.py")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -201,7 +202,17 @@ class Holder:
         self._control.close()
 
     def wait(self) -> None:
-        """Wait for the end of the lab."""
+        """Wait for the end of the lab.
+
+        Looked for again and again: a signal that comes just before a system call does not end it, so that a Ctrl-C
+        at that moment would not be heard.
+        """
+        end_fd = os.pidfd_open(self._keeper.pid)
+        try:
+            while not readable([end_fd], LOOK_S):
+                pass
+        finally:
+            os.close(end_fd)
         self._keeper.wait()
 
     def close(self) -> None:
