@@ -20,7 +20,7 @@ class OneBitSettings:
     bias_correction: m and v (LAMB: c_avg too) are corrected in warm-up, the corrected v is kept.
     floor: under the v that is kept; LAMB's r is a maximum over what it did not raise. scales: what shares one.
     refresh: the v that is kept is brought up to date now and then, where the optimizer has found the freeze by itself
-    (optim.variance.refresh).
+    or is asked to (optim.variance.refresh).
     LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
     of exactly 1 does not enter c_avg. longest_step: the factor of a tensor's step is at most this times its trust ratio
     of now, so that a frozen v that has become too small cannot make steps of any length.

@@ -137,6 +137,13 @@ class _Freezing(_Frozen):
 
 class _Compressing(_Frozen):
     scale: Literal["l2", "l1"] = Field("l2", description="the norm of a block that its scale keeps; papers: l2")
+    refresh: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="part of its age after which a frozen variance is brought up to date, by one exchange in full; "
+        "null: 1/16 where the optimizer finds the freeze by itself, else never",
+    )
 
 
 class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):

@@ -40,6 +40,8 @@ def kinds_that_ran(spec):
         {**ZERO_ONE, "local_step_scaler": 7, "var_update_scaler": 2, "dense_steps": 3, "var_freeze": 0.5},
         {"name": "onebit_adam", "warmup": 30},
         {"name": "onebit_lamb", "warmup": 0.25},
+        {"name": "onebit_adam", "warmup": 0.2, "refresh": 0.4},
+        {**ZERO_ONE, "var_freeze": 0.3, "refresh": 0.25},
     ],
 )
 def test_kinds_are_those_that_the_optimizer_makes(optimizer):
