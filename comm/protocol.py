@@ -320,11 +320,14 @@ class Reducer(Protocol):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
         """As launch_sum of r + weight (x - r), r being start, or last(memory). Both must not change before commit().
 
         runs: for each live run of the layout float[run], contiguous, to be read in place of that part of x, or None;
-        what is not in buckets.layout.alone() is read of x all the same. Raises: RuntimeError where there is no r.
+        what is not in buckets.layout.alone() is read of x all the same. factor: float[live runs], f: what is sent is
+        f (r + weight (x - r)), and last(memory) is f r, in each run with its f; it must not change either.
+        Raises: RuntimeError where there is no r.
         """
 
     def launch_refused(self, k: int) -> None:

@@ -39,6 +39,7 @@ from thinwire.comm.exchange.rows import BucketRows, Crossing, Received, rows_of
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
+from thinwire.comm.kernels.blocks import Pieces
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Pending
@@ -50,12 +51,14 @@ class Given:
     """What a bucket was launched with. vector: x; None: nothing (abandoned). weight: of x against the last result.
 
     weight None: x itself. runs: what was read in place of parts of x. start: what stood for the last result.
+    factor: of each live run, where what was sent is so many times that.
     """
 
     vector_N: Tensor | None
     weight: float | None = None
     runs: Sequence[Tensor | None] = ()
     start_N: Tensor | None = None
+    factor_r: Tensor | None = None
 
 
 class BucketedAllReduce(Stepwise[KeptSums, Received]):
@@ -98,6 +101,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._results = [Received(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
+        self._pieces: list[Pieces | None] = [None] * len(self._rows)
+        """Of each bucket, where runs have factors; made when they first have."""
         self._pipeline = self._make_pipeline()
         self._first: list[Pending | None] = [None] * len(buckets)
         self._replicated: list[Pending | None] = [None] * len(buckets)
@@ -149,17 +154,19 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
         """As launch_sum of r + weight (x - r), r being the last committed result of this memory, in one pass.
 
         x: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
         be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
         start: float[N], r in place of the last result, as x; a bucket of the sum is made then, and encoded in a second
-        pass: equal bit for bit. Raises: RuntimeError where last(memory) is None, and start too.
+        pass: equal bit for bit. factor: float[live runs], f, as x: f (r + weight (x - r)) is sent, and the last result
+        is f r. Raises: RuntimeError where last(memory) is None, and start too.
         """
         if start_N is None:
             self._require_last(self._open())
-        self._launch(k, Given(x_N, weight, runs, start_N))
+        self._launch(k, Given(x_N, weight, runs, start_N, factor_r))
 
     def launch_refused(self, k: int) -> None:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
@@ -379,10 +386,13 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         assert given.vector_N is not None
         if (x_b := self._sum_of(k, given)) is not None:
             self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent)
+            return
+        assert given.weight is not None
+        at = kept.sum_c, kept.scale_b, self._parts_of(k, given), given.weight, rows.gathered[self._last]
+        if given.factor_r is None:
+            self._kernels.encode_lerp(*at, rows.table, rows.sent)
         else:
-            assert given.weight is not None
-            parts, last = self._parts_of(k, given), rows.gathered[self._last]
-            self._kernels.encode_lerp(kept.sum_c, kept.scale_b, parts, given.weight, last, rows.table, rows.sent)
+            self._kernels.encode_scaled(*at, given.factor_r, self._pieces_of(k), rows.table, rows.sent)
 
     def _sum_of(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
@@ -393,7 +403,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if given.start_N is None:
             return None
         start_b = given.start_N[span]
-        return torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
+        sum_b = torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
+        return sum_b if given.factor_r is None else sum_b.mul_(self._pieces_of(k).spread(given.factor_r))
 
     def _send(self, k: int) -> None:
         if self._error is not None or self._pipeline.failed:
@@ -458,6 +469,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._parts[k] = by_run(rows.span.start, rows.table, self.buckets.layout)
         return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
 
+    def _pieces_of(self, k: int) -> Pieces:
+        rows, found = self._rows[k], self._pieces[k]
+        if found is None:
+            found = self._pieces[k] = Pieces.of(rows.table, rows.span.start, self.buckets.layout)
+        return found
+
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
         raised = self._pipeline.drain()
@@ -505,10 +522,13 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 continue
             if (x_b := self._sum_of(k, one)) is not None:
                 self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, rows.sent, rows.table)
+                continue
+            assert one.weight is not None
+            at = kept.sum_c, kept.scale_b, self._parts_of(k, one), one.weight, rows.gathered[self._last]
+            if one.factor_r is None:
+                self._kernels.undo_lerp(*at, rows.sent, rows.table)
             else:
-                assert one.weight is not None
-                parts, last = self._parts_of(k, one), rows.gathered[self._last]
-                self._kernels.undo_lerp(kept.sum_c, kept.scale_b, parts, one.weight, last, rows.sent, rows.table)
+                self._kernels.undo_scaled(*at, one.factor_r, self._pieces_of(k), rows.sent, rows.table)
 
     def _close(self) -> None:
         self._memory, self._error, self._finished, self._num_served = None, None, False, 0

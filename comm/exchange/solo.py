@@ -18,6 +18,7 @@ from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, Partition, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Errors, FullMeans, FullWire, Group, Reader
 
@@ -166,12 +167,18 @@ class SoloReducer(Stepwise[GivenOut, Values]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
-        """result <- r + weight (x - r) + R, r being start, or last(memory). Raises: RuntimeError without either."""
-        memory = self._expect(k)
-        start_N = self._require_last(memory).values_N if start_N is None else start_N
+        """result <- f (r + weight (x - r)) + R; the rest as Reducer.launch_lerp."""
+        memory, layout = self._expect(k), self.buckets.layout
         result_N = self._results[1 - self._last].values_N
-        lerp_(result_N.copy_(start_N), x_N, weight, self.buckets.layout, runs)
+        if start_N is not None:
+            result_N.copy_(start_N)
+        else:
+            result_N.copy_(self._require_last(memory).values_N)
+            if factor_r is not None:
+                result_N.div_(spread(factor_r, layout))
+        lerp_(result_N, x_N, weight, layout, runs, factor_r)
         self._add_residual()
 
     def launch_refused(self, k: int) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.largest import larger_than
-from thinwire.comm.layout import BYTE
+from thinwire.comm.layout import BYTE, VectorLayout
 
 CPU_DTYPES = (torch.float32, torch.float64)
 
@@ -34,6 +34,20 @@ class Kernels(Protocol):
         out: RowMemory,
     ) -> None:
         """As fused_reference.encode_lerp."""
+
+    def encode_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        table: BlockTable,
+        out: RowMemory,
+    ) -> None:
+        """As fused_reference.encode_scaled."""
 
     def serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
@@ -57,6 +71,20 @@ class Kernels(Protocol):
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_lerp."""
+
+    def undo_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        written: RowMemory,
+        table: BlockTable,
+    ) -> None:
+        """As fused_reference.undo_scaled."""
 
     def undo_serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
@@ -87,6 +115,9 @@ def warm_up(dtype: torch.dtype) -> None:
     kernels.undo_sum(c_c, scale_b, x_c, out, table)
     kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
     kernels.undo_lerp(c_c, scale_b, [x_c], 0.5, last, out, table)
+    pieces = Pieces.of(table, 0, VectorLayout.single(BYTE))
+    kernels.encode_scaled(c_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
+    kernels.undo_scaled(c_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, out, table)
     kernels.serve(c_c, scale_b, last, 1, table, out)
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)

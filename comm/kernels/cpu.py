@@ -18,12 +18,13 @@ from thinwire.comm.kernels.arrays import (
     addresses_of,
     blocks_of,
     collected_of,
+    cut_of,
     rows_of,
     scales_of,
     values_of,
     written_rows_of,
 )
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.compiled import Array
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.kernels.vectors import WORD
@@ -56,6 +57,23 @@ class CpuKernels:
         c, scale = values_of(c_c, table), scales_of(scale_b, table)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
         self._encode(cpu_loops.encode_lerp, given, table, out)
+
+    def encode_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        table: BlockTable,
+        out: RowMemory,
+    ) -> None:
+        """As fused_reference.encode_scaled."""
+        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
+        self._encode(cpu_loops.encode_scaled, given, table, out)
 
     def serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
@@ -90,6 +108,24 @@ class CpuKernels:
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
         tail = rows_of(written, table), blocks_of(table)
         self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
+
+    def undo_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        written: RowMemory,
+        table: BlockTable,
+    ) -> None:
+        """As fused_reference.undo_scaled."""
+        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
+        tail = rows_of(written, table), blocks_of(table)
+        self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))
 
     def undo_serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable

@@ -4,6 +4,7 @@ Kept sums: per element c, per block the scale s that was sent for it; the compre
 stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was sent and the error is c.
 
     encode      c' = e + z           s' = sqrt(sum c'^2 / live)    bits' = (c' >= 0)       z: what is added
+    scaled      z = f (m + w (x - m)), f a factor for each live run, m what the last rows say, over f
     serve       the same with z = the mean of the decoded rows, on the server's chunk
     undo        c = c' - z, s = 0    exact to rounding
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
 from thinwire.comm.layout import BYTE
 
@@ -56,6 +57,24 @@ def encode_lerp(
     the same table.
     """
     _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out)
+
+
+def encode_scaled(
+    c_c: Tensor,
+    scale_b: Tensor,
+    x_parts: Sequence[Tensor],
+    weight: float,
+    last: RowMemory,
+    factor_r: Tensor,
+    pieces: Pieces,
+    table: BlockTable,
+    out: RowMemory,
+) -> None:
+    """c <- e + f (m + weight (x - m)), f m being the values that the rows in `last` say; write the rows of it.
+
+    Arguments as in encode_lerp. factor: float[live runs], each f. pieces: of the same table.
+    """
+    _encode(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), table, out)
 
 
 def serve(b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory) -> None:
@@ -92,6 +111,21 @@ def undo_lerp(
     _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table)
 
 
+def undo_scaled(
+    c_c: Tensor,
+    scale_b: Tensor,
+    x_parts: Sequence[Tensor],
+    weight: float,
+    last: RowMemory,
+    factor_r: Tensor,
+    pieces: Pieces,
+    written: RowMemory,
+    table: BlockTable,
+) -> None:
+    """Take an encode_scaled back; x, factors and the rows in `last` as they were then."""
+    _undo(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), written, table)
+
+
 def undo_serve(
     b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
 ) -> None:
@@ -111,6 +145,17 @@ def require_cover(parts: Sequence[Tensor], table: BlockTable) -> None:
     """Raises: ValueError where the parts hold more or less than the table's elements."""
     if sum(part.numel() for part in parts) != table.numel:
         raise ValueError(f"parts of {[part.numel() for part in parts]} values must cover {table.numel} elements")
+
+
+def require_factors(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> None:
+    """Raises: ValueError where these are not the factors of the layout's live runs, or the pieces of another table."""
+    if factor_r.shape != (pieces.num_runs,) or factor_r.dtype != table.live.dtype or not factor_r.is_contiguous():
+        raise ValueError(
+            f"factors of {factor_r.dtype}{list(factor_r.shape)} must be contiguous {table.live.dtype}"
+            f"[{pieces.num_runs}], one for each live run"
+        )
+    if len(pieces.first) != table.num_blocks + 1:
+        raise ValueError(f"pieces of {len(pieces.first) - 1} blocks, of a table with {table.num_blocks}")
 
 
 def require_rows(rows: RowMemory, num_rows: int, table: BlockTable) -> None:
@@ -164,6 +209,16 @@ def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: Bl
     x_c = x_parts[0] if len(x_parts) == 1 else torch.cat(list(x_parts))
     m_c = decoded(last, table)
     return (x_c - m_c).mul_(weight).add_(m_c)
+
+
+def _scaled(
+    x_parts: Sequence[Tensor], weight: float, last: RowMemory, factor_r: Tensor, pieces: Pieces, table: BlockTable
+) -> Tensor:
+    require_cover(x_parts, table)
+    require_factors(factor_r, pieces, table)
+    factor_c = pieces.spread(factor_r)
+    m_c = decoded(last, table).div_(factor_c)
+    return (torch.cat(list(x_parts)) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
 
 
 def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:

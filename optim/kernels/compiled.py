@@ -6,9 +6,12 @@ import torch
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
+from thinwire.comm.layout import VectorLayout
+from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import Tiles
+from thinwire.optim.engine.momentum import OverFactors
+from thinwire.optim.kernels import lamb, updates
+from thinwire.optim.kernels.lamb import Heard, Tiles
 
 
 def compile_all(dtype: torch.dtype) -> None:
@@ -26,7 +29,24 @@ def compile_all(dtype: torch.dtype) -> None:
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)
-    updates.scaled_momentum_(x[0], x[1], x[2], 0.9, x[3][:1])
-    tiles = Tiles.of(((0, 8),), x[0])
-    updates.lamb_measure_(tiles, x[0], x[1], x[2], x[3], x[4], x[5][:1], hyper)
-    updates.lamb_move_(tiles, x[0], x[1], x[2], x[5][:1], hyper)
+    tiles, rate_t = Tiles.of(((0, 8),), x[0]), x[5][:1]
+    received = Rows(RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), table)
+    for said in (x[1], OverFactors(received, rate_t, VectorLayout.single(8))):
+        heard = Heard(said, rate_t)
+        lamb.measure_(tiles, slice(0, 1), heard, heard, x[0], x[2], x[3], hyper)
+        lamb.move_(tiles, slice(0, 1), heard, x[0], x[2], rate_t, hyper)
+
+
+class Rows:
+    """Rows of zeros, as a Result."""
+
+    def __init__(self, rows: RowMemory, table: BlockTable) -> None:
+        self._rows, self._table = rows, table
+
+    def decode_(self, out_N: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- 0."""
+        out_N.zero_()
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand all of them to the reader."""
+        reader.rows(slice(0, self._table.numel), self._rows, self._table)

@@ -1,15 +1,15 @@
 """Updates as loops over the elements [8 first, 8 stop) of a slice, compiled by numba: float32 and float64.
 
-`descend` goes over blocks in place of eights, the loops of LAMB over tiles. What they compute is said, and done in
-torch, by adam_math, zero_one_adam, onebit_lamb, descend; here every vector is read and written once. Rounding is
-as written, without a fused multiply-add, so replicas on different processors stay equal.
+`descend` goes over blocks in place of eights; the loops of LAMB are in lamb_loops. What they compute is said, and done
+in torch, by adam_math, zero_one_adam, descend; here every vector is read and written once. Rounding is as written,
+without a fused multiply-add, so replicas on different processors stay equal.
 """
 
 from __future__ import annotations
 
 from thinwire.comm.kernels.arrays import Blocks, Rows
 from thinwire.comm.kernels.compiled import Array, compiled
-from thinwire.comm.kernels.vectors import BYTE, cut, folded, lane, larger, load8, root, signed_by_bits, splat8, store
+from thinwire.comm.kernels.vectors import BYTE, cut, load8, root, signed_by_bits, splat8, store
 
 
 @compiled
@@ -123,94 +123,3 @@ def receive(
         store(m, at, z8 / divisors)
         store(p, at, keeps * load8(start, at) - z8 / d8)
         store(u, at, zeros)
-
-
-@compiled
-def scaled_momentum(first: int, stop: int, z: Array, g: Array, m: Array, weight: float, scaling: Array) -> None:
-    """z <- k (m + w (g - m)). scaling: float[1]."""
-    weights, scalings = splat8(weight), splat8(scaling[0])
-    for at in range(BYTE * first, BYTE * stop, BYTE):
-        m8 = load8(m, at)
-        store(z, at, scalings * (m8 + weights * (load8(g, at) - m8)))
-
-
-@compiled
-def lamb_measure(
-    first: int,
-    stop: int,
-    starts: Array,
-    stops: Array,
-    tensors: Array,
-    p: Array,
-    z: Array,
-    m: Array,
-    v: Array,
-    fresh_v: Array,
-    scaling: Array,
-    beta1: float,
-    weight1: float,
-    beta2: float,
-    weight2: float,
-    eps: float,
-    decay: float,
-    found: Array,
-) -> None:
-    """1-bit LAMB's moments, and what its factors need, of the tiles [first, stop).
-
-    m <- z / k; v_fresh as in optim.onebit_lamb. found: float[4, tiles]: the largest ratio of roots, and the sums of
-    squares of the direction u_0 = m / (sqrt(v) + eps), of u = u_0 + decay p and of p. A tile lies in one tensor; starts
-    are multiples of 8.
-    """
-    zero = beta1 - beta1
-    betas1, weights1, betas2, weights2 = splat8(beta1), splat8(weight1), splat8(beta2), splat8(weight2)
-    all_eps, decays, zeros = splat8(eps), splat8(decay), splat8(zero)
-    for tile in range(first, stop):
-        scalings = splat8(scaling[tensors[tile]])
-        most, direction, update, size = zeros, zeros, zeros, zeros
-        last = last_direction = last_update = last_size = zero
-        for at in range(starts[tile], stops[tile], BYTE):
-            before, m8, p8 = load8(m, at), load8(z, at) / scalings, load8(p, at)
-            implied = (m8 - betas1 * before) / weights1
-            fresh = betas2 * load8(fresh_v, at) + weights2 * implied * implied
-            d8 = root(load8(v, at)) + all_eps
-            store(m, at, m8)
-            store(fresh_v, at, fresh)
-            ratio = d8 / (root(fresh) + all_eps)
-            u0 = m8 / d8
-            u8 = u0 + decays * p8
-            if at + BYTE <= stops[tile]:
-                most = larger(most, ratio)
-                direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
-            else:  # of the dead elements behind a tensor nothing is counted
-                for index in range(stops[tile] - at):
-                    last = max(last, lane(ratio, index))
-                    last_direction += lane(u0, index) * lane(u0, index)
-                    last_update += lane(u8, index) * lane(u8, index)
-                    last_size += lane(p8, index) * lane(p8, index)
-        for index in range(BYTE):
-            last = max(last, lane(most, index))
-        found[0, tile], found[1, tile] = last, folded(direction) + last_direction
-        found[2, tile], found[3, tile] = folded(update) + last_update, folded(size) + last_size
-
-
-@compiled
-def lamb_move(
-    first: int,
-    stop: int,
-    starts: Array,
-    stops: Array,
-    tensors: Array,
-    p: Array,
-    m: Array,
-    v: Array,
-    eps: float,
-    decay: float,
-    rates: Array,
-) -> None:
-    """p <- p - rate (m / (sqrt(v) + eps) + decay p), with each tensor's rate, of the tiles [first, stop)."""
-    all_eps, decays = splat8(eps), splat8(decay)
-    for tile in range(first, stop):
-        rate = splat8(rates[tensors[tile]])
-        for at in range(starts[tile], stops[tile], BYTE):
-            p8 = load8(p, at)
-            store(p, at, p8 - rate * (load8(m, at) / (root(load8(v, at)) + all_eps) + decays * p8))

@@ -7,7 +7,6 @@ gets a new version, as by an operation of torch: who keeps what follows from a v
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,14 +18,11 @@ from thinwire.comm.kernels.arrays import blocks_of, rows_of, values_of
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
-from thinwire.comm.layout import BYTE, Span
+from thinwire.comm.layout import BYTE
 from thinwire.optim.engine.hyperparameters import AdamHyper
 
 LEAST = 1 << 13
 """Eights of elements that a thread must get to be worth waking: 64 Ki, tens of microseconds."""
-TILE = 1 << 12
-"""Elements whose sums are formed by themselves: the result does not depend on the number of threads."""
-LEAST_TILES = 16
 
 
 def fits(vector_s: Tensor) -> bool:
@@ -81,62 +77,9 @@ def receive_(
     increment_version((p_s, m_s, u_s))
 
 
-def scaled_momentum_(z_s: Tensor, g_s: Tensor, m_s: Tensor, beta1: float, scaling_1: Tensor) -> None:
-    """z <- k (beta1 m + (1 - beta1) g). z: modified. scaling: float[1]."""
-    _run(_loops().scaled_momentum, (z_s, g_s, m_s), (1 - beta1,), (scaling_1,))
-    increment_version(z_s)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
-    """Runs of at most TILE elements of the flat vectors, each in one tensor. tensor_k: its number among those given."""
-
-    starts_k: Tensor
-    stops_k: Tensor
-    tensor_k: Tensor
-    found_4k: Tensor
-    """Scratch."""
-
-    @classmethod
-    def of(cls, live: tuple[Span, ...], like: Tensor) -> Tiles:
-        """Of tensors with these elements."""
-        spans = [
-            (at, min(at + TILE, stop), t) for t, (start, stop) in enumerate(live) for at in range(start, stop, TILE)
-        ]
-        starts_k, stops_k, tensor_k = torch.tensor(spans, dtype=torch.int64).unbind(1)
-        return cls(starts_k.contiguous(), stops_k.contiguous(), tensor_k.contiguous(), like.new_zeros((4, len(spans))))
-
-    def largest_t(self, row: int, num_tensors: int) -> Tensor:
-        """Each tensor's largest of what was found, at least 0."""
-        return self.found_4k.new_zeros(num_tensors).scatter_reduce_(0, self.tensor_k, self.found_4k[row], "amax")
-
-    def norms_t(self, row: int, num_tensors: int) -> Tensor:
-        """Each tensor's norm, of the sums of squares that were found."""
-        return self.found_4k.new_zeros(num_tensors).index_add_(0, self.tensor_k, self.found_4k[row]).sqrt_()
-
-
-def lamb_measure_(
-    tiles: Tiles,
-    p_N: Tensor,
-    z_N: Tensor,
-    m_N: Tensor,
-    v_N: Tensor,
-    fresh_v_N: Tensor,
-    scaling_t: Tensor,
-    h: AdamHyper,
-) -> None:
-    """m <- z / k, the fresh variance, and what LAMB's factors need, into `tiles`. m, fresh_v: modified."""
-    vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, z_N, m_N, v_N, fresh_v_N, scaling_t
-    numbers = h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
-    _split(_loops().lamb_measure, len(tiles.starts_k), LEAST_TILES, vectors, numbers, (tiles.found_4k,), p_N)
-    increment_version((m_N, fresh_v_N, tiles.found_4k))
-
-
-def lamb_move_(tiles: Tiles, p_N: Tensor, m_N: Tensor, v_N: Tensor, rate_t: Tensor, h: AdamHyper) -> None:
-    """p <- p - rate_l (m / (sqrt(v) + eps) + weight_decay p). p: modified."""
-    vectors = tiles.starts_k, tiles.stops_k, tiles.tensor_k, p_N, m_N, v_N
-    _split(_loops().lamb_move, len(tiles.starts_k), LEAST_TILES, vectors, (h.eps, h.weight_decay), (rate_t,), p_N)
-    increment_version(p_N)
+def over(count: int, least: int, loop: Callable[..., None], *given: Any) -> None:
+    """loop(first, stop, *given) over [0, count), on as many threads as torch uses, each with at least `least`."""
+    _threads(torch.get_num_threads()).split(count, least, lambda first, stop: loop(first, stop, *given))
 
 
 @cache
@@ -152,9 +95,7 @@ def _threads(most: int) -> Threads:
     return Threads(most)
 
 
-def _run(
-    loop: Callable[..., None], slices: tuple[Tensor, ...], numbers: tuple[float, ...], last: tuple[Tensor, ...] = ()
-) -> None:
+def _run(loop: Callable[..., None], slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
     """Over all eights of the slices, which have one length and type."""
     first = slices[0]
     for x in slices:
@@ -163,18 +104,5 @@ def _run(
                 f"slices of shapes {[list(v.shape) for v in slices]} and types {[v.dtype for v in slices]} must be "
                 f"alike, contiguous, and whole multiples of {BYTE} elements"
             )
-    _split(loop, first.numel() // BYTE, LEAST, slices, numbers, last, first)
-
-
-def _split(
-    loop: Callable[..., None],
-    count: int,
-    least: int,
-    vectors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    last: tuple[Tensor, ...],
-    like: Tensor,
-) -> None:
-    number = like.numpy().dtype.type
-    given = *(x.numpy() for x in vectors), *map(number, numbers), *(x.numpy() for x in last)
-    _threads(torch.get_num_threads()).split(count, least, lambda start, stop: loop(start, stop, *given))
+    number = first.numpy().dtype.type
+    over(first.numel() // BYTE, LEAST, loop, *(x.numpy() for x in slices), *map(number, numbers))
