@@ -121,7 +121,7 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
         tensors=slice(inside[0], inside[-1] + 1),
         live=live,
         lengths_t=torch.tensor(lengths, dtype=torch.int64, device=space.p_N.device),
-        tiles=Tiles.of(live, space.p_N) if updates.fits(space.p_N) else None,
+        tiles=Tiles(live, space.p_N) if updates.fits(space.p_N) else None,
     )
 
 

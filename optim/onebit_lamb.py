@@ -33,8 +33,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.kernels import lamb
-from thinwire.optim.kernels.lamb import Heard
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
@@ -113,19 +113,28 @@ def descend_(
 
     now: the momentum that all ranks have received; s.momentum is that of the step before.
     """
-    heard = Heard(now, s.scaling_T)
-    before = Heard(s.momentum.last or s.momentum.floats(), s.scaling_T)
-    for h, parts in groups:
-        for part in parts:
-            if part.tiles is not None:
-                lamb.measure_(part.tiles, part.tensors, heard, before, p_N, s.v_N, s.fresh_v_N, h)
-                tiles, count = part.tiles, len(part.live)
-                found = _Found(tiles.largest_t(0, count), *(tiles.norms_t(row, count) for row in (1, 2, 3)))
-                rate_t = _factors(s, found, part, h, bounds, settings).mul_(h.lr)
-                lamb.move_(part.tiles, part.tensors, heard, p_N, s.v_N, rate_t, h)
-            else:
-                found, u_s = _measured(p_N, s, heard.part(part.span, p_N), before.part(part.span, p_N), part, h)
-                lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
+    count = len(s.scaling_T)
+    heard, before = Heard(now, p_N, count), Heard(s.momentum.last or s.momentum.floats(), p_N, count)
+    if not updates.fits(p_N):
+        for h, part in ((h, part) for h, parts in groups for part in parts):
+            found, u_s = _measured(p_N, s, heard.part(part.span), before.part(part.span), part, h)
+            lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
+        return
+    limits = Bounds(
+        bounds.factor_min,
+        bounds.factor_max,
+        1 - bounds.factor_threshold,
+        1 + bounds.factor_threshold,
+        bounds.min_coeff,
+        bounds.max_coeff,
+        settings.longest_step,
+        settings.weigh_ratio,
+    )
+    descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, before, limits)
+    for h, part in ((h, part) for h, parts in groups for part in parts):
+        assert part.tiles is not None
+        descent.descend_(part.tiles, part.tensors, h)
+    descent.done()
 
 
 def _measured(

@@ -213,6 +213,18 @@ def larger(typingctx: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def any_below(typingctx: Any, x: Any, y: Any) -> Any:
+    """Is x < y in any lane? A NaN is not."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.IntType(sig.args[0].lanes)
+        found = builder.bitcast(builder.fcmp_ordered("<", args[0], args[1]), lanes)
+        return builder.icmp_unsigned("!=", found, lanes(0))
+
+    return types.boolean(x, x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def cut(typingctx: Any, x: Any, bound: Any) -> Any:
     """X where |x| <= bound, else bound or -bound; NaN stays."""
 

@@ -10,8 +10,8 @@ from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
-from thinwire.optim.kernels import lamb, updates
-from thinwire.optim.kernels.lamb import Heard, Tiles
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
 
 
 def compile_all(dtype: torch.dtype) -> None:
@@ -29,12 +29,13 @@ def compile_all(dtype: torch.dtype) -> None:
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)
-    tiles, rate_t = Tiles.of(((0, 8),), x[0]), x[5][:1]
     received = Rows(RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), table)
-    for said in (x[1], OverFactors(received, rate_t, VectorLayout.single(8))):
-        heard = Heard(said, rate_t)
-        lamb.measure_(tiles, slice(0, 1), heard, heard, x[0], x[2], x[3], hyper)
-        lamb.move_(tiles, slice(0, 1), heard, x[0], x[2], rate_t, hyper)
+    one_T, bounds = torch.ones(1, dtype=dtype), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0, weighs=True)
+    for room in (0, 8):
+        for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):
+            heard = Heard(said, x[0], 1)
+            descent = Descent(x[0], x[2], x[3], one_T, one_T, heard, heard, bounds, room=room)
+            descent.descend_(Tiles([(0, 8)], x[0]), slice(0, 1), hyper)
 
 
 class Rows:

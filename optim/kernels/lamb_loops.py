@@ -13,6 +13,7 @@ from thinwire.comm.kernels.arrays import Blocks, Rows
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
+    any_below,
     chosen_by_bits,
     folded,
     lane,
@@ -23,6 +24,12 @@ from thinwire.comm.kernels.vectors import (
     splat8,
     store,
 )
+
+SLACK = 1e-5
+"""A ratio d / (sqrt(f) + eps) is worked out where it may be the largest so far, r: where f < (d / r - eps)^2, with so
+much slack for rounding. Elsewhere a root and a quotient are saved, half of all, and no bit changes."""
+LEAST_EPS = 1e-12
+"""With less the squares would underflow: then every ratio is worked out."""
 
 
 @compiled
@@ -48,27 +55,34 @@ def lamb_measure_rows(
     eps: float,
     decay: float,
     found: Array,
+    u: Array,
+    u_start: int,
 ) -> None:
     """v_fresh, and what LAMB's factors need, of the tiles [first, stop), m before and now being in rows.
 
     found: float[4, tiles]: the largest ratio of roots, and the sums of squares of the direction u_0 = m / (sqrt(v) +
-    eps), of u = u_0 + decay p and of p. block_of: of each tile, the number of the block that it begins in.
+    eps), of u = u_0 + decay p and of p. block_of: of each tile, the number of the block that it begins in. u: modified
+    where it has room: it begins with element u_start.
     """
     zero = beta1 - beta1
+    one_above, infinite = p.dtype.type(1 + SLACK), p.dtype.type(np.inf)
     betas2, all_eps, decays, zeros = splat8(beta2), splat8(eps), splat8(decay), splat8(zero)
+    keeps_u, tensor, most, above = u.size > 0, -1, zero, splat8(infinite)
     for tile in range(first, stop):
+        if tensors[tile] != tensor:  # a tile's largest is that of what comes before it, too
+            tensor, most, above = tensors[tile], zero, splat8(infinite)
         end, at, block = stops[tile], starts[tile], block_of[tile]
-        most, direction, update, size = zeros, zeros, zeros, zeros
-        last = last_direction = last_update = last_size = zero
+        whole = end // BYTE * BYTE
+        direction, update, size = zeros, zeros, zeros
+        last_direction = last_update = last_size = zero
+        k, k_before = scaling[tensors[tile]], scaling_before[tensors[tile]]
         while at < end:
-            k, k_before = scaling[tensors[tile]], scaling_before[tensors[tile]]
             m, m_before = now.values[blocks.scale_at[block]] / k, before.values[blocks.scale_at[block]] / k_before
             agreed, turned = (m - beta1 * m_before) / weight1, (m + beta1 * m_before) / weight1
             steady, moving = splat8(weight2 * agreed * agreed), splat8(weight2 * turned * turned)
             sizes, shift = splat8(m), blocks.bits_at[block] - blocks.starts[block] // BYTE
             high = min(blocks.starts[block + 1], end)
-            whole = high // BYTE * BYTE
-            while at < whole:
+            while at < high:
                 said, said_before = now.bytes[shift + at // BYTE], before.bytes[shift + at // BYTE]
                 p8 = load8(p, at)
                 d8 = root(load8(v, at)) + all_eps
@@ -76,30 +90,31 @@ def lamb_measure_rows(
                 store(fresh_v, at, fresh)
                 u0 = signed_by_bits(said, sizes) / d8
                 u8 = u0 + decays * p8
-                most = larger(most, d8 / (root(fresh) + all_eps))
-                direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
+                if keeps_u:
+                    store(u, at - u_start, u8)
+                bound = d8 * above - all_eps
+                exceeds = any_below(fresh, bound * bound)
+                if at < whole:
+                    direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
+                    if exceeds:
+                        ratio = d8 / (root(fresh) + all_eps)
+                        for index in range(BYTE):
+                            most = max(most, lane(ratio, index))
+                        above = splat8(one_above / most) if eps > LEAST_EPS else above
+                else:  # of the dead elements behind a tensor nothing is counted, and they stay 0
+                    ratio = d8 / (root(fresh) + all_eps)
+                    for index in range(end - at):
+                        most = max(most, lane(ratio, index))
+                        last_direction += lane(u0, index) * lane(u0, index)
+                        last_update += lane(u8, index) * lane(u8, index)
+                        last_size += lane(p8, index) * lane(p8, index)
+                    for index in range(end, at + BYTE):
+                        fresh_v[index] = 0
+                        if keeps_u:
+                            u[index - u_start] = 0
                 at += BYTE
-            if at < high:  # of the dead elements behind a tensor nothing is counted, and they stay 0
-                said, said_before = now.bytes[shift + at // BYTE], before.bytes[shift + at // BYTE]
-                p8 = load8(p, at)
-                d8 = root(load8(v, at)) + all_eps
-                fresh = betas2 * load8(fresh_v, at) + chosen_by_bits(np.uint8(said ^ said_before), moving, steady)
-                store(fresh_v, at, fresh)
-                u0 = signed_by_bits(said, sizes) / d8
-                u8 = u0 + decays * p8
-                ratio = d8 / (root(fresh) + all_eps)
-                for index in range(high - at):
-                    last = max(last, lane(ratio, index))
-                    last_direction += lane(u0, index) * lane(u0, index)
-                    last_update += lane(u8, index) * lane(u8, index)
-                    last_size += lane(p8, index) * lane(p8, index)
-                for index in range(high, at + BYTE):
-                    fresh_v[index] = 0
-                at = high
             block += 1
-        for index in range(BYTE):
-            last = max(last, lane(most, index))
-        found[0, tile], found[1, tile] = last, folded(direction) + last_direction
+        found[0, tile], found[1, tile] = most, folded(direction) + last_direction
         found[2, tile], found[3, tile] = folded(update) + last_update, folded(size) + last_size
 
 
@@ -161,6 +176,8 @@ def lamb_measure(
     eps: float,
     decay: float,
     found: Array,
+    u: Array,
+    u_start: int,
 ) -> None:
     """As lamb_measure_rows, of floats: m is z over its k, m before is `before` over its own."""
     zero = beta1 - beta1
@@ -179,6 +196,8 @@ def lamb_measure(
             ratio = d8 / (root(fresh) + all_eps)
             u0 = m8 / d8
             u8 = u0 + decays * p8
+            if u.size > 0:
+                store(u, at - u_start, u8)
             if at + BYTE <= stops[tile]:
                 most = larger(most, ratio)
                 direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
@@ -216,3 +235,60 @@ def lamb_move(
         for at in range(starts[tile], stops[tile], BYTE):
             p8 = load8(p, at)
             store(p, at, p8 - rate * (load8(z, at) / k / (root(load8(v, at)) + all_eps) + decays * p8))
+
+
+@compiled
+def lamb_move_along(
+    first: int, stop: int, starts: Array, stops: Array, tensors: Array, p: Array, u: Array, u_start: int, rates: Array
+) -> None:
+    """p <- p - rate u, as lamb_move_rows, u being what was measured; it begins with element u_start."""
+    for tile in range(first, stop):
+        rate = splat8(rates[tensors[tile]])
+        for at in range(starts[tile], stops[tile], BYTE):
+            store(p, at, load8(p, at) - rate * load8(u, at - u_start))
+
+
+@compiled
+def lamb_rates(
+    tensors: Array,
+    found: Array,
+    coeff: Array,
+    factor: Array,
+    least_factor: float,
+    most_factor: float,
+    slower: float,
+    faster: float,
+    least_coeff: float,
+    most_coeff: float,
+    longest: float,
+    lr: float,
+    weighs: bool,
+    sums: Array,
+    rates: Array,
+) -> None:
+    """rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; r is written to `factor`.
+
+    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. sums: scratch.
+    """
+    zero, one = lr - lr, factor.dtype.type(1)
+    sums[:] = 0
+    for tile in range(tensors.size):
+        at = tensors[tile]
+        sums[0, at] = max(sums[0, at], found[0, tile])
+        for row in range(1, 4):
+            sums[row, at] += found[row, tile]
+    for at in range(rates.size):
+        r = sums[0, at] if sums[0, at] > zero else one  # 0: every element was floored
+        direction, update, size = np.sqrt(sums[1, at]), np.sqrt(sums[2, at]), np.sqrt(sums[3, at])
+        if weighs:
+            part = direction / update
+            part = part if part < one else one
+            r = r * part + (one - part)
+        r = min(max(r, least_factor), most_factor)
+        r = min(max(r, factor[at] * slower), factor[at] * faster)
+        factor[at] = r
+        rate = coeff[at] * r
+        if np.isfinite(longest):
+            trust = min(max(size / update, least_coeff), most_coeff) if size > zero and update > zero else one
+            rate = min(rate, longest * trust)
+        rates[at] = rate * lr
