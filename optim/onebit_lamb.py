@@ -105,19 +105,20 @@ def descend_(
     p_N: Tensor,
     s: OneBitLambState,
     now: OverFactors,
+    before: OverFactors | Tensor,
     groups: Sequence[tuple[AdamHyper, Sequence[TensorSegments]]],
     bounds: LambHyper,
     settings: OneBitSettings,
 ) -> None:
     """The compressed step on this rank after its communication, in place. p, s: modified, but for the momentum.
 
-    now: the momentum that all ranks have received; s.momentum is that of the step before.
+    now: the momentum that all ranks have received. before: that of the step before.
     """
     count = len(s.scaling_T)
-    heard, before = Heard(now, p_N, count), Heard(s.momentum.last or s.momentum.floats(), p_N, count)
+    heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
     if not updates.fits(p_N):
         for h, part in ((h, part) for h, parts in groups for part in parts):
-            found, u_s = _measured(p_N, s, heard.part(part.span), before.part(part.span), part, h)
+            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h)
             lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
         return
     limits = Bounds(
@@ -130,7 +131,7 @@ def descend_(
         settings.longest_step,
         settings.weigh_ratio,
     )
-    descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, before, limits)
+    descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, heard_before, limits)
     for h, part in ((h, part) for h, parts in groups for part in parts):
         assert part.tiles is not None
         descent.descend_(part.tiles, part.tensors, h)
@@ -241,10 +242,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
             return
         self.exchange_(plan)
-        received = OverFactors(self.reduce.result, s.scaling_T, space.layout)
-        descend_(space.p_N, s, received, pairs, self.bounds, self.settings)
+        before = s.momentum.last or s.momentum.floats()  # there until the next exchange, after the commit too
+        now = OverFactors(self.reduce.result, s.scaling_T, space.layout)
         self.reduce.commit()
         s.momentum.received(s.scaling_T)
+        descend_(space.p_N, s, now, before, pairs, self.bounds, self.settings)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum, from what was received last where that is it."""

@@ -7,7 +7,7 @@ from thinwire.comm.kernels.threads import Threads
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
+from thinwire.optim.kernels.updates import LEAST
 from thinwire.optim.zero_one_adam import cut_
 
 pytestmark = pytest.mark.law
@@ -93,67 +93,6 @@ def test_receiving_a_sum(dtype, numel, longest, in_place):
     assert not u.any()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_scaled_momentum(dtype):
-    z, g, m = vectors(3, 8 * 77, dtype)
-    updates.scaled_momentum_(z, g, m, 0.9, torch.tensor([2.5], dtype=dtype))
-    assert_close(z, 2.5 * (m + (1 - 0.9) * (g - m)))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("lengths", [(5,), (8, 3, TILE + 1), (2 * TILE, 1, 17)])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_what_lamb_measures_leaves_out_the_dead_elements(dtype, lengths, decay):
-    bounds, at = [], 0
-    for length in lengths:
-        bounds.append((at, at + length))
-        at += -(-length // 8) * 8
-    p, z, m, v, fresh = vectors(5, at, dtype)
-    v.abs_().add_(0.01)
-    fresh.abs_().add_(0.01)
-    live = torch.zeros(at, dtype=torch.bool)
-    for start, stop in bounds:
-        live[start:stop] = True
-    for x in (p, z, m, v, fresh):
-        x[~live] = 0
-    fresh[0] = float("inf")  # floored at the freeze
-    h, scaling = hyper(at, decay), torch.arange(1.0, 1 + len(lengths), dtype=dtype)
-    tiles = Tiles.of(tuple(bounds), p)
-    new_m, new_fresh = m.clone(), fresh.clone()
-    updates.lamb_measure_(tiles, p, z, new_m, v, new_fresh, scaling, h)
-    found = [tiles.largest_t(0, len(lengths)), *(tiles.norms_t(row, len(lengths)) for row in (1, 2, 3))]
-    for t, (start, stop) in enumerate(bounds):
-        part = slice(start, stop)
-        expected_m = z[part] / scaling[t]
-        implied = (expected_m - h.beta1 * m[part]) / (1 - h.beta1)
-        expected_fresh = h.beta2 * fresh[part] + (1 - h.beta2) * implied * implied
-        root = v[part].sqrt() + h.eps
-        direction = expected_m / root
-        assert torch.equal(new_m[part], expected_m)
-        finite = expected_fresh.isfinite()
-        assert_close(new_fresh[part][finite], expected_fresh[finite])
-        expected = [
-            (root / (expected_fresh.sqrt() + h.eps)).max(),
-            direction.norm(),
-            (direction + decay * p[part]).norm(),
-            p[part].norm(),
-        ]
-        for one, other in zip(found, expected, strict=True):
-            assert one[t] == pytest.approx(float(other), rel=1e-5 if dtype == torch.float32 else 1e-12)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_lamb_moves_each_tensor_at_its_rate(dtype):
-    p, m, v = vectors(3, 48, dtype)
-    v.abs_().add_(0.01)
-    before, h = p.clone(), hyper(48, 0.1)
-    updates.lamb_move_(Tiles.of(((0, 13), (16, 48)), p), p, m, v, torch.tensor([0.5, 0.25], dtype=dtype), h)
-    rates = torch.cat([torch.full((16,), 0.5, dtype=dtype), torch.full((32,), 0.25, dtype=dtype)])
-    expected = before - rates * (m / (v.sqrt() + h.eps) + 0.1 * before)
-    assert_close(p[:13], expected[:13])
-    assert_close(p[16:], expected[16:])
-
-
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
     numel = 8 * (3 * LEAST + 5)
     p, g, m, v = vectors(4, numel, torch.float32)
@@ -163,9 +102,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         mine = [x.clone() for x in (p, m, v)]
         updates.adam_(mine[0], g, mine[1], mine[2], hyper(numel), 3)
-        tiles = Tiles.of(((0, numel),), p)
-        updates.lamb_measure_(tiles, mine[0], g, mine[1], mine[2], v.clone(), torch.ones(1), hyper(numel))
-        found.append([*mine, tiles.found_4k.clone()])
+        found.append(mine)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -173,9 +110,9 @@ def test_slices_that_do_not_fit_are_refused():
     x = torch.zeros(16)
     for bad in (torch.zeros(8), torch.zeros(16, dtype=torch.float64), torch.zeros(32)[::2]):
         with pytest.raises(ValueError, match="must be alike, contiguous"):
-            updates.scaled_momentum_(x, bad, x, 0.9, torch.ones(1))
+            updates.propose_(x, bad, x, x, hyper(16), 1.0)
     with pytest.raises(ValueError, match="multiples of 8"):
-        updates.scaled_momentum_(*[torch.zeros(9)] * 3, 0.9, torch.ones(1))
+        updates.propose_(*[torch.zeros(9)] * 4, hyper(9), 1.0)
     with pytest.raises(ValueError, match="threads = 0"):
         Threads(0)
 
@@ -189,15 +126,11 @@ def test_what_has_no_loop_is_left_to_the_chain():
 def test_what_is_written_has_a_new_version_and_nothing_else_has():
     p, g, m, v, divisor, u = vectors(6, 64, torch.float32)
     v.abs_()
-    tiles = Tiles.of(((0, 64),), p)
     calls = [
         (lambda: updates.adam_(p, g, m, v, hyper(64), 1), [p, m, v]),
         (lambda: updates.local_(p, g, m, u, divisor, hyper(64), 1.0), [p, m, u]),
         (lambda: updates.propose_(v, g, m, u, hyper(64), 1.0), [v]),
         (lambda: updates.receive_(p, p, g, divisor, m, u, 1.0, 1.0, 1.0), [p, m, u]),
-        (lambda: updates.scaled_momentum_(u, g, m, 0.9, torch.ones(1)), [u]),
-        (lambda: updates.lamb_measure_(tiles, p, g, m, v, u, torch.ones(1), hyper(64)), [m, u]),
-        (lambda: updates.lamb_move_(tiles, p, m, v, torch.ones(1), hyper(64)), [p]),
     ]
     for call, written in calls:
         everything = [p, g, m, v, divisor, u]
