@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make, parameters_of, reference_of, sync_steps
 from thinwire.comm import run_threads
+from thinwire.comm.kernels.blocks import spread
 from thinwire.optim import OneBitLamb
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.zero_one_settings import OURS
@@ -146,11 +147,7 @@ def scaled_for_the_wire(optimizer, vector_N):
     """What an exchange is given of a momentum: in LAMB times k of its tensor, which is 1 until the freeze."""
     if not isinstance(optimizer, OneBitLamb):
         return vector_N
-    found = torch.empty_like(vector_N)
-    for segments in optimizer.segments:
-        scaling = segments.expand(optimizer.vectors.scaling_T[segments.tensors])
-        found[segments.span] = scaling * vector_N[segments.span]
-    return found
+    return vector_N * spread(optimizer.vectors.scaling_T, optimizer.space.layout)
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])

@@ -11,6 +11,7 @@ from tests.covering import every_pair
 from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import SIZES, gradients, start
 from thinwire.comm import PeerLost, run_threads
+from thinwire.comm.kernels.blocks import spread
 from thinwire.optim import OneBitAdam, OneBitLamb
 from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability
 
@@ -43,8 +44,7 @@ def test_what_compression_left_out_goes_into_the_momentum(size, name, setting):
         s = optimizer.vectors
         left, m, v = s.momentum_error.residual(), s.m_N.clone(), s.v_N.clone()
         if name == "lamb":
-            for segments in optimizer.segments:
-                left[segments.span] /= segments.expand(s.scaling_T[segments.tensors])
+            left /= spread(s.scaling_T, optimizer.space.layout)
         assert optimizer.set_global_batch(64)
         assert torch.equal(s.m_N, m + left)
         assert torch.equal(s.v_N, v)
