@@ -1,7 +1,7 @@
 """Updates as loops over the elements [8 first, 8 stop) of a slice, compiled by numba: float32 and float64.
 
 `descend` goes over blocks in place of eights; the loops of LAMB are in lamb_loops. What they compute is said, and done
-in torch, by adam_math, zero_one_adam, descend; here every vector is read and written once. Rounding is as written,
+in torch, by adam_math, zero_one_round, descend; here every vector is read and written once. Rounding is as written,
 without a fused multiply-add, so replicas on different processors stay equal.
 """
 

@@ -50,13 +50,13 @@ def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float,
 
 
 def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, divisor_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """zero_one_adam.local_step of one slice. p, m, u: modified."""
+    """zero_one_round.local_step of one slice. p, m, u: modified."""
     _run(_loops().local, (p_s, g_s, m_s, u_s, divisor_s), (1 - h.beta1, keep, h.lr))
     increment_version((p_s, m_s, u_s))
 
 
 def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """zero_one_adam.propose_ of one slice. z: modified."""
+    """zero_one_round.propose_ of one slice. z: modified."""
     _run(_loops().propose, (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
     increment_version(z_s)
 
@@ -72,7 +72,7 @@ def receive_(
     longest: float,
     kept: float,
 ) -> None:
-    """zero_one_adam.receive_ of one slice. p, m, u: modified. start may be p."""
+    """zero_one_round.receive_ of one slice. p, m, u: modified. start may be p."""
     _run(_loops().receive, (p_s, start_s, z_s, divisor_s, m_s, u_s), (weight, longest, kept))
     increment_version((p_s, m_s, u_s))
 

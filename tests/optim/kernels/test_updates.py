@@ -8,7 +8,7 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import LEAST
-from thinwire.optim.zero_one_adam import cut_
+from thinwire.optim.zero_one_round import cut_
 
 pytestmark = pytest.mark.law
 
