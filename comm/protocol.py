@@ -6,7 +6,7 @@ Shapes: N elements of a vector, n ranks, c elements of one chunk, B wire bytes o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -328,6 +328,13 @@ class Reducer(Protocol):
         what is not in buckets.layout.alone() is read of x all the same. factor: float[live runs], f: what is sent is
         f (r + weight (x - r)), and last(memory) is f r, in each run with its f; it must not change either.
         Raises: RuntimeError where there is no r.
+        """
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of a vector that nobody keeps: form(at) makes its elements `at`, new, whenever it is asked.
+
+        Asked now, and again where the exchange is undone or redone: what they are made of must not change before
+        commit().
         """
 
     def launch_refused(self, k: int) -> None:

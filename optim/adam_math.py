@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.fused_reference import root
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 
@@ -33,6 +34,11 @@ def variance_(v_N: Tensor, g_N: Tensor, beta2: float) -> None:
 def unbias_variance_(v_N: Tensor, beta2: float, t: int) -> None:
     """v <- v / (1 - beta2^t)."""
     v_N.div_(1 - beta2**t)
+
+
+def divisor(v_N: Tensor, inside: float, outside: float) -> Tensor:
+    """sqrt(v + inside) + outside, new, rounded as the loops do it."""
+    return root(v_N + inside if inside else v_N).add_(outside)
 
 
 def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor) -> None:

@@ -122,6 +122,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     """Before a planned change: end the round of local steps, and take R of all error memories. Collective, old group.
 
     R is then held here, until the next step, in place of the worker errors; the server errors are R too (rule S).
+    Gradients are worth nothing afterwards.
     Raises: PeerLost, and then nothing has changed.
     """
     optimizer.overlap.refuse_between("hand_over")
@@ -129,7 +130,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         errors = error_memories(optimizer.vectors)
         if errors:
             optimizer.refuse_to_be_alone()
-        optimizer.prepare_to_save()
+        optimizer.prepare_to_hand_over()
         residuals = {name: memory.residual() for name, memory in errors.items()}
         optimizer.handed_over = residuals
         for name, memory in errors.items():  # as a save does: so R is not in memory twice

@@ -64,6 +64,10 @@ class ZeroOneSettings:
     negated: bool = False
     scales: Scales = Scales.BLOCK
 
+    def eps_of(self, eps: float) -> tuple[float, float]:
+        """d = sqrt(v + inside) + outside: the two, for an eps."""
+        return (0.0, eps) if self.eps_outside else (eps, 0.0)
+
     def plain(self) -> dict[str, str | float | bool]:
         """As a checkpoint holds it."""
         return {name: str(value) if isinstance(value, StrEnum) else value for name, value in asdict(self).items()}

@@ -19,7 +19,7 @@ are written, as one out of memory may, they are torn: that is said by whoever wo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -48,10 +48,11 @@ from thinwire.comm.signals import deferred
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What a bucket was launched with. vector: x; None: nothing (abandoned). weight: of x against the last result.
+    """What a bucket was launched with. vector: x. weight: of x against the last result; None: x itself.
 
-    weight None: x itself. runs: what was read in place of parts of x. start: what stood for the last result.
-    factor: of each live run, where what was sent is so many times that.
+    runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
+    what was sent is so many times that. form: what makes x, where it is no vector. Without both nothing was given: the
+    bucket was abandoned or refused.
     """
 
     vector_N: Tensor | None
@@ -59,6 +60,12 @@ class Given:
     runs: Sequence[Tensor | None] = ()
     start_N: Tensor | None = None
     factor_r: Tensor | None = None
+    form: Callable[[slice], Tensor] | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Was the bucket sent without anything in it?"""
+        return self.vector_N is None and self.form is None
 
 
 class BucketedAllReduce(Stepwise[KeptSums, Received]):
@@ -168,6 +175,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._require_last(self._open())
         self._launch(k, Given(x_N, weight, runs, start_N, factor_r))
 
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes, a bucket at a time; made again where the exchange is undone or redone."""
+        self._launch(k, Given(None, form=form))
+
     def launch_refused(self, k: int) -> None:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
         self._open()
@@ -274,12 +285,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 yield counts
             return
         memory, given, num_served = self._lost or (None, (), 0)
-        whole = len(given) == num_served == len(self.buckets) and all(one.vector_N is not None for one in given)
+        whole = len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given)
         if memory is None or not whole:
             yield False
             return
         for k, one in enumerate(given):
-            self._encode(memory, k, one)
+            self._encode(memory, k, one, self._sum_of(k, one))
             self._serve_rows(memory, k)
         before = [(kept.sum_c.clone(), kept.scale_b.clone()) for kept in memory.replica]
         self._follow(memory)
@@ -364,13 +375,16 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         memory, x_N = self._open(), given.vector_N
         self._expect(k)
         numel = self.buckets.layout.numel
-        if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
+        if given.form is not None:
+            pass  # looked at where it is made
+        elif x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
         with whole_or_left(self._group, self._break_off):
-            self._writing.add("launch")
             began = time.perf_counter()
-            self._encode(memory, k, given)
+            x_b = self._sum_of(k, given)
+            self._writing.add("launch")
+            self._encode(memory, k, given, x_b)
             self.stats.encode_s += time.perf_counter() - began
             self._given.append(given)
             self._writing.discard("launch")
@@ -380,11 +394,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if k != len(self._given):
             raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
 
-    def _encode(self, memory: KeptSums, k: int, given: Given) -> None:
-        """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
+    def _encode(self, memory: KeptSums, k: int, given: Given, x_b: Tensor | None) -> None:
+        """Add what was given to the kept sums of bucket k, and write its rows and their flags. x: as _sum_of()."""
         rows, kept = self._rows[k], memory.worker[k]
-        assert given.vector_N is not None
-        if (x_b := self._sum_of(k, given)) is not None:
+        if x_b is not None:
             self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent)
             return
         assert given.weight is not None
@@ -397,6 +410,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     def _sum_of(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
         span = self._rows[k].span
+        if given.form is not None:
+            return given.form(span)
         assert given.vector_N is not None
         if given.weight is None:
             return given.vector_N[span]
@@ -518,7 +533,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 self._kernels.undo_serve(kept.sum_c, kept.scale_b, collected, self.size, rows.served, table)
         for k, one in enumerate(given):
             rows, kept = self._rows[k], memory.worker[k]
-            if one.vector_N is None:
+            if one.is_nothing:
                 continue
             if (x_b := self._sum_of(k, one)) is not None:
                 self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, rows.sent, rows.table)

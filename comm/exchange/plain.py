@@ -114,6 +114,11 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         lerp_(z_N, x_N, weight, layout, runs, factor_r)
         self._launch(memory, z_N)
 
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes, once: nothing is written that would have to be undone."""
+        z_N = form(slice(0, self.buckets.layout.numel))
+        self._launch(self._expect(k, z_N), z_N)
+
     def launch_refused(self, k: int) -> None:
         """Send that this rank takes no part: every rank raises Refused in finish()."""
         self._open()

@@ -8,7 +8,7 @@ A larger group may have left R: a run that shrinks to one rank loses none of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -180,6 +180,10 @@ class SoloReducer(Stepwise[GivenOut, Values]):
                 result_N.div_(spread(factor_r, layout))
         lerp_(result_N, x_N, weight, layout, runs, factor_r)
         self._add_residual()
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes."""
+        self.launch_sum(k, form(slice(0, self.buckets.layout.numel)))
 
     def launch_refused(self, k: int) -> None:
         """finish() raises NonFiniteInput: there is no other rank to be told."""

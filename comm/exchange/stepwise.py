@@ -90,6 +90,10 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         """Encode bucket k of x and send it."""
 
     @abstractmethod
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """Encode bucket k of what form() makes, and send it."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait for all buckets."""
 

@@ -4,9 +4,10 @@ Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by s
 
     MeanGradient       g_N <- mean_i g_i, in full or in few bits                     dense steps and warm-ups
     CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     where a bucket has several betas
+    FormedSum          the same, and no z is kept                                    0/1 Adam
     FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam; k times it: 1-bit LAMB
 
-What the two compressed ones leave is the reducer's result: read it, then commit.
+What the compressed ones leave is the reducer's result: read it, then commit.
 """
 
 from __future__ import annotations
@@ -133,6 +134,44 @@ class CompressedSum:
     def abandon(self) -> None:
         """Undo it."""
         self._reduce.abandon()
+
+
+class FormedSum:
+    """A sum through the codec that exists a bucket at a time. form(slice, runs): makes these elements of it, new.
+
+    Of gradients that are final, and of what else stays as it is until the commit. memory, where: as in CompressedSum.
+    """
+
+    def __init__(
+        self,
+        reduce: Reducer,
+        memory: ErrorMemory,
+        form: Callable[[slice, LeftGradients], Tensor],
+        where: LeftInPlace | None = None,
+    ) -> None:
+        self._reduce = reduce
+        self._form = form
+        self._where = where
+        reduce.begin(memory)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Where form() can read it there."""
+        return self._where is not None and self._where.take(index, grad)
+
+    def launch(self, k: int) -> None:
+        """Form bucket k, encode it and send it."""
+        self._reduce.launch_formed(k, self._made)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()
+
+    def _made(self, at: slice) -> Tensor:
+        return self._form(at, () if self._where is None else self._where.runs)
 
 
 class FusedMomentum:

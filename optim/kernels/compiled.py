@@ -23,13 +23,16 @@ def compile_all(dtype: torch.dtype) -> None:
     hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
-    updates.descend_(
-        x[0], x[1], RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, 1e-8, table
-    )
-    updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
+    rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
+    updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
+    eps, numbers = (0.0, 1e-8), (1.0, 1.0, 1.0, 1.0)
+    updates.first_local_(x[0], x[1], x[2], x[3], x[4], x[5], hyper, 1.0, eps)
+    updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0, eps)
+    updates.first_proposal_(x[0], x[1], x[2], hyper)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
-    updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)
-    received = Rows(RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), table)
+    updates.receive_(x[0], x[1], x[2], x[3], x[4], numbers, eps)
+    updates.receive_rows_(x[0], x[1], x[2], x[3], rows, numbers, eps, table)
+    received = Rows(rows, table)
     one_T, bounds = torch.ones(1, dtype=dtype), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0, weighs=True)
     for room in (0, 8):
         for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):

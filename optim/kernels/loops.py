@@ -1,8 +1,8 @@
 """Updates as loops over the elements [8 first, 8 stop) of a slice, compiled by numba: float32 and float64.
 
-`descend` goes over blocks in place of eights; the loops of LAMB are in lamb_loops. What they compute is said, and done
-in torch, by adam_math, zero_one_adam, descend; here every vector is read and written once. Rounding is as written,
-without a fused multiply-add, so replicas on different processors stay equal.
+`descend` and `receive_rows` go over blocks in place of eights; the loops of LAMB are in lamb_loops. What they compute
+is said, and done in torch, by adam_math, zero_one_round, descend; here every vector is read and written once. Rounding
+is as written, without a fused multiply-add, so replicas on different processors stay equal.
 """
 
 from __future__ import annotations
@@ -67,6 +67,40 @@ def descend(
 
 
 @compiled
+def first_local(
+    first: int,
+    stop: int,
+    p: Array,
+    g: Array,
+    m: Array,
+    u: Array,
+    begun: Array,
+    v: Array,
+    weight: float,
+    keep: float,
+    rate: float,
+    inside: float,
+    outside: float,
+) -> None:
+    """begun <- p, and local of u = 0: what is in u is not read."""
+    weights, keeps, rates, insides, outsides = (
+        splat8(weight),
+        splat8(keep),
+        splat8(rate),
+        splat8(inside),
+        splat8(outside),
+    )
+    for at in range(BYTE * first, BYTE * stop, BYTE):
+        m8, p8 = load8(m, at), load8(p, at)
+        m8 = m8 + weights * (load8(g, at) - m8)
+        moved = rates * m8
+        store(m, at, m8)
+        store(u, at, moved)
+        store(begun, at, p8)
+        store(p, at, keeps * p8 - moved / (root(load8(v, at) + insides) + outsides))
+
+
+@compiled
 def local(
     first: int,
     stop: int,
@@ -74,20 +108,37 @@ def local(
     g: Array,
     m: Array,
     u: Array,
-    d: Array,
+    v: Array,
     weight: float,
     keep: float,
     rate: float,
+    inside: float,
+    outside: float,
 ) -> None:
-    """m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d."""
-    weights, keeps, rates = splat8(weight), splat8(keep), splat8(rate)
+    """m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d;  d = sqrt(v + inside) + outside."""
+    weights, keeps, rates, insides, outsides = (
+        splat8(weight),
+        splat8(keep),
+        splat8(rate),
+        splat8(inside),
+        splat8(outside),
+    )
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
         m8 = m8 + weights * (load8(g, at) - m8)
         moved = rates * m8
         store(m, at, m8)
         store(u, at, keeps * load8(u, at) + moved)
-        store(p, at, keeps * load8(p, at) - moved / load8(d, at))
+        store(p, at, keeps * load8(p, at) - moved / (root(load8(v, at) + insides) + outsides))
+
+
+@compiled
+def first_proposal(first: int, stop: int, z: Array, g: Array, m: Array, weight: float, rate: float) -> None:
+    """z <- rate (m + w (g - m))."""
+    weights, rates = splat8(weight), splat8(rate)
+    for at in range(BYTE * first, BYTE * stop, BYTE):
+        m8 = load8(m, at)
+        store(z, at, rates * (m8 + weights * (load8(g, at) - m8)))
 
 
 @compiled
@@ -108,18 +159,53 @@ def receive(
     p: Array,
     start: Array,
     z: Array,
-    d: Array,
+    v: Array,
     m: Array,
-    u: Array,
+    sign: float,
     divisor: float,
     longest: float,
     keep: float,
+    inside: float,
+    outside: float,
 ) -> None:
-    """z <- cut(z, longest d); m <- z / divisor; p <- keep start - z / d; u <- 0. z itself is not written."""
-    divisors, bounds, keeps, zeros = splat8(divisor), splat8(longest), splat8(keep), splat8(divisor - divisor)
+    """z <- cut(sign z, longest d); m <- z / divisor; p <- keep start - z / d, d as in local. z stays."""
+    signs, divisors, bounds, keeps = splat8(sign), splat8(divisor), splat8(longest), splat8(keep)
+    insides, outsides = splat8(inside), splat8(outside)
     for at in range(BYTE * first, BYTE * stop, BYTE):
-        d8 = load8(d, at)
-        z8 = cut(load8(z, at), bounds * d8)
+        d8 = root(load8(v, at) + insides) + outsides
+        z8 = cut(signs * load8(z, at), bounds * d8)
         store(m, at, z8 / divisors)
         store(p, at, keeps * load8(start, at) - z8 / d8)
-        store(u, at, zeros)
+
+
+@compiled
+def receive_rows(
+    first: int,
+    stop: int,
+    p: Array,
+    start: Array,
+    v: Array,
+    m: Array,
+    rows: Rows,
+    sign: float,
+    divisor: float,
+    longest: float,
+    keep: float,
+    inside: float,
+    outside: float,
+    blocks: Blocks,
+) -> None:
+    """receive of what the rows say, of the blocks [first, stop); 0 where dead."""
+    divisors, bounds, keeps, insides = splat8(divisor), splat8(longest), splat8(keep), splat8(inside)
+    outsides = splat8(outside)
+    for block in range(first, stop):
+        low, high = blocks.starts[block], blocks.starts[block + 1]
+        size, bits = splat8(sign * rows.values[blocks.scale_at[block]]), blocks.bits_at[block]
+        for at in range(low, high, BYTE):
+            d8 = root(load8(v, at) + insides) + outsides
+            z8 = cut(signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size), bounds * d8)
+            store(m, at, z8 / divisors)
+            store(p, at, keeps * load8(start, at) - z8 / d8)
+        for index in range(blocks.dead_starts[block], blocks.dead_starts[block + 1]):
+            p[blocks.dead[index]] = 0
+            m[blocks.dead[index]] = 0

@@ -49,32 +49,77 @@ def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float,
     increment_version(p_c)
 
 
-def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, divisor_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """zero_one_adam.local_step of one slice. p, m, u: modified."""
-    _run(_loops().local, (p_s, g_s, m_s, u_s, divisor_s), (1 - h.beta1, keep, h.lr))
+def first_local_(
+    p_s: Tensor,
+    g_s: Tensor,
+    m_s: Tensor,
+    u_s: Tensor,
+    begun_s: Tensor,
+    v_s: Tensor,
+    h: AdamHyper,
+    keep: float,
+    eps: tuple[float, float],
+) -> None:
+    """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read."""
+    _run(_loops().first_local, (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
+    increment_version((p_s, m_s, u_s, begun_s))
+
+
+def local_(
+    p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float, eps: tuple[float, float]
+) -> None:
+    """zero_one_round.local_step of one slice. p, m, u: modified. eps: inside and outside of the root of v."""
+    _run(_loops().local, (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
     increment_version((p_s, m_s, u_s))
 
 
+def first_proposal_(z_s: Tensor, g_s: Tensor, m_s: Tensor, h: AdamHyper) -> None:
+    """zero_one_round.propose_ of one slice, where the round has no step yet. z: modified."""
+    _run(_loops().first_proposal, (z_s, g_s, m_s), (1 - h.beta1, h.lr))
+    increment_version(z_s)
+
+
 def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """zero_one_adam.propose_ of one slice. z: modified."""
+    """zero_one_round.propose_ of one slice. z: modified."""
     _run(_loops().propose, (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
     increment_version(z_s)
+
+
+Receiving = tuple[float, float, float, float]
+"""sign of what was sent, S, the longest step, K."""
 
 
 def receive_(
     p_s: Tensor,
     start_s: Tensor,
     z_s: Tensor,
-    divisor_s: Tensor,
+    v_s: Tensor,
     m_s: Tensor,
-    u_s: Tensor,
-    weight: float,
-    longest: float,
-    kept: float,
+    numbers: Receiving,
+    eps: tuple[float, float],
 ) -> None:
-    """zero_one_adam.receive_ of one slice. p, m, u: modified. start may be p."""
-    _run(_loops().receive, (p_s, start_s, z_s, divisor_s, m_s, u_s), (weight, longest, kept))
-    increment_version((p_s, m_s, u_s))
+    """zero_one_round.Receipt of one slice of floats. p, m: modified. start may be p."""
+    _run(_loops().receive, (p_s, start_s, z_s, v_s, m_s), (*numbers, *eps))
+    increment_version((p_s, m_s))
+
+
+def receive_rows_(
+    p_c: Tensor,
+    start_c: Tensor,
+    v_c: Tensor,
+    m_c: Tensor,
+    rows: RowMemory,
+    numbers: Receiving,
+    eps: tuple[float, float],
+    table: BlockTable,
+) -> None:
+    """receive_ of what the rows say, bit for bit; 0 where dead. table: where in the rows the blocks of c are."""
+    p, loop = values_of(p_c, table), _loops().receive_rows
+    vectors = p, *(values_of(x, table) for x in (start_c, v_c, m_c))
+    given = *vectors, rows_of(rows, table), *map(p.dtype.type, (*numbers, *eps)), blocks_of(table)
+    threads = _threads(torch.get_num_threads())
+    threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
+    increment_version((p_c, m_c))
 
 
 def over(count: int, least: int, loop: Callable[..., None], *given: Any) -> None:
