@@ -47,6 +47,8 @@ class LambHyper:
 
 BOUNDS = LambHyper()
 """By default: DeepSpeed's."""
+LEAST, MOST = 0.5, 8.0
+"""Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +134,49 @@ def descend_(
     segments: TensorSegments,
     bounds: LambHyper,
     bias_step: int | None,
+    times_t: Tensor | None = None,
 ) -> Tensor:
     """LAMB's move of one group:  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr c_l u_l.
 
-    p and u (scratch) are modified inside the group's span. Returns c, float[t].
+    p and u (scratch) are modified inside the group's span. times: of each c, None for 1. Returns c, float[t].
     """
     u_N[h.span] = adam_direction(m_N[h.span], v_N[h.span], h, bias_step)
     u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
     coeff_t = trust_ratios(p_N, u_N, segments, bounds)
-    move_(p_N[h.span], u_N[h.span], coeff_t, h.lr, segments)
+    move_(p_N[h.span], u_N[h.span], coeff_t if times_t is None else times_t * coeff_t, h.lr, segments)
     return coeff_t
+
+
+def lengthened(
+    p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, u_N: Tensor, h: AdamHyper, segments: TensorSegments
+) -> Tensor:
+    """How many times longer u is, of a decoded m, than it would be of the mean of exact momenta: float[t], an estimate.
+
+    g: the mean gradient of the step after m; d = sqrt(v) + eps. What one bit leaves out or adds has nothing to do with
+    the gradient of the next step, and neither has the noise of the gradients that m is made of. So
+
+        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d
+        |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)
+        |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of the exact m
+        q = |u| / sqrt(|u|^2 - (|m / d|^2 - |u_0|^2)),  u = m / d + wd x
+
+    in [LEAST, MOST]. u_N: scratch, modified inside the group's span.
+    """
+    d_s = v_N[h.span].sqrt().add_(h.eps)
+    gradient_s, u_s = g_N[h.span] / d_s, u_N[h.span]
+    torch.div(m_N[h.span], d_s, out=u_s)
+    decoded_t = segments.norms(u_N).square_()
+    u_s.add_(gradient_s)
+    both_t = segments.norms(u_N).square_()
+    u_s.copy_(gradient_s)
+    gradient_t = segments.norms(u_N).square_()
+    torch.div(m_N[h.span], d_s, out=u_s).add_(p_N[h.span], alpha=h.weight_decay)
+    update_t = segments.norms(u_N).square_()
+    signal_t = ((both_t - gradient_t - decoded_t) / 2).clamp_(min=0)
+    signal_t = torch.minimum(signal_t, gradient_t)
+    exact_t = signal_t + (gradient_t - signal_t) * ((1 - h.beta1) / (1 + h.beta1))
+    left_t = (1 - (decoded_t - exact_t) / update_t).clamp_(MOST**-2, LEAST**-2)
+    return left_t.rsqrt_().nan_to_num_(1.0)
 
 
 def move_(p_s: Tensor, u_s: Tensor, factors_t: Tensor, lr: float, segments: TensorSegments) -> None:

@@ -10,6 +10,12 @@
 
 The trust ratio needs norms that compression distorts, so its average is frozen with v, and r_l corrects it for how
 far the variance has moved since. Its present value only bounds it: where gradients outgrow the frozen v, so does u.
+Where v is brought up to date (optim.variance.refresh), so is the trust ratio (optim.lamb_math.lengthened), in place of
+c_avg r_l:
+
+    at a refresh         q_l = how many times longer one bit has made u_l;  x_l <- x_l - lr q_l c_l u_l
+    compressed, after    x_l <- x_l - lr q_l c_l u_l;  r_l is 1
+
 k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
 docs/algorithms.md.
 """
@@ -17,7 +23,7 @@ docs/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, ClassVar, Unpack
 
@@ -51,7 +57,7 @@ class OneBitLambState:
     scaling_T: Replicated
     """k_l, from the freeze on."""
     factor_T: Replicated
-    """r_l of the last step."""
+    """r_l of the last step. Where the trust ratio is followed q_l, and exactly 1 until it is known."""
     momentum_error: Residual
     z_N: Scratch
 
@@ -75,9 +81,14 @@ def step(
             _descend_compressed_(p_N, s, h, segments, bounds, settings)
         return
     for h, segments in groups:
-        adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
         adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
-        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen))
+        times_t = None
+        if plan.phase is not Phase.WARMUP and settings.follow_trust:
+            times_t = s.factor_T[segments.tensors]
+            found_t = lamb_math.lengthened(p_N, g_N, s.m_N, s.v_N, s.z_N, h, segments)
+            times_t.copy_(torch.where(times_t == 1, found_t, (times_t * found_t).sqrt_()))
+        adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
+        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen), times_t)
         if plan.phase is not Phase.WARMUP:
             continue  # c_avg stays, as k does: decoded momenta are longer than means, and R is in units of k
         average_t = s.coeff_T[segments.tensors]
@@ -146,6 +157,26 @@ def _descend_compressed_(
     settings: OneBitSettings,
 ) -> None:
     found = _receive_(p_N, s, h, segments)
+    # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
+    trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
+    average_t, factor_t = s.coeff_T[segments.tensors], s.factor_T[segments.tensors]
+    if not settings.follow_trust:
+        _move_ratio_(factor_t, found, h, bounds, settings)
+        step_t = _bounded(average_t * factor_t, trust_t, settings)
+    else:
+        step_t = torch.where(factor_t == 1, _bounded(average_t, trust_t, settings), factor_t * trust_t)
+    if segments.tiles is not None:
+        updates.lamb_move_(segments.tiles, p_N, s.m_N, s.v_N, step_t.mul_(h.lr), h)
+    else:
+        lamb_math.move_(p_N[h.span], s.z_N[h.span], step_t, h.lr, segments)
+
+
+def _bounded(step_t: Tensor, trust_t: Tensor, settings: OneBitSettings) -> Tensor:
+    return torch.minimum(step_t, settings.longest_step * trust_t) if isfinite(settings.longest_step) else step_t
+
+
+def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambHyper, settings: OneBitSettings) -> None:
+    """r_l <- that of this step, tempered and clipped."""
     # 0: every element was floored
     factor_t = torch.where(found.ratio_t > 0, found.ratio_t, torch.ones_like(found.ratio_t))
     if h.weight_decay and settings.weigh_ratio:
@@ -153,18 +184,8 @@ def _descend_compressed_(
         part = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
         factor_t = factor_t * part + (1 - part)
     factor_t.clamp_(bounds.factor_min, bounds.factor_max)
-    before_t = s.factor_T[segments.tensors]
     threshold = bounds.factor_threshold
     before_t.copy_(torch.clamp(factor_t, before_t * (1 - threshold), before_t * (1 + threshold)))
-    step_t = s.coeff_T[segments.tensors] * before_t
-    if isfinite(settings.longest_step):
-        # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
-        trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
-        step_t = torch.minimum(step_t, settings.longest_step * trust_t)
-    if segments.tiles is not None:
-        updates.lamb_move_(segments.tiles, p_N, s.m_N, s.v_N, step_t.mul_(h.lr), h)
-    else:
-        lamb_math.move_(p_N[h.span], s.z_N[h.span], step_t, h.lr, segments)
 
 
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
@@ -230,7 +251,13 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             self.reduce.result.decode_(s.z_N)
             self.reduce.commit()
         pairs = list(zip(groups, self.segments, strict=True))
-        step(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
+        step(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan)
+
+    @property
+    def _followed(self) -> OneBitSettings:
+        """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
+        follows = self.settings.follow_trust and self.settings.refresh and self.finds_freeze
+        return replace(self.settings, follow_trust=follows)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum."""
@@ -272,7 +299,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """r compares with the v of now. What was floored once has no part in it."""
         s = self.vectors
         s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
-        s.factor_T.fill_(1)
+        if not self._followed.follow_trust:
+            s.factor_T.fill_(1)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""
