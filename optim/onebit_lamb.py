@@ -256,8 +256,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     @property
     def _followed(self) -> OneBitSettings:
         """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
-        follows = self.settings.follow_trust and self.settings.refresh and self.finds_freeze
-        return replace(self.settings, follow_trust=follows)
+        return replace(self.settings, follow_trust=self.settings.follow_trust and self.refreshes)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum."""

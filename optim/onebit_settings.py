@@ -39,10 +39,18 @@ class OneBitSettings:
 
 OURS = OneBitSettings()
 LITERAL = OneBitSettings(
-    bias_correction=False, floor=False, refresh=False, scales=Scales.WHOLE, weigh_ratio=False, longest_step=inf, follow_trust=False
+    bias_correction=False,
+    floor=False,
+    refresh=False,
+    scales=Scales.WHOLE,
+    weigh_ratio=False,
+    longest_step=inf,
+    follow_trust=False,
 )
 """Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
-DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR, follow_trust=False)
+DEEPSPEED_ADAM = OneBitSettings(
+    bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR, follow_trust=False
+)
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
 DEEPSPEED_LAMB = OneBitSettings(
     bias_correction=False,

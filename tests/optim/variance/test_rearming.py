@@ -205,7 +205,7 @@ def test_it_is_logged_and_told_with_its_reason(caplog):
     assert between["rearmed"] == [[11, 32, 128]]
     assert between["phase"] == "warmup"
     assert "warmup_ended_by" not in between
-    assert after["frozen_at"] == 11 + 7  # a quarter of the 29 steps that were left
+    assert after["frozen_at"] == 11 + 6  # a fifth of the 29 steps that were left
     assert after["warmup_ended_by"] == "cap"
     assert "warmup_rearmed step=11 global_batch=128 was=32" in caplog.text
 
