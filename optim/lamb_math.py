@@ -152,8 +152,8 @@ def lengthened(
 ) -> Tensor:
     """How many times longer u is, of a decoded m, than it would be of the mean of exact momenta: float[t], an estimate.
 
-    g: the mean gradient of the step after m; d = sqrt(v) + eps. What one bit leaves out or adds has nothing to do with
-    the gradient of the next step, and neither has the noise of the gradients that m is made of. So
+    g: the mean gradient of the step after m; d = sqrt(v) + eps, with a v that has not seen g. What one bit leaves out
+    or adds has nothing to do with g, and neither has the noise of the gradients that m is made of. So
 
         S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d
         |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)

@@ -81,13 +81,13 @@ def step(
             _descend_compressed_(p_N, s, h, segments, bounds, settings)
         return
     for h, segments in groups:
-        adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
         times_t = None
         if plan.phase is not Phase.WARMUP and settings.follow_trust:
             times_t = s.factor_T[segments.tensors]
             found_t = lamb_math.lengthened(p_N, g_N, s.m_N, s.v_N, s.z_N, h, segments)
             times_t.copy_(torch.where(times_t == 1, found_t, (times_t * found_t).sqrt_()))
         adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
+        adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
         coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen), times_t)
         if plan.phase is not Phase.WARMUP:
             continue  # c_avg stays, as k does: decoded momenta are longer than means, and R is in units of k
