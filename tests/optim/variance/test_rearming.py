@@ -288,5 +288,5 @@ def test_the_automatic_rule_counts_from_where_the_warmup_began_again():
     assert verdicts.index(FrozenBy.RULE) + 101 == 100 + 10 + 5
     capped = VarianceStability(0.999, total_steps=1000).restarted(600)
     assert capped.window == 20
-    assert capped.observe(699, 1.0, [1.0]) is None
-    assert capped.observe(700, 9.0, [1.0]) is FrozenBy.CAP
+    assert capped.observe(679, 1.0, [1.0]) is None
+    assert capped.observe(680, 9.0, [1.0]) is FrozenBy.CAP

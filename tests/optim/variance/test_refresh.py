@@ -186,7 +186,7 @@ def test_where_gradients_grow_after_the_freeze_v_grows_as_adams_does(name):
 @pytest.mark.parametrize("part", [0.05, 0.4, 1.0])
 @pytest.mark.parametrize("name", CLASSES)
 def test_where_it_is_asked_to_v_is_brought_up_to_date_after_a_freeze_that_was_given(name, part):
-    """The gap is that part of v's age, at least 8 steps; 0/1 Adam comes to it at the first sync that is due then."""
+    """The gap is that part of v's age, at least 10 steps; 0/1 Adam comes to it at the first sync that is due then."""
     given = {"var_freeze_step": 10} if name == "zero_one_adam" else {"warmup": 10}
 
     def work(group):
@@ -202,7 +202,7 @@ def test_where_it_is_asked_to_v_is_brought_up_to_date_after_a_freeze_that_was_gi
     found, frozen_at = run_threads(2, work)[0]
     assert frozen_at == 10
     assert len(found) == refreshes_between(10, 44, 0.99, part)
-    assert found[0] == 10 + max(8, int(10 * part))
+    assert found[0] == 10 + max(10, int(10 * part))
 
 
 @pytest.mark.parametrize("part", [0, -1, 1.5, True, "often", float("nan")])
