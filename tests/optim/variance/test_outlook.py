@@ -207,4 +207,4 @@ def test_what_was_learnt_is_saved_and_a_resumed_run_ends_its_warm_up_at_the_same
             ends.append((optimizer.frozen_at, optimizer.stability.total_steps))
         return ends
 
-    assert run_threads(2, work) == [[(15, 60)] * 3] * 2
+    assert run_threads(2, work) == [[(12, 60)] * 3] * 2
