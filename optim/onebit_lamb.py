@@ -10,6 +10,12 @@
 
 The trust ratio needs norms that compression distorts, so its average is frozen with v, and r_l corrects it for how
 far the variance has moved since. Its present value only bounds it: where gradients outgrow the frozen v, so does u.
+Where v is brought up to date (optim.variance.refresh), so is the trust ratio (optim.lamb_math.lengthened), in place of
+c_avg r_l:
+
+    at a refresh         q_l = how many times longer one bit has made u_l;  x_l <- x_l - lr q_l c_l u_l
+    compressed, after    x_l <- x_l - lr q_l c_l u_l;  r_l is 1
+
 k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
 docs/algorithms.md.
 """
@@ -17,7 +23,7 @@ docs/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, ClassVar, Unpack
 
@@ -54,7 +60,7 @@ class OneBitLambState:
     scaling_T: Replicated
     """k_l, from the freeze on."""
     factor_T: Replicated
-    """r_l of the last step."""
+    """r_l of the last step. Where the trust ratio is followed q_l, and exactly 1 until it is known."""
     momentum_error: Residual
 
     @property
@@ -82,8 +88,9 @@ def warm_up(
     is in units of k.
     """
     m_N = s.momentum.written()
+    times_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
     for h, parts in groups:
-        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen))
+        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), times_T)
         if plan.phase is not Phase.WARMUP:
             continue
         average_t = s.coeff_T[parts[0].tensors.start : parts[-1].tensors.stop]
@@ -130,6 +137,7 @@ def descend_(
         bounds.max_coeff,
         settings.longest_step,
         settings.weigh_ratio,
+        settings.follow_trust,
     )
     descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, heard_before, limits)
     for h, part in ((h, part) for h, parts in groups for part in parts):
@@ -162,7 +170,22 @@ def _factors(
     bounds: LambHyper,
     settings: OneBitSettings,
 ) -> Tensor:
-    """min(c_avg r, 4 c) of each tensor, float[t], new. s: r is modified."""
+    """min(c_avg r, 4 c) of each tensor, float[t], new; where the trust ratio is followed q c. s: r is modified."""
+    # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
+    trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
+    average_t, factor_t = s.coeff_T[part.tensors], s.factor_T[part.tensors]
+    if settings.follow_trust:
+        return torch.where(factor_t == 1, _bounded(average_t, trust_t, settings), factor_t * trust_t)
+    _move_ratio_(factor_t, found, h, bounds, settings)
+    return _bounded(average_t * factor_t, trust_t, settings)
+
+
+def _bounded(step_t: Tensor, trust_t: Tensor, settings: OneBitSettings) -> Tensor:
+    return torch.minimum(step_t, settings.longest_step * trust_t) if isfinite(settings.longest_step) else step_t
+
+
+def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambHyper, settings: OneBitSettings) -> None:
+    """r_l <- that of this step, tempered and clipped."""
     # 0: every element was floored
     factor_t = torch.where(found.ratio_t > 0, found.ratio_t, torch.ones_like(found.ratio_t))
     if h.weight_decay and settings.weigh_ratio:
@@ -170,15 +193,8 @@ def _factors(
         weight_t = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
         factor_t = factor_t * weight_t + (1 - weight_t)
     factor_t.clamp_(bounds.factor_min, bounds.factor_max)
-    before_t = s.factor_T[part.tensors]
     threshold = bounds.factor_threshold
     before_t.copy_(torch.clamp(factor_t, before_t * (1 - threshold), before_t * (1 + threshold)))
-    step_t = s.coeff_T[part.tensors] * before_t
-    if isfinite(settings.longest_step):
-        # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
-        trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
-        step_t = torch.minimum(step_t, settings.longest_step * trust_t)
-    return step_t
 
 
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
@@ -239,14 +255,19 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         pairs = list(zip(groups, self.segments, strict=True))
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
-            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
+            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan)
             return
         self.exchange_(plan)
         before = s.momentum.last or s.momentum.floats()  # there until the next exchange, after the commit too
         now = OverFactors(self.reduce.result, s.scaling_T, space.layout)
         self.reduce.commit()
         s.momentum.received(s.scaling_T)
-        descend_(space.p_N, s, now, before, pairs, self.bounds, self.settings)
+        descend_(space.p_N, s, now, before, pairs, self.bounds, self._followed)
+
+    @property
+    def _followed(self) -> OneBitSettings:
+        """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
+        return replace(self.settings, follow_trust=self.settings.follow_trust and self.refreshes)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum, from what was received last where that is it."""
@@ -287,7 +308,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """r compares with the v of now. What was floored once has no part in it."""
         s = self.vectors
         s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
-        s.factor_T.fill_(1)
+        if not self._followed.follow_trust:
+            s.factor_T.fill_(1)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""

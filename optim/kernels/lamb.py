@@ -114,7 +114,8 @@ class Heard:
 class Bounds:
     """Of r, of its change in a step, of the trust ratio, and by which multiple of that a step is bounded (inf: none).
 
-    weighs: does r count for the part of an update that is not decay, where there is decay?
+    weighs: does r count for the part of an update that is not decay, where there is decay? follows: factors are q of
+    optim.onebit_lamb, in place of r, and stay.
     """
 
     least_factor: float
@@ -125,6 +126,7 @@ class Bounds:
     most_coeff: float
     longest: float
     weighs: bool
+    follows: bool = False
 
 
 class Descent:
@@ -185,7 +187,7 @@ class Descent:
         of_steps = self._numbers(b.least_coeff, b.most_coeff, b.longest, h.lr)
         weighs = b.weighs and h.weight_decay != 0
         _loops().lamb_rates(
-            tiles.places[2], tiles.found, *of_tensors, *of_r, *of_steps, weighs, tiles.sums, tiles.rates
+            tiles.places[2], tiles.found, *of_tensors, *of_r, *of_steps, weighs, b.follows, tiles.sums, tiles.rates
         )
 
     def _move_(self, tiles: Tiles, tensors: slice, h: AdamHyper, u: Array) -> None:

@@ -263,12 +263,14 @@ def lamb_rates(
     longest: float,
     lr: float,
     weighs: bool,
+    follows: bool,
     sums: Array,
     rates: Array,
 ) -> None:
     """rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; r is written to `factor`.
 
-    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. sums: scratch.
+    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. follows: rates <- lr q c
+    where `factor` is a q other than 1, else c_avg in place of c_avg r; it is not written. sums: scratch.
     """
     zero, one = lr - lr, factor.dtype.type(1)
     sums[:] = 0
@@ -286,9 +288,14 @@ def lamb_rates(
             r = r * part + (one - part)
         r = min(max(r, least_factor), most_factor)
         r = min(max(r, factor[at] * slower), factor[at] * faster)
-        factor[at] = r
+        trust = min(max(size / update, least_coeff), most_coeff) if size > zero and update > zero else one
+        if follows:
+            r = one
+        else:
+            factor[at] = r
         rate = coeff[at] * r
         if np.isfinite(longest):
-            trust = min(max(size / update, least_coeff), most_coeff) if size > zero and update > zero else one
             rate = min(rate, longest * trust)
+        if follows and factor[at] != one:
+            rate = factor[at] * trust
         rates[at] = rate * lr

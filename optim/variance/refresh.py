@@ -4,7 +4,7 @@ A freeze that the optimizer finds by itself is a guess: gradients may grow after
 gradient is now and then exchanged in full, and v takes it in as Adam's v would have taken in all steps since the last
 one. With a the age of v after its last change, in steps, g the steps since then, and p a part, by default 1/16:
 
-    next after    gap = clip(p a, 8, max(64, min(4 p, 1) / (1 - beta2)))   steps
+    next after    gap = clip(p a, 10, max(64, min(4 p, 1) / (1 - beta2)))   steps
     then          w = min((1 - beta2^g) / (1 - beta2^(a + g)), p)
                   v <- (1 - w) v + w (mean_i g_i)^2,   floored
 
@@ -22,7 +22,7 @@ from thinwire.optim.variance.when_to_freeze import memory_steps
 
 PART = 1 / 16
 """A gap is this part of v's age, and no gradient counts for more than this part of v, where nothing else is asked."""
-SHORTEST_GAP = 8
+SHORTEST_GAP = 10
 """Steps: so that a run of a hundred is compressed too."""
 LONGEST_GAP = 64
 """Steps, or 4 p of what v remembers where that is more."""

@@ -136,9 +136,14 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         """The step after which the frozen v was changed last: by the freeze, or brought up to date since."""
         return max(self.frozen_at or 0, int(self.saved.get("refreshed_at", 0)))
 
+    @property
+    def refreshes(self) -> bool:
+        """Is the frozen v brought up to date at all?"""
+        return self.settings.refresh and (self.refresh is not None or self.finds_freeze)
+
     def is_refresh_due(self, step: int) -> bool:
         """Is the frozen v to be brought up to date in `step`? Where that sends nothing, it is in the next that does."""
-        if self.frozen_at is None or not self.settings.refresh or (self.refresh is None and not self.finds_freeze):
+        if self.frozen_at is None or not self.refreshes:
             return False
         last = self.refreshed_at
         return step >= last + gap_after(last - self.warmup_from, self.beta2, self.refresh or PART)
