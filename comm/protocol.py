@@ -173,10 +173,18 @@ class ErrorMemory(Protocol):
 
     version: changes whenever it is written from outside of an exchange. is_behind: replicas of server errors are kept,
     and are not those of the errors now; restore() of residual() makes them so. The same on every rank.
+    workers: how many hold a worker error of an element: the ranks, or with topology node_first the boxes.
     """
 
     version: int
-    is_behind: bool
+
+    @property
+    def is_behind(self) -> bool:
+        """As above."""
+
+    @property
+    def workers(self) -> int:
+        """As above."""
 
     @property
     def worker_N(self) -> Tensor:

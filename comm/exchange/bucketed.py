@@ -104,8 +104,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._kernels = kernels_for(like.device, like.dtype, threads)
         if like.device.type == "cpu":
             warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
-        self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, keeps)
-        self._results = [Received(self._rows, self._kernels, like) for _ in range(2)]
+        self._rows = self._make_rows(codec.block, like, keeps)
+        self._results = [Received.of(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
@@ -367,6 +367,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     def _make_means(self, wire: FullWire) -> FullMeans:
         like, second = self._like, self._second_communicator
         return means_of(wire, self._group, second, self.buckets, like, self._make_pipeline())
+
+    def _make_rows(self, block: int, like: Tensor, keeps: Keeps) -> list[BucketRows]:
+        return rows_of(self.buckets, block, self._group.rank, self.size, like, keeps)
 
     def _make_pipeline(self) -> Pipeline:
         return pipeline_for(self._group, self._second_communicator, self._like.device)

@@ -7,6 +7,9 @@
 
     R = sum over ranks of (worker error / ranks + server error)
 
+With topology node_first a rank exchanges slices of the vector, of which each box has a worker error: what moves do not
+name is not its part, and boxes stand for ranks.
+
 Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway.
 """
 
@@ -32,6 +35,7 @@ class Held:
 
     served: the spans of the exchanged vector whose server errors follow one another in server_c.
     replica_r: the server error of the rank before, where it is kept too; padding_q: as ArrangedErrors; else empty.
+    workers: how many hold a worker error of an element; 0: all ranks.
     """
 
     numel: int
@@ -41,6 +45,7 @@ class Held:
     moves: tuple[Move, ...]
     replica_r: Tensor
     padding_q: Tensor
+    workers: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -49,7 +54,7 @@ class Held:
 
     def part(self, size: int) -> Tensor:
         """What this is of R, where R is of `size` ranks: float[N], new. Summed over all of them it is R."""
-        part_M = self.worker_M / size
+        part_M = self.worker_M / (self.workers or size)
         at = 0
         for start, stop in self.served:
             part_M[start:stop] += self.server_c[at : at + stop - start]
@@ -71,13 +76,13 @@ class Held:
         """Do the errors of the other stand where these do, so that one can take the place of the other as it is?"""
         same = self.numel == other.numel and self.served == other.served and self.moves == other.moves
         mine, theirs = self._sizes(), other._sizes()
-        return same and mine == theirs
+        return same and mine == theirs and self.workers == other.workers
 
     def to(self, like: Tensor) -> Held:
         """In the dtype and on the device of `like`."""
         moved = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q))
         worker_M, server_c, replica_r, padding_q = moved
-        return Held(self.numel, worker_M, server_c, self.served, self.moves, replica_r, padding_q)
+        return Held(self.numel, worker_M, server_c, self.served, self.moves, replica_r, padding_q, self.workers)
 
     def plain(self) -> dict[str, Any]:
         """A dict of numbers, lists and tensors, for of_plain; shares memory."""
@@ -89,6 +94,7 @@ class Held:
             "moves": [list(move) for move in self.moves],
             "replica": self.replica_r,
             "padding": self.padding_q,
+            **({"workers": self.workers} if self.workers else {}),
         }
 
     @classmethod
@@ -106,6 +112,9 @@ class Held:
                 raise ValueError(f"{what}[{key!r}] = {found}: must be a floating vector")
         served, moves = _rows(what, plain, "served", 2), _rows(what, plain, "moves", 3)
         numel, worker, server = plain["numel"], plain["worker"], plain["server"]
+        workers = plain.get("workers", 0)
+        if type(workers) is not int or workers < 0:
+            raise ValueError(f"{what}['workers'] = {workers!r}: must be a whole number, at least 0; damaged")
         inside = all(0 <= a <= b <= worker.numel() for a, b in served)
         if not inside or sum(b - a for a, b in served) != server.numel():
             raise ValueError(f"{what} has {server.numel()} server errors of {served} in {worker.numel()}: damaged")
@@ -114,9 +123,8 @@ class Held:
         ):
             raise ValueError(f"{what} has numel = {numel!r} and moves {moves} into {worker.numel()}: damaged")
         spans = tuple((a, b) for a, b in served)
-        return cls(
-            numel, worker, server, spans, tuple((a, b, to) for a, b, to in moves), plain["replica"], plain["padding"]
-        )
+        moved = tuple((a, b, to) for a, b, to in moves)
+        return cls(numel, worker, server, spans, moved, plain["replica"], plain["padding"], workers)
 
     def _sizes(self) -> list[int]:
         return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q)]

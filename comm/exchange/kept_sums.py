@@ -103,6 +103,11 @@ class KeptSums:
             self._replica = [Kept(*pair) for pair in made]
         return self._replica
 
+    @property
+    def workers(self) -> int:
+        """All ranks hold a worker error of every element."""
+        return self._group.size
+
     def take_room(self) -> None:
         """Have memory for all, before an exchange writes sums and scales to it."""
         _ = self.worker, self.server, self.replica
