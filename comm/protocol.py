@@ -305,6 +305,10 @@ class Reducer(Protocol):
         """What this rank has sent through the group below."""
 
     @property
+    def topology(self) -> str:
+        """By which way vectors go: flat, or node_first and how many boxes of how many ranks."""
+
+    @property
     def buckets(self) -> Buckets:
         """The cut, in the order of launch; one bucket where vectors are exchanged as a whole."""
 

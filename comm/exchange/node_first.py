@@ -9,7 +9,8 @@ decodes the same bytes, and the rows are the momentum, as in bucketed.py. Betwee
 would, for its own slice alone. The last all-gather tells every rank of a box, and so every rank, whether all slices are
 there: until then everything can be undone, and who has it knows that all ranks have served.
 
-The structure is that of hierarchical all-reduces, which do the same with sums in full.
+The structure is that of hierarchical all-reduces, which do the same with sums in full, as here the mean of a gradient
+in fp32 does (node_sums.py). In bf16 it goes from every rank to every other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.between import Between, SliceRows
 from thinwire.comm.exchange.bucketed import Given
 from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.narrow_mean import means_of
+from thinwire.comm.exchange.node_sums import sums_of
 from thinwire.comm.exchange.parts import Part, by_segment
 from thinwire.comm.exchange.pipeline import InlinePipeline
 from thinwire.comm.exchange.rows import Received
@@ -65,8 +68,8 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
                 'full = "int8": must be "fp32" or "bf16" with topology node_first, which keeps errors of slices only'
             )
         buckets = Buckets.cut(layout, bucket_elements, cuts)
-        boxes = f"{nodes.peers.size} of {nodes.box.size} ranks"
-        facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "topology": f"node_first, {boxes}"}
+        self.topology = f"node_first, {nodes.peers.size} boxes of {nodes.box.size} ranks"
+        facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "topology": self.topology}
         agree(nodes.whole, facts, like)
         super().__init__(nodes.whole, buckets, SliceErrors)
         self.full_wire = full
@@ -245,6 +248,8 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         return Fidelity(*means)
 
     def _make_means(self, wire: FullWire) -> FullMeans:
+        if wire == "fp32":
+            return FullMean(sums_of(self._nodes), self.buckets, self._like)
         return means_of(wire, self._group, self._second, self.buckets, self._like, InlinePipeline())
 
     def _expect(self, k: int) -> None:

@@ -32,6 +32,7 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     """
 
     full_wire: FullWire = "fp32"
+    topology: str = "flat"
 
     def __init__(self, group: Group, buckets: Buckets, kind: type[Memory]) -> None:
         self.size: int = group.size

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from thinwire.comm.groups.parts import Part, Parting
 from thinwire.comm.protocol import Group
 from thinwire.comm.wire.link_classes import Boxes, exchange_boxes
+
+Topology = Literal["flat", "node_first", "auto"]
+"""Every rank exchanges with every other (flat); node_first; auto: node_first where that can be, else flat."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

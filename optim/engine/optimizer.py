@@ -59,7 +59,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
     float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
     out of every step. Which do is looked at in each step() (optim.engine.relayout).
-    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange: as in CheckedOptions
+    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange, topology: as in CheckedOptions
     (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
@@ -86,10 +86,9 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         super().__init__(params, defaults)
         self.bucket_elements = checked.bucket_elements
         self.overlaps = checked.overlap
-        self.max_grad_norm = checked.max_grad_norm
-        self.non_finite = checked.non_finite
-        self.saves = checked.saves
-        self.model = checked.model
+        self.max_grad_norm, self.non_finite = checked.max_grad_norm, checked.non_finite
+        self.saves, self.model = checked.saves, checked.model
+        self.topology = checked.topology
         self.full_exchange: FullWire = self.choose_full_exchange(checked.full_exchange)
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
@@ -382,6 +381,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
             "frozen_at": self.frozen_at,
             "sent_bytes": self.reduce.stats.sent_bytes,
             "full_exchange": self.full_exchange,
+            "topology": self.reduce.topology,
             "steps_skipped": self.steps_skipped,
             "bytes_per_parameter": bytes_per_parameter(self),
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),

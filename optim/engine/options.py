@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypedDict
 
 from torch import nn
 
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_out_of_range
@@ -31,6 +32,7 @@ class Options(TypedDict, total=False):
     saves: Saves
     model: nn.Module | None
     full_exchange: FullWire | None
+    topology: Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,9 @@ class CheckedOptions:
     or they may differ between ranks.
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
     "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
+    topology: "flat": every rank exchanges with every other. "node_first": exactly inside each box, compressed between
+    boxes; a ValueError where boxes cannot, as where they have different numbers of ranks. "auto": node_first where it
+    can be, else flat. After a regroup() "node_first" is "auto".
     """
 
     group: Group | None = None
@@ -61,6 +66,7 @@ class CheckedOptions:
     saves: Saves = "together"
     model: nn.Module | None = None
     full_exchange: FullWire | None = None
+    topology: Topology = "flat"
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -74,6 +80,8 @@ class CheckedOptions:
         refuse_other_saves(self.saves)
         if self.full_exchange not in (None, "fp32", "bf16", "int8"):
             raise ValueError(f'full_exchange = {self.full_exchange!r}: must be "fp32", "bf16", "int8" or None')
+        if self.topology not in ("flat", "node_first", "auto"):
+            raise ValueError(f'topology = {self.topology!r}: must be "flat", "node_first" or "auto"')
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "

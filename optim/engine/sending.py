@@ -13,22 +13,36 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.default import default_reducer
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
 from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
 
 
 class SendingOptimizer(ChangingOptimizer):
-    """What FlatOptimizer knows of its full exchanges. full_exchange: how they are sent."""
+    """What FlatOptimizer knows of its exchanges. full_exchange: how full ones are sent. topology: as was asked for."""
 
     full_exchange: FullWire
+    topology: Topology
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
         space, most = self.space, self.bucket_elements
         return default_reducer(
-            group, space.layout, space.p_N, block, bucket_elements=most, cuts=space.cuts, full=self.full_exchange
+            group,
+            space.layout,
+            space.p_N,
+            block,
+            bucket_elements=most,
+            cuts=space.cuts,
+            full=self.full_exchange,
+            topology=self.topology_now,
         )
+
+    @property
+    def topology_now(self) -> Topology:
+        """What the exchange that is made next is asked for. Where ranks have come or gone boxes may differ: "auto"."""
+        return "auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""

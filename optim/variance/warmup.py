@@ -255,6 +255,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             self.bucket_elements,
             keeps=self.keeps,
             full=self.full_exchange,
+            topology=self.topology_now,
         )
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:

@@ -345,6 +345,12 @@ class TrainSpec(JobSpec):
     overlap: bool = Field(
         True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
     )
+    topology: Literal["flat", "node_first", "auto"] = Field(
+        "flat",
+        description="flat: every worker exchanges with every other. node_first: exactly inside a machine, compressed "
+        "between machines; it needs several, with as many workers each, at least two. auto: node_first where that is "
+        "so, also when it changes, else flat",
+    )
     recipe: Recipe = Field(default_factory=GptRecipe, description="default: a GPT")
     data: Data = Field(default_factory=PythonStdlib, description="default: the Python standard library's source")
     optimizer: Optimizer
@@ -405,6 +411,7 @@ _OF_THE_SCRIPT = {
         "evaluation": "says when it evaluates, by run.evaluate_every",
         "precision": "chooses the type of its parameters",
         "overlap": "tells its optimizer",
+        "topology": "tells its optimizer",
     }.items()
 }
 

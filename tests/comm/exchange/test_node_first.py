@@ -320,6 +320,46 @@ def test_a_rank_that_takes_no_part_is_named_and_ranks_that_abandon_go_on():
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
+@every_pair({"boxes": BOXES, "bucket_elements": CUTS, "full": ("fp32", "bf16")})
+@pytest.mark.law
+def test_a_mean_in_full_is_the_mean_bit_identical_on_all_and_a_nan_is_named(boxes, bucket_elements, full):
+    of_rank = BOXES[boxes]
+    ((*ranks,),) = inputs(len(of_rank), 1, torch.float64)
+    due = sum(ranks) / len(of_rank)
+
+    def work(group):
+        reducer = make(group, bucket_elements=bucket_elements, full=full)
+        reducer.full_(x := ranks[group.rank].clone(), full)
+        bad = ranks[group.rank].clone()
+        if group.rank == 2:
+            bad[1030] = float("nan")
+        with pytest.raises(NonFiniteInput, match="rank 2"):
+            reducer.full_(bad, full)
+        reducer.full_(y := ranks[group.rank].clone(), full)
+        assert torch.equal(x, y)
+        return x
+
+    found = run_threads(len(of_rank), work, boxes=of_rank)
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert (found[0] - due).abs().max() <= {"fp32": 1e-12, "bf16": 0.2}[full]
+
+
+@every_value({"collective, call": [("all_to_all", 0), ("all_to_all", 4), ("sum", 0), ("sum", 4), ("all_gather", 2)]})
+def test_a_peer_lost_in_any_collective_of_a_mean_in_full_is_raised_and_closes_it(collective, call):
+    arrived = threading.Barrier(4)
+
+    def work(group):
+        faulty = FaultyGroup(group)
+        reducer = make(faulty)
+        arrived.wait(60)
+        faulty.arm(Fault((1,), collective, call))
+        with pytest.raises(PeerLost):
+            reducer.full_(torch.ones(LAYOUT.numel, dtype=torch.float64))
+        return reducer.full.is_open
+
+    assert run_threads(4, work, boxes=BOXES["2 of 2"]) == [False] * 4
+
+
 def between_boxes(ledger):
     return sum(entry.num_bytes for entry in ledger.entries() if entry.link is LinkClass.BETWEEN)
 
@@ -330,7 +370,7 @@ def test_two_boxes_of_four_send_each_other_less_than_a_2_4th_of_what_flat_sends(
 
     def work(group):
         like, boxes = torch.ones(layout.numel), exchange_boxes(group)
-        sent = []
+        sent, means = [], []
         for reducer in (
             BucketedAllReduce(group, layout, SignCodec(), like),
             NodeFirst(nodes_of(group), layout, SignCodec(), like),
@@ -338,11 +378,15 @@ def test_two_boxes_of_four_send_each_other_less_than_a_2_4th_of_what_flat_sends(
             ledger = Ledger(group.stats, boxes)
             reducer.compressed_(like.clone(), reducer.new_memory())
             sent.append((between_boxes(ledger), ledger.predicted(boxes.ids[0]).num_bytes))
-        return sent
+            ledger = Ledger(group.stats, boxes)
+            reducer.full_(like.clone())
+            means.append(between_boxes(ledger))
+        return sent, means
 
-    for flat, ours in run_threads(8, work, boxes=BOXES["2 of 4"]):
+    for (flat, ours), means in run_threads(8, work, boxes=BOXES["2 of 4"]):
         assert flat[0] / ours[0] == pytest.approx(23 / 8, rel=0.02)
         assert flat[1] / ours[1] > 2.4
+        assert means[0] / means[1] == pytest.approx(7 / 4, rel=0.02)
 
 
 @every_value({"boxes": BOXES})
