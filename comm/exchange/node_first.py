@@ -39,7 +39,7 @@ from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, lea
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.groups.nodes import Nodes
 from thinwire.comm.kernels.choose import kernels_for
-from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
+from thinwire.comm.layout import BYTE, DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Pending
 from thinwire.comm.signals import deferred
 
@@ -67,7 +67,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
             raise ValueError(
                 'full = "int8": must be "fp32" or "bf16" with topology node_first, which keeps errors of slices only'
             )
-        buckets = Buckets.cut(layout, bucket_elements, cuts)
+        buckets = Buckets.cut(layout, bucket_elements, cuts, BYTE * nodes.box.size)  # slices without a copy
         self.topology = f"node_first, {nodes.peers.size} boxes of {nodes.box.size} ranks"
         facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "topology": self.topology}
         agree(nodes.whole, facts, like)
@@ -279,12 +279,13 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         cut, x_N = self._slices.cuts[k], given.vector_N
         assert x_N is not None
         numel = cut.stop - cut.start
-        if not given.runs and numel == cut.size * self._slices.parts:
+        lies_elsewhere = any(run is not None for run in given.runs)
+        if not lies_elsewhere and numel == cut.size * self._slices.parts:
             return x_N[cut.start : cut.stop].view(self._slices.parts, cut.size)
         rows_Lc = self._room(k)
-        if given.runs and not self._parts[k]:
+        if lies_elsewhere and not self._parts[k]:
             self._parts[k] = by_segment(cut.start, cut.stop, self.buckets.layout)
-        parts = [part.of(x_N, given.runs) for part in self._parts[k]] if given.runs else [x_N[cut.start : cut.stop]]
+        parts = [part.of(x_N, given.runs) for part in self._parts[k]] if lies_elsewhere else [x_N[cut.start : cut.stop]]
         flat = rows_Lc.view(-1)
         torch.cat(parts, out=flat[:numel])
         flat[numel:].zero_()

@@ -202,7 +202,8 @@ def errors_of(memory):
 
 
 BUCKETS = 5
-"""Of LAYOUT, as make() cuts it: 5 all-to-alls in the box, and as many exchanges between boxes, one step behind."""
+"""Of LAYOUT, as make() cuts it for two and three ranks a box: 5 all-to-alls there, and as many exchanges between
+boxes, one bucket behind."""
 PLACES = [("all_to_all", at) for at in (0, 1, 2, 5, 9)] + [("all_gather", at) for at in (0, 3, 4, 5)]
 
 
