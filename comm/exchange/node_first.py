@@ -16,7 +16,7 @@ in fp32 does (node_sums.py). In bf16 it goes from every rank to every other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,8 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         self._own_M = like.new_zeros(self._slices.numel)
         """Of what was launched, the mean of the box on this rank's slices."""
         self._start_M: Tensor | None = None
+        self._runs = torch.tensor(self._slices.runs(nodes.number), dtype=torch.int64, device=like.device)
+        """Of each live run of these slices, which run of the vector it is of."""
         self._pipeline = InlinePipeline(lag=1)
         self._inside: list[Pending | None] = [None] * len(buckets)
         self._staged: list[tuple[Tensor, Tensor] | None] = [None] * len(buckets)
@@ -133,17 +135,22 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
         """As launch_sum of r + weight (x - r), r being the last committed result of this memory, or start.
 
         x crosses the box as it is, and its mean is taken in the place of x: r is the same on all ranks.
-        runs: as in BucketedAllReduce. Raises: RuntimeError where last(memory) is None, and start too.
+        runs, factor: as in BucketedAllReduce. Raises: RuntimeError where last(memory) is None, and start too.
         """
         if start_N is None:
             self._require_last(self._open())
         elif self._start_M is None:
             self._start_M = self._slices.take(start_N, self._nodes.number)
-        self._launch(k, Given(x_N, weight, runs, start_N))
+        self._launch(k, Given(x_N, weight, runs, start_N, factor_r))
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes, once: what may have to be undone is the mean of the box, and kept."""
+        self._launch(k, Given(None, form=form))
 
     def launch_refused(self, k: int) -> None:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
@@ -260,7 +267,9 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         self._open()
         x_N, numel = given.vector_N, self.buckets.layout.numel
         self._expect(k)
-        if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
+        if given.form is not None:
+            pass  # looked at where it is made
+        elif x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
         with whole_or_left(self._group, self._break_off):
@@ -277,8 +286,13 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
     def _rows_of(self, k: int, given: Given) -> Tensor:
         """Bucket k of what was given, a row for each rank of the box: the vector itself where it is just that."""
         cut, x_N = self._slices.cuts[k], given.vector_N
-        assert x_N is not None
         numel = cut.stop - cut.start
+        if given.form is not None:
+            rows_Lc = self._room(k)
+            rows_Lc.view(-1)[:numel].copy_(given.form(slice(cut.start, cut.stop)))
+            rows_Lc.view(-1)[numel:].zero_()
+            return rows_Lc
+        assert x_N is not None
         lies_elsewhere = any(run is not None for run in given.runs)
         if not lies_elsewhere and numel == cut.size * self._slices.parts:
             return x_N[cut.start : cut.stop].view(self._slices.parts, cut.size)
@@ -322,7 +336,10 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
             self._between.launch_sum(k, self._own_M)
         else:
             start_M = None if given.start_N is None else self._start_M
-            self._between.launch_lerp(k, self._own_M, given.weight, (), start_M)
+            factor_r = given.factor_r
+            if factor_r is not None:  # slices beyond the end of a tiny vector have no run
+                factor_r = factor_r[self._runs] if len(self._runs) else None
+            self._between.launch_lerp(k, self._own_M, given.weight, (), start_M, factor_r)
 
     def _finish_slices(self) -> bool:
         """Wait for the exchange with other boxes. Returns whether it has a result; all peers of this rank alike."""
@@ -338,7 +355,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         if self._refuses:
             return flag.fill_(REFUSED)
         for k, given in enumerate(self._given):
-            if given.vector_N is None:
+            if given.is_nothing:
                 return flag.zero_()
             size = torch.linalg.vector_norm(self._rows_of(k, given))
             flag.logical_and_(torch.isfinite(size.square()))

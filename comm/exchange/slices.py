@@ -81,6 +81,14 @@ class Slices:
                 segments.append(beyond)
         return VectorLayout(self.numel, tuple(live), tuple(segments))
 
+    def runs(self, number: int) -> list[int]:
+        """Of each live run of layout(number), which run of the vector it is of."""
+        found: list[int] = []
+        for cut in self.cuts[::-1]:
+            low, high = cut.of(number)
+            found += [i for i, (start, stop) in enumerate(self._layout.live) if max(start, low) < min(stop, high)]
+        return found
+
     def moves(self, number: int) -> tuple[Move, ...]:
         """Where the slices of rank `number` stand in the vector, and among themselves."""
         found = ((*cut.of(number), cut.at) for cut in self.cuts[::-1])

@@ -16,6 +16,7 @@ from thinwire.comm.exchange.node_first import NodeFirst
 from thinwire.comm.exchange.slices import Slices
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.wire.ledger import Ledger
 from thinwire.comm.wire.link_classes import LinkClass, exchange_boxes
@@ -159,6 +160,44 @@ def test_a_momentum_formed_on_the_way_is_that_formed_before_to_rounding(dtype, b
             slack = 64 * EPS[dtype] * float(max(due.abs().max(), sums.largest))
             assert (out - due).abs().max() <= slack
             assert (lerps.residual() - sums.residual()).abs().max() <= slack
+        return True
+
+    assert all(run_threads(len(of_rank), work, boxes=of_rank))
+
+
+@every_value({"boxes": BOXES})
+@pytest.mark.law
+def test_factors_of_runs_and_sums_formed_by_bucket_are_as_those_of_whole_vectors(boxes):
+    of_rank, weight = BOXES[boxes], 0.25
+    rounds = inputs(len(of_rank), 4, torch.float64)
+    factor_r = torch.linspace(0.5, 2.0, len(LAYOUT.live), dtype=torch.float64)
+
+    def work(group):
+        plain, formed, scaled = (make(group) for _ in range(3))
+        memories = [reducer.new_memory() for reducer in (plain, formed, scaled)]
+        r = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+        for ranks in rounds:
+            g = ranks[group.rank]
+            z = spread(factor_r, LAYOUT) * (r + weight * (g - r))
+            for reducer, memory in zip((plain, formed, scaled), memories, strict=True):
+                reducer.begin(memory)
+                for k in range(len(reducer.buckets)):
+                    if reducer is plain:
+                        reducer.launch_sum(k, z)
+                    elif reducer is formed:
+                        reducer.launch_formed(k, lambda at, z=z: z[at].clone())
+                    else:
+                        reducer.launch_lerp(k, g, weight, (), r, factor_r)
+                reducer.finish()
+            outs = [reducer.result for reducer in (plain, formed, scaled)]
+            decoded = [torch.empty_like(z) for _ in outs]
+            for one, out in zip(outs, decoded, strict=True):
+                one.decode_(out)
+            for reducer in (plain, formed, scaled):
+                reducer.commit()
+            assert torch.equal(decoded[1], decoded[0])
+            torch.testing.assert_close(decoded[2], decoded[0], rtol=0, atol=1e-12)
+            r = decoded[0] / spread(factor_r, LAYOUT)
         return True
 
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
