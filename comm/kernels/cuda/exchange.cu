@@ -18,16 +18,16 @@
 
 typedef unsigned char byte;
 
-// One block of values. at: its first element in the vector. size: a multiple of 8. scale, bits: where in wire memory its
-// scale is, in floats, and its signs begin, in bytes. dead: its part of the list of dead elements. live: at least 1.
+// One block of values. at: its first element in the vector. size: a multiple of 8. scale, bits: where in wire memory
+// its scale is, in floats, and its signs begin, in bytes. dead: its part of the list of dead elements. live: at least 1.
 struct Block {
     long long at;
     unsigned size, scale, bits, dead, dead_stop;
     float live;
 };
 
-// Where gradients lie. base: the address of element 0 of the vector, if all of it lay as these blocks do; stop: number of
-// the first block behind them; narrow: they are bfloat16.
+// Where gradients lie. base: the address of element 0 of the vector, if all of it lay as these blocks do; stop: number
+// of the first block behind them; narrow: they are bfloat16.
 struct Part {
     unsigned long long base;
     unsigned stop, narrow;
@@ -206,7 +206,8 @@ __device__ __forceinline__ void new_lerp(const Block& b, const float* c, float s
         });
 }
 
-// c <- e + m + weight (g - m); the rows of it. m: what the rows `last_*` say. first: number of the launch's first block.
+// c <- e + m + weight (g - m); the rows of it. m: what the rows `last_*` say. first: number of the launch's first
+// block.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encode_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
             const float* last_values, const byte* last_bits, const Block* blocks, const long long* dead, float* values,

@@ -11,8 +11,9 @@ from torch import Tensor
 THREADS = 256
 """Threads of a block, of every kernel of ours: as the sources say."""
 
-Argument = Tensor | np.generic
-"""Of a kernel: a tensor is the address of its first element, a number or a structure of numpy goes by value."""
+Array = np.ndarray[Any, Any]
+Argument = Tensor | np.generic | Array
+"""Of a kernel: a tensor is the address of its first element; a number, and an array of one structure, go by value."""
 
 
 class Launcher(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable
-from thinwire.comm.kernels.cuda.launch import Structure
+from thinwire.comm.kernels.cuda.launch import Array, Structure
 
 BLOCK: Structure = np.dtype(
     [
@@ -58,7 +57,7 @@ class Run:
 
     first: int
     blocks: int
-    parts: np.generic
+    parts: Array
 
 
 _known: WeakKeyDictionary[BlockTable, Records] = WeakKeyDictionary()
@@ -80,7 +79,7 @@ def runs_of(parts: Sequence[Tensor], table: BlockTable) -> Iterator[Run]:
     bounds = records_of(table).bounds
     begin = first = 0
     for at in range(0, len(parts), MOST_PARTS):
-        filled = np.zeros((), PARTS)
+        filled: Array = np.zeros(1, PARTS)
         stop = first
         for number, part in enumerate(parts[at : at + MOST_PARTS]):
             base = part.data_ptr() - begin * part.element_size()
@@ -88,9 +87,9 @@ def runs_of(parts: Sequence[Tensor], table: BlockTable) -> Iterator[Run]:
             if begin not in bounds:
                 raise ValueError(f"a part that ends at {begin} must end where a block does")
             stop = bounds[begin]
-            filled["part"][number] = base % 2**64, stop, part.dtype == NARROW
+            filled["part"][0, number] = base % 2**64, stop, part.dtype == NARROW
         filled["count"] = len(parts[at : at + MOST_PARTS])
-        yield Run(first, stop - first, cast(np.generic, filled[()]))
+        yield Run(first, stop - first, filled)
         first = stop
 
 
