@@ -19,13 +19,13 @@ LAYOUT = VectorLayout(3008, ((0, 1603), (1608, 3001)), ((0, 1608), (1608, 3008))
 BAD_STEP = 2
 
 
-def exchanged(kernels, size, steps, keeps, monkeypatch):
+def exchanged(kernels, size, steps, keeps, monkeypatch, device="cpu"):
     """What every rank holds after so many steps; in one of them a rank's vector is not finite, and it is undone."""
     monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
 
     def work(group):
         random = torch.Generator().manual_seed(group.rank)
-        x = torch.zeros(LAYOUT.numel)
+        x = torch.zeros(LAYOUT.numel, device=device)
         reducer = BucketedAllReduce(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
         memory, found = reducer.new_memory(), []
         for step in range(steps):
@@ -46,7 +46,7 @@ def exchanged(kernels, size, steps, keeps, monkeypatch):
                 assert step == BAD_STEP
             result = reducer.last(memory)
             if result is not None:
-                out = torch.empty(LAYOUT.numel)
+                out = torch.empty(LAYOUT.numel, device=device)
                 result.decode_(out)
                 found.append(out)
             if step == BAD_STEP:  # what was undone is no last result

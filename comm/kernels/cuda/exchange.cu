@@ -7,6 +7,7 @@
 // x[64 k + l]^2 over k, then lanes fold 32 + 32, 16 + 16, ... 1 + 1.
 
 #define THREADS 256
+#define AT_ONCE 5  // blocks of a multiprocessor, at least: 48 registers a thread; without it sm_120 spills
 #define FOUR 4u
 #define BYTE 8u
 #define LANES 64u
@@ -159,7 +160,7 @@ __device__ __forceinline__ void zero_dead(const Block& b, const long long* dead,
 }
 
 // c <- e + x; the rows of it.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 encode_sum(float* c, float* scale, const float* x, const Block* blocks, const long long* dead, float* values,
            byte* bits) {
     extern __shared__ float shared[];
@@ -208,7 +209,7 @@ __device__ __forceinline__ void new_lerp(const Block& b, const float* c, float s
 
 // c <- e + m + weight (g - m); the rows of it. m: what the rows `last_*` say. first: number of the launch's first
 // block.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 encode_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
             const float* last_values, const byte* last_bits, const Block* blocks, const long long* dead, float* values,
             byte* bits) {
@@ -258,7 +259,7 @@ __device__ __forceinline__ float4 half_of(const Eight& z, unsigned from) {
 }
 
 // b <- e + mean of the rows; the row of it.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 serve(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows, unsigned row_bytes,
       const Block* blocks, const long long* dead, float* values, byte* bits) {
     extern __shared__ float shared[];
@@ -274,7 +275,7 @@ serve(float* c, float* scale, const float* row_values, const byte* row_bits, uns
 }
 
 // out <- s sgn, 0 where dead.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 decode(const float* values, const byte* bits, const Block* blocks, const long long* dead, float* out) {
     Block b = blocks[blockIdx.x];
     float size = values[b.scale];
@@ -290,7 +291,7 @@ __device__ __forceinline__ void take_back4(float* c, unsigned i, float4 x, float
 }
 
 // c <- c - x, s <- 0 where the scale in `written` is no NaN.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 undo_sum(float* c, float* scale, const float* x, const float* written, const Block* blocks, const long long* dead) {
     Block b = blocks[blockIdx.x];
     if (is_nan(written[b.scale])) return;
@@ -313,7 +314,7 @@ __device__ __forceinline__ void take_back_lerp(const Block& b, float* c, const G
 }
 
 // c <- c - (m + weight (g - m)), s <- 0, as above.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 undo_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
           const float* last_values, const byte* last_bits, const float* written, const Block* blocks,
           const long long* dead) {
@@ -331,7 +332,7 @@ undo_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned 
 }
 
 // b <- b - mean of the rows, s <- 0, as above.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 undo_serve(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
            unsigned row_bytes, const float* written, const Block* blocks, const long long* dead) {
     Block b = blocks[blockIdx.x];
@@ -347,7 +348,7 @@ undo_serve(float* c, float* scale, const float* row_values, const byte* row_bits
 }
 
 // Of each row that has blocks: 1 where all of its scales are finite, else 0. row_starts: number of its first block.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 flag_rows(const long long* row_starts, const long long* flag_at, const Block* blocks, const float* values, byte* bits) {
     long long first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
     if (first == stop) return;
