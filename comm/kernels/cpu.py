@@ -73,6 +73,7 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.encode_scaled."""
         c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
         self._encode(cpu_loops.encode_scaled, given, table, out)
 
@@ -124,6 +125,7 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.undo_scaled."""
         c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
         tail = rows_of(written, table), blocks_of(table)
         self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))

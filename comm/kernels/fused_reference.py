@@ -207,9 +207,13 @@ def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: 
 def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:
     require_cover(x_parts, table)
     m_c = decoded(last, table)
-    x_parts = [x_c.to(m_c.dtype) for x_c in x_parts]  # from bfloat16 that is exact
-    x_c = x_parts[0] if len(x_parts) == 1 else torch.cat(x_parts)
-    return (x_c - m_c).mul_(weight).add_(m_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c)
+
+
+def _joined(x_parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """float[c] of all parts; from bfloat16 that is exact."""
+    wide = [x_c.to(like.dtype) for x_c in x_parts]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 def _scaled(
@@ -219,7 +223,7 @@ def _scaled(
     require_factors(factor_r, pieces, table)
     factor_c = pieces.spread(factor_r)
     m_c = decoded(last, table).div_(factor_c)
-    return (torch.cat(list(x_parts)) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
 
 
 def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:

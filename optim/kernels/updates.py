@@ -32,7 +32,7 @@ def fits(vector_s: Tensor) -> bool:
 
 
 def in_one_pass(vector_s: Tensor) -> bool:
-    """The same of the updates that have a kernel for GPUs too: all but those of LAMB."""
+    """The same of the updates here, which have kernels for GPUs too."""
     return fits(vector_s) or _on_cuda(vector_s) is not None
 
 

@@ -38,7 +38,6 @@ BYTES = {
     "local": 32,
     "propose": 16,
     "receive": 24,
-    "scaled_momentum": 12,
 }
 """That a kernel moves for an element of what it does, with gradients in float32."""
 DEVICES = {  # architecture, multiprocessors, GHz, TB/s of memory, as their data sheets say

@@ -17,7 +17,6 @@ MOST_INSTRUCTIONS = {
     "local": 45,
     "propose": 15,
     "receive": 60,
-    "scaled_momentum": 12,
 }
 """For an element, of all threads."""
 ALWAYS = "sm_90"

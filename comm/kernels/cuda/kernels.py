@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.kernels.cuda.launch import Argument, Launcher
 from thinwire.comm.kernels.cuda.tables import NARROW, records_of, runs_of
@@ -71,6 +71,21 @@ class CudaKernels:
         self._lerp("encode_lerp", given, x_parts, weight, last, table, tail, encodes=True)
         return self._flag(table, out)
 
+    def encode_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        table: BlockTable,
+        out: RowMemory,
+    ) -> None:
+        """As fused_reference.encode_scaled, and by it: there is no kernel yet."""
+        fused_reference.encode_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, table, out)
+
     def serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
     ) -> None:
@@ -103,6 +118,21 @@ class CudaKernels:
         """As fused_reference.undo_lerp."""
         given, tail = (_vector(c_c, table), _scales(scale_b, table)), (_wire(written, table)[0], *_blocks(table))
         self._lerp("undo_lerp", given, x_parts, weight, last, table, tail)
+
+    def undo_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        written: RowMemory,
+        table: BlockTable,
+    ) -> None:
+        """As fused_reference.undo_scaled, and by it."""
+        fused_reference.undo_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, written, table)
 
     def undo_serve(
         self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable

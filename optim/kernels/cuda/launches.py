@@ -30,16 +30,14 @@ class CudaUpdates:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def run(
-        self, name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...], last: tuple[Tensor, ...] = ()
-    ) -> None:
+    def run(self, name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
         """The kernel of this name over all elements of the slices, which have one length. Raises: ValueError."""
         for x in slices:
             if x.data_ptr() % ALIGNMENT:
                 raise ValueError(f"a slice at address {x.data_ptr()} must begin at a multiple of {ALIGNMENT}")
         numel = slices[0].numel()
         if numel:
-            arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), *last, np.int64(numel))
+            arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), np.int64(numel))
             self._launcher.launch(name, -(-numel // SPAN), 0, arguments)
 
     def over_rows(
