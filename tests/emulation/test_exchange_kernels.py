@@ -18,7 +18,6 @@ from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.comm.kernels.cuda.tables import BLOCK, MOST_PARTS, PARTS
 
-pytestmark = pytest.mark.law
 LAUNCHED = [name for name in KERNELS if "scaled" not in name]
 """The rest is plain torch."""
 KERNEL_ARGUMENT_BYTES = 4096
@@ -58,6 +57,7 @@ def cases(draw, most):
 SEEDS, RESIDENT = st.integers(0, 1000), st.sampled_from([1, 3])
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", LAUNCHED)
 @settings(max_examples=5)
 @given(case=cases(most=1000), seed=SEEDS, resident=RESIDENT)

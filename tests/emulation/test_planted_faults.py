@@ -47,7 +47,6 @@ def what_is_found(source, kernel):
     return "nothing"
 
 
-@pytest.mark.law
 @pytest.mark.parametrize("kernel", ["encode_sum", "encode_lerp", "serve", "decode", "undo_sum"])
 def test_nothing_is_found_where_no_fault_is_planted(kernel):
     assert what_is_found(cuda.source(), kernel) == "nothing"

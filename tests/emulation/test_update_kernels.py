@@ -16,7 +16,6 @@ from thinwire.optim.kernels.cuda import launches
 from thinwire.optim.kernels.cuda.launches import SPAN, CudaUpdates
 from thinwire.optim.kernels.descend import in_torch_
 
-pytestmark = pytest.mark.law
 HYPER = AdamHyper(slice(0, 8), 1.7e-3, 0.9, 0.997, 1e-8, 0.013)
 EPS, INF = (1e-16, 1e-8), float("inf")
 UPDATES = {
@@ -58,6 +57,7 @@ def emulated(seed=1):
     return CudaUpdates(Emulator(launches.source(), seed))
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_equal_to_the_compiled_loop_bit_for_bit(update, numel, monkeypatch):
@@ -66,6 +66,7 @@ def test_equal_to_the_compiled_loop_bit_for_bit(update, numel, monkeypatch):
     assert_same_floats(ours, updated(update, whole, None, monkeypatch), update)
 
 
+@pytest.mark.law
 @settings(max_examples=15)
 @given(
     sizes=st.lists(st.sampled_from([8, 16, 24, 56, 64, 120, 1000, 2056]), min_size=0, max_size=5),
