@@ -58,7 +58,7 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
 
 def step_(p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None) -> None:
     """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v: modified."""
-    if updates.fits(p_N):
+    if updates.in_one_pass(p_N):
         updates.adam_(p_N, g_N, m_N, v_N, h, bias_step)
         return
     momentum_(m_N, g_N, h.beta1)

@@ -95,7 +95,7 @@ def local_step(
     vectors = p_N, g_N, s.m_N, s.used, *s.of_round()
     for h, done in zip(groups, rounds, strict=True):
         p, g, m, v, u, x_s = (x[h.span] for x in vectors)
-        if h.lr and settings.decay is Decay.OF_SUM and updates.fits(p):
+        if h.lr and settings.decay is Decay.OF_SUM and updates.in_one_pass(p):
             eps, keep = settings.eps_of(h.eps), kept_by(h)
             if done.is_new:
                 updates.first_local_(p, g, m, u, x_s, v, h, keep, eps)
@@ -139,7 +139,7 @@ def propose_(
             z_s.copy_(u)
         return
     keep = kept_by(h) if settings.decay is Decay.OF_SUM else 1.0
-    if updates.fits(z_s):
+    if updates.in_one_pass(z_s):
         if u is None:
             updates.first_proposal_(z_s, g_s, m, h)
         else:
@@ -208,7 +208,7 @@ class Receipt:
 
     @property
     def _has_loop(self) -> bool:
-        return self.weight != 0 and updates.fits(self.p_N)
+        return self.weight != 0 and updates.in_one_pass(self.p_N)
 
     @property
     def _sign(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import cpu_loops
@@ -54,7 +55,7 @@ class CpuKernels:
         out: RowMemory,
     ) -> None:
         """As fused_reference.encode_lerp."""
-        c, scale = values_of(c_c, table), scales_of(scale_b, table)
+        c, scale, x_parts = values_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
         self._encode(cpu_loops.encode_lerp, given, table, out)
 
@@ -72,6 +73,7 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.encode_scaled."""
         c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
         self._encode(cpu_loops.encode_scaled, given, table, out)
 
@@ -104,7 +106,7 @@ class CpuKernels:
         table: BlockTable,
     ) -> None:
         """As fused_reference.undo_lerp."""
-        c, scale = values_of(c_c, table), scales_of(scale_b, table)
+        c, scale, x_parts = values_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
         tail = rows_of(written, table), blocks_of(table)
         self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
@@ -123,6 +125,7 @@ class CpuKernels:
     ) -> None:
         """As fused_reference.undo_scaled."""
         c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
         given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
         tail = rows_of(written, table), blocks_of(table)
         self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))
@@ -144,6 +147,13 @@ class CpuKernels:
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:
         """Run the loop over all blocks: a share a thread, one of them this thread's."""
         self._threads.split(table.num_blocks, MIN_BLOCKS, loop)
+
+
+def _widened(x_parts: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+    """Parts in bfloat16 as copies in the vector's dtype; the rest as it is."""
+    if all(part.dtype != torch.bfloat16 for part in x_parts):
+        return x_parts
+    return [part.to(like.dtype) if part.dtype == torch.bfloat16 else part for part in x_parts]
 
 
 def _scratch(table: BlockTable, like: Array) -> Array:

@@ -53,8 +53,8 @@ def encode_lerp(
 ) -> None:
     """c <- e + m + weight (x - m), m being the values that the rows in `last` say; write the rows of it.
 
-    Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks. last: rows of
-    the same table.
+    Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks, in the dtype of
+    c or in bfloat16. last: rows of the same table.
     """
     _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out)
 
@@ -206,9 +206,14 @@ def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: 
 
 def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:
     require_cover(x_parts, table)
-    x_c = x_parts[0] if len(x_parts) == 1 else torch.cat(list(x_parts))
     m_c = decoded(last, table)
-    return (x_c - m_c).mul_(weight).add_(m_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c)
+
+
+def _joined(x_parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """float[c] of all parts; from bfloat16 that is exact."""
+    wide = [x_c.to(like.dtype) for x_c in x_parts]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 def _scaled(
@@ -218,7 +223,7 @@ def _scaled(
     require_factors(factor_r, pieces, table)
     factor_c = pieces.spread(factor_r)
     m_c = decoded(last, table).div_(factor_c)
-    return (torch.cat(list(x_parts)) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
 
 
 def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
@@ -227,7 +232,7 @@ def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
     for begin in range(0, num_rows * table.row_bytes, table.row_bytes):
         row = RowMemory.of(rows.bytes_B[begin : begin + table.row_bytes], mean_c.dtype)
         mean_c += decoded(row, table)
-    return mean_c.div_(num_rows)
+    return mean_c.div_(mean_c.new_full((1,), num_rows))  # by a number, CUDA takes the reciprocal: another last bit
 
 
 def _bytes_at(table: BlockTable) -> Tensor:

@@ -1,6 +1,6 @@
-"""The loops of `loops` on slices of torch's vectors, on as many threads as torch uses.
+"""The loops of `loops` on slices of torch's vectors, on as many threads as torch uses; the kernels of `cuda` on a GPU.
 
-Slices are float[s] of the flat vectors: contiguous, on the CPU, s and where they begin multiples of 8. What is written
+Slices are float[s] of the flat vectors: contiguous, s and where they begin multiples of 8. What is written
 gets a new version, as by an operation of torch: who keeps what follows from a vector looks at that.
 """
 
@@ -16,10 +16,11 @@ from torch.autograd.graph import increment_version
 
 from thinwire.comm.kernels.arrays import blocks_of, rows_of, values_of
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.choose import CPU_DTYPES
+from thinwire.comm.kernels.choose import CPU_DTYPES, cuda_launcher
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.layout import BYTE
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.kernels.cuda.launches import CudaUpdates, source
 
 LEAST = 1 << 13
 """Eights of elements that a thread must get to be worth waking: 64 Ki, tens of microseconds."""
@@ -30,17 +31,26 @@ def fits(vector_s: Tensor) -> bool:
     return vector_s.device.type == "cpu" and vector_s.dtype in CPU_DTYPES
 
 
+def in_one_pass(vector_s: Tensor) -> bool:
+    """The same of the updates here, which have kernels for GPUs too."""
+    return fits(vector_s) or _on_cuda(vector_s) is not None
+
+
 def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> None:
     """adam_math.step_ of one slice. p, m, v: modified. Source: Loshchilov and Hutter 2019, Alg. 2."""
     correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
     correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
     numbers = 1 - h.beta1, h.beta2, 1 - h.beta2, correction2**0.5, h.eps, 1 - h.lr * h.weight_decay, h.lr / correction1
-    _run(_loops().adam, (p_s, g_s, m_s, v_s), numbers)
+    _run("adam", (p_s, g_s, m_s, v_s), numbers)
     increment_version((p_s, m_s, v_s))
 
 
 def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:
     """As descend.in_torch_, bit for bit. p: modified."""
+    if (cuda := _on_cuda(p_c)) is not None:
+        cuda.over_rows("descend", (p_c, v_c), rows, (eps, lr, 1 - decay), table)
+        increment_version(p_c)
+        return
     p, loop = values_of(p_c, table), _loops().descend
     eps, rate, keep, one = map(p.dtype.type, (eps, lr, 1 - decay, 1))
     given = p, values_of(v_c, table), rows_of(rows, table), eps, rate, keep, one, blocks_of(table)
@@ -61,7 +71,7 @@ def first_local_(
     eps: tuple[float, float],
 ) -> None:
     """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read."""
-    _run(_loops().first_local, (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
+    _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
     increment_version((p_s, m_s, u_s, begun_s))
 
 
@@ -69,19 +79,19 @@ def local_(
     p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float, eps: tuple[float, float]
 ) -> None:
     """zero_one_round.local_step of one slice. p, m, u: modified. eps: inside and outside of the root of v."""
-    _run(_loops().local, (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
+    _run("local", (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
     increment_version((p_s, m_s, u_s))
 
 
 def first_proposal_(z_s: Tensor, g_s: Tensor, m_s: Tensor, h: AdamHyper) -> None:
     """zero_one_round.propose_ of one slice, where the round has no step yet. z: modified."""
-    _run(_loops().first_proposal, (z_s, g_s, m_s), (1 - h.beta1, h.lr))
+    _run("first_proposal", (z_s, g_s, m_s), (1 - h.beta1, h.lr))
     increment_version(z_s)
 
 
 def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, keep: float) -> None:
     """zero_one_round.propose_ of one slice. z: modified."""
-    _run(_loops().propose, (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
+    _run("propose", (z_s, g_s, m_s, u_s), (1 - h.beta1, keep, h.lr))
     increment_version(z_s)
 
 
@@ -99,7 +109,7 @@ def receive_(
     eps: tuple[float, float],
 ) -> None:
     """zero_one_round.Receipt of one slice of floats. p, m: modified. start may be p."""
-    _run(_loops().receive, (p_s, start_s, z_s, v_s, m_s), (*numbers, *eps))
+    _run("receive", (p_s, start_s, z_s, v_s, m_s), (*numbers, *eps))
     increment_version((p_s, m_s))
 
 
@@ -114,6 +124,10 @@ def receive_rows_(
     table: BlockTable,
 ) -> None:
     """receive_ of what the rows say, bit for bit; 0 where dead. table: where in the rows the blocks of c are."""
+    if (cuda := _on_cuda(p_c)) is not None:
+        cuda.over_rows("receive_rows", (p_c, start_c, v_c, m_c), rows, (*numbers, *eps), table)
+        increment_version((p_c, m_c))
+        return
     p, loop = values_of(p_c, table), _loops().receive_rows
     vectors = p, *(values_of(x, table) for x in (start_c, v_c, m_c))
     given = *vectors, rows_of(rows, table), *map(p.dtype.type, (*numbers, *eps)), blocks_of(table)
@@ -135,13 +149,23 @@ def _loops() -> Any:
     return loops
 
 
+def _on_cuda(like: Tensor) -> CudaUpdates | None:
+    return None if like.device.type == "cpu" else _cuda_of(like.device, like.dtype)
+
+
+@cache
+def _cuda_of(device: torch.device, dtype: torch.dtype) -> CudaUpdates | None:
+    launcher = cuda_launcher(device, dtype, source())
+    return None if launcher is None else CudaUpdates(launcher)
+
+
 @cache
 def _threads(most: int) -> Threads:
     return Threads(most)
 
 
-def _run(loop: Callable[..., None], slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
-    """Over all eights of the slices, which have one length and type."""
+def _run(name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
+    """The loop, or the kernel, of this name over all eights of the slices, which have one length and type."""
     first = slices[0]
     for x in slices:
         if x.shape != first.shape or x.dtype != first.dtype or not x.is_contiguous() or len(x) % BYTE:
@@ -149,5 +173,8 @@ def _run(loop: Callable[..., None], slices: tuple[Tensor, ...], numbers: tuple[f
                 f"slices of shapes {[list(v.shape) for v in slices]} and types {[v.dtype for v in slices]} must be "
                 f"alike, contiguous, and whole multiples of {BYTE} elements"
             )
-    number = first.numpy().dtype.type
+    if (cuda := _on_cuda(first)) is not None:
+        cuda.run(name, slices, numbers)
+        return
+    number, loop = first.numpy().dtype.type, getattr(_loops(), name)
     over(first.numel() // BYTE, LEAST, loop, *(x.numpy() for x in slices), *map(number, numbers))
