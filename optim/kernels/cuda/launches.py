@@ -43,7 +43,7 @@ class CudaUpdates:
     def over_rows(
         self, name: str, vectors: tuple[Tensor, ...], rows: RowMemory, numbers: tuple[float, ...], table: BlockTable
     ) -> None:
-        """The kernel of this name, along what rows say of the table's blocks. Raises: ValueError for what does not fit."""
+        """The kernel of this name, along what rows say of the table's blocks. Raises: ValueError."""
         for x in vectors:
             fits = x.shape == (table.numel,) and x.dtype == table.live.dtype and x.is_contiguous()
             if not fits or x.data_ptr() % ALIGNMENT:
