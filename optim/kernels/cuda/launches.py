@@ -55,5 +55,6 @@ class CudaUpdates:
             raise ValueError(f"wire memory of {rows.bytes_B.numel()} bytes must have at least {table.wire_bytes}")
         if table.num_blocks:
             records, given = records_of(table), map(np.float32, numbers)
-            arguments = *vectors, rows.values_V, rows.bytes_B, *given, records.blocks, records.dead
+            wire: tuple[Argument, ...] = (rows.values_V, rows.bytes_B)
+            arguments: tuple[Argument, ...] = (*vectors, *wire, *given, records.blocks, records.dead)
             self._launcher.launch(name, table.num_blocks, 0, arguments)
