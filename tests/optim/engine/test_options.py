@@ -22,6 +22,7 @@ ALL = {
     "saves": "rank",
     "model": None,
     "full_exchange": "bf16",
+    "topology": "flat",
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
@@ -29,6 +30,7 @@ COMPRESSED = ALL | {
     "parity": None,
     "settings": None,
     "bias_correction": False,
+    "refresh": 0.5,
     "block": 64,
     "scale": "l1",
 }
