@@ -61,6 +61,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
+    refresh: the part of its age after which a frozen variance is brought up to date (variance/refresh.py), or None.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
     max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology: as in

@@ -89,7 +89,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step but the dense ones, and v is of the
     mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
     mean that is shortened, as in CheckedOptions.
-    block: values that share a scale, in our settings; scale: the norm that it keeps.
+    refresh: as in OneBitAdam. block: values that share a scale, in our settings; scale: the norm that it keeps.
     non_finite, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
     buffers go at syncs. overlap: as there; the sum at a sync is formed of each bucket when backward has made its
     gradients, with the rates of then. Where one is changed before step(), what was sent is undone, and later syncs wait
