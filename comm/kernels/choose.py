@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.layout import BYTE
@@ -20,7 +21,9 @@ CPU_DTYPES = (torch.float32, torch.float64)
 class Kernels(Protocol):
     """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+    def encode_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.encode_sum."""
 
     def encode_lerp(
@@ -32,18 +35,28 @@ class Kernels(Protocol):
         last: RowMemory,
         table: BlockTable,
         out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp."""
 
     def serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        table: BlockTable,
+        out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+    def undo_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.undo_sum."""
 
     def undo_lerp(
@@ -55,11 +68,19 @@ class Kernels(Protocol):
         last: RowMemory,
         written: RowMemory,
         table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        written: RowMemory,
+        table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_serve."""
 
@@ -71,18 +92,21 @@ def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> K
     return fused_reference
 
 
-def warm_up(dtype: torch.dtype) -> None:
+def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     """Compile the kernels of the CPU for this dtype, or load them from numba's cache: seconds, or a part of one.
 
     Without it the first call of each compiles, which peers may take for a rank that is gone. The cache lies beside
     the modules where that can be written, else in the user's cache folder; NUMBA_CACHE_DIR names another.
+    sums: of kept sums, where they are of another.
     """
     if dtype not in CPU_DTYPES:
         return
     kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
     table = BlockTable.from_spans([[(0, BYTE)]], [], like)
     last, out = (RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
-    c_c, x_c, scale_b = like.clone(), like.clone(), like[:1].clone()
+    c_c, x_c, scale_b = like.to(sums or dtype, copy=True), like.clone(), like[:1].clone()
+    if c_c.dtype != dtype:
+        narrow(x_c, NONE, c_c)
     kernels.encode_sum(c_c, scale_b, x_c, table, out)
     kernels.undo_sum(c_c, scale_b, x_c, out, table)
     kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
@@ -90,7 +114,7 @@ def warm_up(dtype: torch.dtype) -> None:
     kernels.serve(c_c, scale_b, last, 1, table, out)
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
-    larger_than(c_c, scale_b, table, 0.0, 1)
+    larger_than(x_c, scale_b, table, 0.0, 1)
 
 
 @cache
