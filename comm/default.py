@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,12 +36,14 @@ def default_reducer(
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
     full: FullWire = "fp32",
+    sums: torch.dtype | None = None,
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
     block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
     bucket_elements, none across one of `cuts`, keeping of the others what it is asked to
     (comm/keeps.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent.
+    sums: as in BucketedAllReduce; of one rank, which keeps none, nothing follows from it.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost.
     """
@@ -48,6 +51,8 @@ def default_reducer(
     if group.size == 1:
         return SoloReducer(group, layout, like)
     if scale != "l2":
+        if sums is not None:
+            raise ValueError(f'scale = {scale!r}: must be "l2" where kept sums are of {sums}')
         return CompressedAllReduce(group, layout, SignCodec(block, scale), like, full=full)
     return BucketedAllReduce(
         group,
@@ -58,6 +63,7 @@ def default_reducer(
         cuts=cuts,
         keeps=keeps,
         full=full,
+        sums=sums,
     )
 
 

@@ -2,8 +2,8 @@
 
 fused_reference says what each computes; these are equal to it bit for bit, for nothing is contracted or reassociated.
 
-Kept sums may be bfloat16 beside vectors of float32, as arrays of uint16 (vectors.py); then what is kept of each is drawn
-from `noise` (bf16.py), and the row is that of what is kept.
+Kept sums may be bfloat16 beside vectors of float32, as arrays of uint16 (vectors.py). Then they are rounded by `noise`
+(bf16.py), and the row says what is kept.
 
 A block is read from memory once. Its new sums are formed in `new`, scratch that stays in the cache, because whether
 they may be written is known only when all of them have been squared and added; then they are packed, and copied.
@@ -273,7 +273,10 @@ def _finish(block: int, new: Array, blocks: Blocks, c: Array, scale: Array, out:
         new[blocks.dead[k] - low] = 0
     mean_square = _pack(new, high - low, blocks.bits_at[block], out.bytes) / blocks.live[block]
     if np.isfinite(mean_square):
-        for at in range(low, high, BYTE):
+        whole = low + (high - low) // WORD * WORD
+        for at in range(low, whole, WORD):
+            store(c, at, load64(new, at - low))
+        for at in range(whole, high, BYTE):
             store(c, at, load8(new, at - low))
         scale[block] = out.values[scale_at] = np.sqrt(mean_square)
     else:

@@ -7,8 +7,8 @@ stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was
     serve       the same with z = the mean of the decoded rows, on the server's chunk
     undo        c = c' - z, s = 0    exact to rounding
 
-Kept sums may be bfloat16 beside everything else in float32. Then c' = rounded(e + z), which is e + z on average, and the
-rows say what is sent of that; undo takes z from what c' was before it was rounded, to half a unit (bf16.py).
+Kept sums may be bfloat16 beside everything else in float32. Then c' = rounded(e + z), which is e + z on average, and
+the rows say what is sent of that; undo takes z from what c' was before it was rounded, to half a unit (bf16.py).
 
 A block whose sum of squares is not finite is not written (c and s stay as they were); its scale in the row is NaN.
 Its bits in the row are those of c' all the same. A row's flag says whether all of its scales are finite.
@@ -184,9 +184,7 @@ def _is_narrowed(c_c: Tensor, table: BlockTable) -> bool:
     return c_c.dtype == torch.bfloat16 and table.live.dtype == torch.float32
 
 
-def _undo(
-    c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise
-) -> None:
+def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise) -> None:
     written_b = ~torch.isnan(written.values_V[table.scale_at])
     before_c = bf16.unrounded(c_c, noise) if _is_narrowed(c_c, table) else c_c
     c_c.copy_(torch.where(_per_element(written_b, table), before_c - z_c, c_c))
