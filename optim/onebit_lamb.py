@@ -171,14 +171,15 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
-    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange: as in
-    OneBitAdam.
+    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange,
+    error_memory: as in OneBitAdam.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     fresh: ClassVar[Mapping[str, float]] = {"scaling_T": 1.0, "factor_T": 1.0}
+    narrows = ("error_memory",)
 
     def __init__(
         self,

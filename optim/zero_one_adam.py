@@ -206,7 +206,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
     mean that is shortened, as in CheckedOptions.
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options); buffers go at
+    non_finite, bucket_elements, saves, model, full_exchange, error_memory: as in CheckedOptions; buffers go at
     syncs. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),

@@ -16,6 +16,10 @@ NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
 
 
+Narrow = Literal["bf16"]
+"""Half the memory of float32; what is rounded often is rounded at random, so that nothing is lost on average."""
+
+
 Saves = Literal["together", "rank"]
 """What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
 
@@ -31,6 +35,8 @@ class Options(TypedDict, total=False):
     saves: Saves
     model: nn.Module | None
     full_exchange: FullWire | None
+    variance: Narrow | None
+    error_memory: Narrow | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,9 @@ class CheckedOptions:
     or they may differ between ranks.
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
     "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
+    variance, error_memory: "bf16" keeps a frozen variance, and what compression leaves out, in half of float32's memory
+    (docs/algorithms.md, "Half the memory"). None: in the type of the other vectors. Algorithms that have no such way
+    raise a ValueError.
     """
 
     group: Group | None = None
@@ -61,6 +70,8 @@ class CheckedOptions:
     saves: Saves = "together"
     model: nn.Module | None = None
     full_exchange: FullWire | None = None
+    variance: Narrow | None = None
+    error_memory: Narrow | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -74,6 +85,9 @@ class CheckedOptions:
         refuse_other_saves(self.saves)
         if self.full_exchange not in (None, "fp32", "bf16", "int8"):
             raise ValueError(f'full_exchange = {self.full_exchange!r}: must be "fp32", "bf16", "int8" or None')
+        for name in ("variance", "error_memory"):
+            if getattr(self, name) not in (None, "bf16"):
+                raise ValueError(f'{name} = {getattr(self, name)!r}: must be "bf16" or None')
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "

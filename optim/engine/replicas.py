@@ -40,6 +40,10 @@ class Replica(Protocol):
     non_finite: NonFinite
 
     @property
+    def narrowed(self) -> list[str]:
+        """What is kept in bf16."""
+
+    @property
     def group(self) -> Group:
         """The ranks."""
 
@@ -79,6 +83,7 @@ class Replicas:
 def settings(optimizer: Replica) -> dict[str, Any]:
     """What every rank must step with alike, by name: plain numbers and lists."""
     found: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm, "non_finite": optimizer.non_finite}
+    found |= dict.fromkeys(optimizer.narrowed, "bf16")
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}
     return found

@@ -11,8 +11,11 @@ from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.updates import Tiles
 
 
-def compile_all(dtype: torch.dtype) -> None:
-    """For a rank that others will wait for: seconds where nothing is cached, else a part of one."""
+def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None:
+    """For a rank that others will wait for: seconds where nothing is cached, else a part of one.
+
+    variance: of a frozen variance, where it is of another type.
+    """
     if dtype not in CPU_DTYPES:
         return
     warm_up(dtype)
@@ -20,9 +23,10 @@ def compile_all(dtype: torch.dtype) -> None:
     hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
-    updates.descend_(
-        x[0], x[1], RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype), 1e-3, 0.0, 1e-8, table
-    )
+    rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
+    updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
+    if variance not in (None, dtype):
+        updates.descend_(x[0], x[1].to(variance), rows, 1e-3, 0.0, 1e-8, table)
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)

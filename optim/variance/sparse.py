@@ -117,6 +117,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     var_freeze_step, dense_steps: as in VarianceFreeze. options: as in WarmupOptimizer.
     """
 
+    narrows = ("error_memory",)
+
     def __init__(
         self,
         params: ParamsT,

@@ -137,12 +137,18 @@ class _Freezing(_Frozen):
 
 class _Compressing(_Frozen):
     scale: Literal["l2", "l1"] = Field("l2", description="the norm of a block that its scale keeps; papers: l2")
+    error_memory: Literal["bf16"] | None = Field(
+        None, description="bf16: what compression leaves out takes half of the memory, rounded at random; null: fp32"
+    )
 
 
 class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
     """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
 
     name: Literal["onebit_adam"]
+    variance: Literal["bf16"] | None = Field(
+        None, description="bf16: the frozen variance takes half of the memory; null: fp32"
+    )
 
 
 class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing, _Compressing):
@@ -515,6 +521,8 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
                 "at least 2 with optimizer.name = zero_one_adam: the variance is frozen before the last",
             )
         )
+    if isinstance(spec.optimizer, _Compressing) and spec.optimizer.error_memory and spec.optimizer.scale != "l2":
+        found.append(("optimizer.error_memory", spec.optimizer.error_memory, "null with optimizer.scale = l1"))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

@@ -1,4 +1,4 @@
-"""Kept sums in bfloat16: the laws of the exchange hold to what is rounded, whose bound is known and whose mean is zero."""
+"""Kept sums in bfloat16: laws of the exchange hold to what is rounded, whose bound is known and whose mean is 0."""
 
 import pytest
 import torch
@@ -280,7 +280,7 @@ def test_what_cannot_be_is_refused_and_ranks_that_differ_are_told():
             ValueError, match=r"sums = torch.bfloat16: must be torch.bfloat16 for vectors of torch.float32"
         ):
             make(group, torch.float64, sums=BF16)
-        with pytest.raises(WireMismatch, match="kept sums|bfloat16"):
+        with pytest.raises(WireMismatch, match=r"kept sums|bfloat16"):
             made(group) if group.rank else make(group, torch.float32)
         return True
 
