@@ -77,8 +77,9 @@ def main(
 def _run(task: str, method: str, seed: int) -> Run:
     """At the rate that the pilot of its dense method has found."""
     kind, rates_of, options = METHODS[method]
-    MAKE[method], BASELINES[method] = partial(kind, **options), method.partition("+")[0]
     dense = BASELINES[rates_of]
+    MAKE[method] = partial(kind, **options)
+    BASELINES.setdefault(method, dense)
     pilots = [one for one in _stored(PILOTS / task) if (one.method, one.seed) == (dense, PILOT_SEED)]
     best = min(pilots, key=lambda one: float("inf") if one.diverged else one.curve[-1])
     return run(DEFAULTS_TASKS[task], method, seed, best.lr)

@@ -22,6 +22,8 @@ ALL = {
     "saves": "rank",
     "model": None,
     "full_exchange": "bf16",
+    "variance": None,
+    "error_memory": None,
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
