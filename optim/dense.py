@@ -67,7 +67,8 @@ class Adam(DenseOptimizer[AdamState]):
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options).
+    overlap, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options). variance,
+    error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -100,7 +101,7 @@ class Lamb(DenseOptimizer[LambState]):
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
     params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model,
-    full_exchange: as in Adam.
+    full_exchange, variance, error_memory: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -163,6 +164,7 @@ class SGD(DenseOptimizer[SgdState]):
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
     params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange: as in Adam.
+    variance, error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
