@@ -207,7 +207,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     mean that is shortened, as in CheckedOptions.
     block: values that share a scale, in our settings; scale: the norm that it keeps.
     non_finite, bucket_elements, saves, model, full_exchange, error_memory: as in CheckedOptions; buffers go at
-    syncs. variance: None. overlap: as there; nothing is sent before step(), because what a sync sends is a sum of steps.
+    syncs. variance: None. overlap: as there; nothing is sent before step(), as what a sync sends is a sum of steps.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
