@@ -11,7 +11,7 @@ THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
-LAWS := tests/comm tests/optim tests/test_architecture.py tests/test_docs.py
+LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal

@@ -27,7 +27,7 @@ from benchmarks.defaults.__main__ import _stored
 from benchmarks.defaults.runs import BASELINES, MAKE, Run, run
 from benchmarks.defaults.tasks import DEFAULTS_TASKS
 from thinwire.contract.files import write_whole
-from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import OneBitAdam
 
 RESULTS = ROOT / "benchmarks" / "results" / "bf16-state"
 TASKS = ("lstm", "rows", "saddle", "curriculum", "restarts", "finetune")
@@ -37,10 +37,6 @@ METHODS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "onebit_adam+both": (OneBitAdam, "onebit_adam", BF16),
     "onebit_adam+variance": (OneBitAdam, "onebit_adam", {"variance": "bf16"}),
     "onebit_adam+error_memory": (OneBitAdam, "onebit_adam", {"error_memory": "bf16"}),
-    "onebit_lamb": (OneBitLamb, "onebit_lamb", {}),
-    "onebit_lamb+error_memory": (OneBitLamb, "onebit_lamb", {"error_memory": "bf16"}),
-    "zero_one_adam": (ZeroOneAdam, "zero_one_adam", {}),
-    "zero_one_adam+error_memory": (ZeroOneAdam, "zero_one_adam", {"error_memory": "bf16"}),
 }
 """Each with its class, whose rates it takes, and what it is given beside the defaults."""
 FIRST = ("onebit_adam", "onebit_adam+both")

@@ -54,13 +54,7 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], int]] = {
     "1-bit Adam variance bf16": (OneBitAdam, {"warmup": 3, "variance": "bf16"}, 6),
     "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "error_memory": "bf16"}, 6),
     "1-bit LAMB": (OneBitLamb, {"warmup": 3}, 6),
-    "1-bit LAMB error memory bf16": (OneBitLamb, {"warmup": 3, "error_memory": "bf16"}, 6),
     "0/1 Adam": (ZeroOneAdam, {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2}, 14),
-    "0/1 Adam error memory bf16": (
-        ZeroOneAdam,
-        {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2, "error_memory": "bf16"},
-        14,
-    ),
 }
 """Each with its settings and steps."""
 

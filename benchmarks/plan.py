@@ -1,7 +1,8 @@
 """Does `thinwire plan` predict what a step takes? Three models on the lab's five networks, every method.
 
-    sudo .venv/bin/python -m benchmarks.plan                          # 15 cases, 12 minutes, into results/plan
+    sudo .venv/bin/python -m benchmarks.plan                          # 15 cases, 15 minutes, into results/plan
     sudo .venv/bin/python -m benchmarks.plan --only gpt-10m/2x1Gbit   # one of them, printed and not kept
+    .venv/bin/python -m benchmarks.plan --table-only                  # predicted anew from the figures that are kept
 
 Three things are measured, each by itself: the dry steps of each model with two and with four processes at once, as
 `thinwire plan --per-machine` makes them; the link of each network, as a job measures it; and the steps themselves, as
@@ -20,7 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import NOTHING, Transport, Work, one_bit, step_seconds
 from thinwire.contract.plan import Link
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.plan.forecast import Rehearsed, chosen_bucket, dense_step, network_of
+from thinwire.workers.plan.forecast import Busy, Rehearsed, chosen_bucket, dense_step, network_of
 from thinwire.workers.plan.ranks import Orders, spawn
 from thinwire.workers.plan.run import orders_of
 
@@ -166,6 +167,21 @@ def compare(cases: Sequence[Case], say: Any) -> Iterator[tuple[Compared, dict[st
             yield Compared(case.name, name, measured_s, by_rate[name], by_link[name]), told
 
 
+def predicted_anew(kept: dict[str, Any]) -> list[Compared]:
+    """The steps of a result file beside what today's model predicts from the dry steps and links that stand in it."""
+    found = []
+    for one in (Compared(**step) for step in kept["steps"]):
+        told = kept["from"][one.case]
+        load, network = one.case.split("/")
+        hosts = next(known.hosts for known in NETWORKS if known.name == network)
+        busy = {name: Busy(**seconds) for name, seconds in told["dry"]["busy"].items()}
+        dry = Rehearsed(**told["dry"] | {"busy": busy, "transport": Transport(**told["dry"]["transport"])})
+        by_rate = predicted(LOADS[load], Link(**told["given"]), hosts, dry, through_transport=False)[one.method]
+        by_link = predicted(LOADS[load], Link(**told["link"]), hosts, dry, through_transport=True)[one.method]
+        found.append(replace(one, by_rate_s=by_rate, by_link_s=by_link))
+    return found
+
+
 def table(found: Sequence[Compared]) -> list[str]:
     """A row a case and method; misses in bold."""
     columns = ("case", "method", "measured, ms", "by the rate", "", "by the link", "")
@@ -181,18 +197,19 @@ def table(found: Sequence[Compared]) -> list[str]:
     return [*lines, "", told]
 
 
-def readme(found: Sequence[Compared], made_by: Any, load_before: float, wall_s: float) -> str:
+def readme(kept: dict[str, Any]) -> str:
     """The table with its command and machine."""
-    hardware = ", ".join(f"{key} {value}" for key, value in (made_by.hardware | made_by.versions).items())
+    hardware = ", ".join(f"{key} {value}" for key, value in (kept["hardware"] | kept["versions"]).items())
     head = [
         "# What `thinwire plan` predicts, and what was measured",
         "",
-        f"`{command_line()}` at commit {made_by.commit}; {hardware}; load average before {load_before:.1f}; "
-        f"{wall_s / 60:.0f} minutes. Raw figures: plan.json. What the two predictions are from is told in "
-        "[benchmarks/plan.py](../../plan.py), the model in [docs/plan.md](../../../docs/plan.md).",
+        f"Measured by `sudo .venv/bin/python -m benchmarks.plan` at commit {kept['commit']}; {hardware}; load average "
+        f"before {kept['load_average_before']:.1f}; predicted by the model of commit {kept['model_of']}. Raw figures: "
+        "plan.json. What the two predictions are from is told in [benchmarks/plan.py](../../plan.py), the model in "
+        "[docs/plan.md](../../../docs/plan.md).",
         "",
     ]
-    return "\n".join([*head, *table(found), ""])
+    return "\n".join([*head, *table([Compared(**step) for step in kept["steps"]]), ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,10 +217,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Held against measured steps: what `thinwire plan` predicts.")
     parser.add_argument("--only", default="", help="cases with this in their name; they are not kept")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of a full set")
+    parser.add_argument("--table-only", action="store_true", help="predict anew from the figures in the folder --out")
     parser.add_argument("--measure-link", action="store_true", help="what each host of the lab runs")
     given = parser.parse_args(arguments)
     if given.measure_link:
         return _measure_link()
+    if given.table_only:
+        kept = json.loads((given.out / "plan.json").read_text())
+        kept["steps"], kept["model_of"] = [asdict(one) for one in predicted_anew(kept)], provenance().commit
+        _keep(given.out, kept)
+        return 0
     cases = [_case(model, network) for network in NETWORKS for model in MODELS]
     chosen = [case for case in cases if given.only in case.name]
     if not chosen:
@@ -216,20 +239,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told[one.case] = source
     print("\n".join(table(found)))
     if not given.only:
-        given.out.mkdir(parents=True, exist_ok=True)
         kept = {
-            "command": command_line(), "commit": made_by.commit, "versions": made_by.versions,
-            "hardware": made_by.hardware, "load_average_before": load_before,
+            "command": "python -m benchmarks.plan", "commit": made_by.commit, "model_of": made_by.commit,
+            "versions": made_by.versions, "hardware": made_by.hardware, "load_average_before": load_before,
             "steps": [asdict(one) for one in found], "from": told,
         }  # fmt: skip
-        (given.out / "plan.json").write_text(json.dumps(kept, indent=1) + "\n")
-        (given.out / "README.md").write_text(readme(found, made_by, load_before, time.monotonic() - began))
-        print(f"kept in {given.out}")
+        _keep(given.out, kept)
     return 0
 
 
+def _keep(out: Path, kept: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "plan.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (out / "README.md").write_text(readme(kept))
+    print(readme(kept), f"kept in {out}", sep="\n")
+
+
 def _case(model: str, network: LabNetwork) -> Case:
-    """With few rounds: a full set has to end in twelve minutes."""
+    """With few rounds: a full set has to end in a quarter of an hour."""
     return Case(LOADS[model], network, tuple(METHODS), budget_s=6.0, fewest_rounds=2, most_rounds=8)
 
 

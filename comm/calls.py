@@ -49,6 +49,8 @@ class Place(NamedTuple):
 RECENT = 64
 """How many collectives a rank remembers: the source of a broadcast is done before its peers, and goes on."""
 NOWHERE = Place(0, 0, "", 0)
+COMMUNICATORS = 6
+"""Two of the group, and of each kind of part of it (comm.groups.parts)."""
 
 
 class Calls:
@@ -65,7 +67,7 @@ class Calls:
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self.now = self.remedy = self.last = self.mismatch = ""
-        self.begun = [0, 0]
+        self.begun = [0] * COMMUNICATORS
         self.recent: deque[Place] = deque(maxlen=RECENT)
         self.waits: set[Place] = set()
 

@@ -138,10 +138,13 @@ class Buckets:
             raise ValueError(f"buckets {self.spans} must follow one another from the end of the vector to its start")
 
     @classmethod
-    def cut(cls, layout: VectorLayout, target: int = DEFAULT_BUCKET, cuts: Iterable[int] = ()) -> Buckets:
-        """Buckets of at most `target` elements (rounded up to whole bytes), as equal as can be between two cuts.
+    def cut(
+        cls, layout: VectorLayout, target: int = DEFAULT_BUCKET, cuts: Iterable[int] = (), unit: int = BYTE
+    ) -> Buckets:
+        """Buckets of at most `target` elements (rounded up to whole units), as equal as can be between two cuts.
 
-        cuts: positions that no bucket may reach across, such as the ends of parameter groups; multiples of 8.
+        cuts: positions that no bucket may reach across, such as the ends of parameter groups; multiples of 8. unit: a
+        multiple of 8; all buckets but the last between two cuts are multiples of it.
         Raises: ValueError naming a target below 1 or a cut that is not inside the vector.
         """
         if target < 1:
@@ -151,8 +154,8 @@ class Buckets:
             raise ValueError(f"cuts {inner} must be multiples of {BYTE} between 0 and {layout.numel}")
         spans = []
         for low, high in pairwise([0, *inner, layout.numel]):
-            num_buckets = -(-(high - low) // round_up(target, BYTE))
-            size = round_up(-(-(high - low) // num_buckets), BYTE)
+            num_buckets = -(-(high - low) // round_up(target, unit))
+            size = round_up(-(-(high - low) // num_buckets), unit)
             spans += [(max(low, stop - size), stop) for stop in range(high, low, -size)][::-1]
         return cls(layout, tuple(spans[::-1]))
 

@@ -6,7 +6,7 @@ Shapes: N elements of a vector, n ranks, c elements of one chunk, B wire bytes o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -173,10 +173,18 @@ class ErrorMemory(Protocol):
 
     version: changes whenever it is written from outside of an exchange. is_behind: replicas of server errors are kept,
     and are not those of the errors now; restore() of residual() makes them so. The same on every rank.
+    workers: how many hold a worker error of an element: the ranks, or with topology node_first the boxes.
     """
 
     version: int
-    is_behind: bool
+
+    @property
+    def is_behind(self) -> bool:
+        """As above."""
+
+    @property
+    def workers(self) -> int:
+        """As above."""
 
     @property
     def worker_N(self) -> Tensor:
@@ -302,6 +310,10 @@ class Reducer(Protocol):
         """What this rank has sent through the group below."""
 
     @property
+    def topology(self) -> str:
+        """By which way vectors go: flat, or node_first and how many boxes of how many ranks."""
+
+    @property
     def buckets(self) -> Buckets:
         """The cut, in the order of launch; one bucket where vectors are exchanged as a whole."""
 
@@ -325,11 +337,21 @@ class Reducer(Protocol):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
         """As launch_sum of r + weight (x - r), r being start, or last(memory). Both must not change before commit().
 
         runs: for each live run of the layout float[run], contiguous, to be read in place of that part of x, or None;
-        what is not in buckets.layout.alone() is read of x all the same. Raises: RuntimeError where there is no r.
+        what is not in buckets.layout.alone() is read of x all the same. factor: float[live runs], f: what is sent is
+        f (r + weight (x - r)), and last(memory) is f r, in each run with its f; it must not change either.
+        Raises: RuntimeError where there is no r.
+        """
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of a vector that nobody keeps: form(at) makes its elements `at`, new, whenever it is asked.
+
+        Asked now, and again where the exchange is undone or redone: what they are made of must not change before
+        commit().
         """
 
     def launch_refused(self, k: int) -> None:

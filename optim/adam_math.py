@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.bf16 import Noise, narrow
+from thinwire.comm.kernels.fused_reference import root
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 
@@ -36,6 +37,11 @@ def unbias_variance_(v_N: Tensor, beta2: float, t: int) -> None:
     v_N.div_(1 - beta2**t)
 
 
+def divisor(v_N: Tensor, inside: float, outside: float) -> Tensor:
+    """sqrt(v + inside) + outside, new, rounded as the loops do it."""
+    return root(v_N + inside if inside else v_N).add_(outside)
+
+
 def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor) -> None:
     """p <- p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p).
 
@@ -53,7 +59,7 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
 
 def step_(p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None) -> None:
     """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v: modified."""
-    if updates.fits(p_N):
+    if updates.in_one_pass(p_N):
         updates.adam_(p_N, g_N, m_N, v_N, h, bias_step)
         return
     momentum_(m_N, g_N, h.beta1)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import ErrorMemory
@@ -17,7 +16,7 @@ from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.saving import GRADIENT_ERROR
 from thinwire.optim.engine.schedule import StepPlan, dense_plan
-from thinwire.optim.engine.state import Replicated, Residual, Scratch
+from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, tensor_segments
 
 
@@ -27,16 +26,6 @@ class AdamState:
 
     m_N: Replicated
     v_N: Replicated
-    gradient_error: Residual | None = None
-
-
-@dataclass(slots=True)
-class LambState:
-    """The same, and one scratch vector."""
-
-    m_N: Replicated
-    v_N: Replicated
-    scratch_N: Scratch
     gradient_error: Residual | None = None
 
 
@@ -67,8 +56,8 @@ class Adam(DenseOptimizer[AdamState]):
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements, saves, model, full_exchange: as in CheckedOptions (optim.engine.options). variance,
-    error_memory: None.
+    overlap, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options).
+    variance, error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -96,12 +85,12 @@ class Adam(DenseOptimizer[AdamState]):
             adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
 
 
-class Lamb(DenseOptimizer[LambState]):
+class Lamb(DenseOptimizer[AdamState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
     params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model,
-    full_exchange, variance, error_memory: as in Adam.
+    full_exchange, topology, variance, error_memory: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -120,10 +109,9 @@ class Lamb(DenseOptimizer[LambState]):
         self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
-    def make_state(self) -> LambState:
+    def make_state(self) -> AdamState:
         """Empty vectors."""
-        scratch_N = torch.zeros_like(self.space.p_N)
-        return LambState(self.new_vector(), self.new_vector(), scratch_N, self.new_gradient_memory())
+        return AdamState(self.new_vector(), self.new_vector(), self.new_gradient_memory())
 
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages, with the tensors of each run."""
@@ -134,11 +122,8 @@ class Lamb(DenseOptimizer[LambState]):
         """Average the gradients, then LAMB."""
         s, space = self.vectors, self.space
         self.mean_gradient_()
-        for h, segments in zip(groups, self.segments, strict=True):
-            adam_math.momentum_(s.m_N[h.span], space.g_N[h.span], h.beta1)
-            adam_math.variance_(s.v_N[h.span], space.g_N[h.span], h.beta2)
-            bias_step = plan.bias_of(h.seen)
-            lamb_math.descend_(space.p_N, s.m_N, s.v_N, s.scratch_N, h, segments, self.bounds, bias_step)
+        for h, parts in zip(groups, self.segments, strict=True):
+            lamb_math.step_(space.p_N, space.g_N, s.m_N, s.v_N, h, parts, self.bounds, plan.bias_of(h.seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +148,8 @@ class SGD(DenseOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
-    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange: as in Adam.
-    variance, error_memory: None.
+    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology: as in
+    Adam. variance, error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.comm.layout import Span
+from thinwire.comm.layout import BYTE, Span, round_up
+from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Run
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_out_of_range
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import Tiles
+from thinwire.optim.kernels.lamb import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,14 @@ class LambHyper:
 
 BOUNDS = LambHyper()
 """By default: DeepSpeed's."""
+LEAST, MOST = 0.5, 8.0
+"""Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSegments:
-    """The tensors of one run, as a rule a parameter group. `span`, `tensors`: its slice of the elements and of all
-    tensors.
+    """The tensors of one run, as a rule a parameter group, or of a part of one. `span`, `tensors`: its slice of the
+    elements and of all tensors.
     """
 
     span: slice
@@ -63,46 +66,65 @@ class TensorSegments:
     tiles: Tiles | None
     """The same elements for the loops of optim.kernels, where those fit."""
 
-    def norms(self, x_N: Tensor) -> Tensor:
+    def norms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 of each tensor, float[t]."""
-        return torch.stack(list(torch._foreach_norm(self._views(x_N))))
+        return torch.stack(list(torch._foreach_norm(self._views(x_s))))
 
-    def rms(self, x_N: Tensor) -> Tensor:
+    def rms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 / sqrt(elements), float[t]."""
-        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_N.dtype, device=x_N.device)
-        return self.norms(x_N).div_(counts.sqrt_())
+        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype, device=x_s.device)
+        return self.norms(x_s).div_(counts.sqrt_())
 
-    def maxima(self, x_N: Tensor) -> Tensor:
+    def maxima(self, x_s: Tensor) -> Tensor:
         """The largest live element of each tensor, float[t]."""
-        return torch.stack(list(torch._foreach_max(self._views(x_N))))
+        return torch.stack(list(torch._foreach_max(self._views(x_s))))
 
     def expand(self, values_t: Tensor) -> Tensor:
         """Each tensor's value at each of its elements: float[span]."""
         return torch.repeat_interleave(values_t, self.lengths_t, output_size=self.span.stop - self.span.start)
 
-    def _views(self, x_N: Tensor) -> list[Tensor]:
-        return [x_N[start:stop] for start, stop in self.live]
+    def _views(self, x_s: Tensor) -> list[Tensor]:
+        first = self.span.start
+        return [x_s[start - first : stop - first] for start, stop in self.live]
 
 
-def tensor_segments(space: FlatSpace, runs: Sequence[Run]) -> list[TensorSegments]:
-    """One TensorSegments a run of tensors, in order."""
-    found = []
-    for span in (run.span for run in runs):
-        inside = [i for i, tensor in enumerate(space.tensors) if span.start <= tensor.start < span.stop]
-        members = [space.tensors[i] for i in inside]
-        live = tuple((tensor.start, tensor.stop) for tensor in members)
-        starts = [tensor.start for tensor in members]
-        lengths = [after - start for start, after in zip(starts, [*starts[1:], span.stop], strict=True)]
-        found.append(
-            TensorSegments(
-                span=span,
-                tensors=slice(inside[0], inside[-1] + 1),
-                live=live,
-                lengths_t=torch.tensor(lengths, dtype=torch.int64, device=space.p_N.device),
-                tiles=Tiles.of(live, space.p_N) if updates.fits(space.p_N) else None,
-            )
-        )
-    return found
+PART = 1 << 18
+"""Elements of adjoining tensors that are worked on together, on a CPU: what one pass has read the next finds in the
+cache. A larger tensor is a part by itself."""
+
+
+def tensor_segments(space: FlatSpace, runs: Sequence[Run]) -> list[list[TensorSegments]]:
+    """Of each run of tensors its parts, in order: one, but for vectors that have loops."""
+    return [[_segments(space, part) for part in _parts(space, run.span)] for run in runs]
+
+
+def _parts(space: FlatSpace, span: slice) -> list[list[int]]:
+    """The tensors of a span, by their numbers, as they are worked on together."""
+    inside = [i for i, tensor in enumerate(space.tensors) if span.start <= tensor.start < span.stop]
+    if not updates.fits(space.p_N):
+        return [inside]
+    parts: list[list[int]] = []
+    for i in inside:
+        if parts and space.tensors[i].stop - space.tensors[parts[-1][0]].start <= PART:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
+
+
+def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
+    members = [space.tensors[i] for i in inside]
+    live = tuple((tensor.start, tensor.stop) for tensor in members)
+    starts = [tensor.start for tensor in members]
+    span = slice(starts[0], round_up(members[-1].stop, BYTE))
+    lengths = [after - start for start, after in zip(starts, [*starts[1:], span.stop], strict=True)]
+    return TensorSegments(
+        span=span,
+        tensors=slice(inside[0], inside[-1] + 1),
+        live=live,
+        lengths_t=torch.tensor(lengths, dtype=torch.int64, device=space.p_N.device),
+        tiles=Tiles(live, space.p_N) if updates.fits(space.p_N) else None,
+    )
 
 
 def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> Tensor:
@@ -112,9 +134,9 @@ def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None
     return (m_s / correction1).div_((v_s / correction2).sqrt_().add_(h.eps))
 
 
-def trust_ratios(p_N: Tensor, u_N: Tensor, segments: TensorSegments, bounds: LambHyper) -> Tensor:
+def trust_ratios(p_s: Tensor, u_s: Tensor, segments: TensorSegments, bounds: LambHyper) -> Tensor:
     """clip(||x_l|| / ||u_l||, min_coeff, max_coeff) of each tensor, float[t]; 1 where either norm is 0."""
-    return clipped_ratios(segments.norms(p_N), segments.norms(u_N), bounds)
+    return clipped_ratios(segments.norms(p_s), segments.norms(u_s), bounds)
 
 
 def clipped_ratios(p_norm: Tensor, u_norm: Tensor, bounds: LambHyper) -> Tensor:
@@ -123,25 +145,61 @@ def clipped_ratios(p_norm: Tensor, u_norm: Tensor, bounds: LambHyper) -> Tensor:
     return torch.where((p_norm > 0) & (u_norm > 0), ratio, torch.ones_like(ratio))
 
 
-def descend_(
+def step_(
     p_N: Tensor,
+    g_N: Tensor,
     m_N: Tensor,
     v_N: Tensor,
-    u_N: Tensor,
     h: AdamHyper,
-    segments: TensorSegments,
+    parts: Sequence[TensorSegments],
     bounds: LambHyper,
     bias_step: int | None,
+    times_T: Tensor | None = None,
 ) -> Tensor:
-    """LAMB's move of one group:  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr c_l u_l.
+    """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
-    p and u (scratch) are modified inside the group's span. Returns c, float[t].
+    m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
+    times: q of all tensors, modified: how many times longer u of a decoded m is (lengthened), the geometric mean of
+    what it was and of what is found now, where it was not exactly 1. None: q is 1.
     """
-    u_N[h.span] = adam_direction(m_N[h.span], v_N[h.span], h, bias_step)
-    u_N[h.span].add_(p_N[h.span], alpha=h.weight_decay)
-    coeff_t = trust_ratios(p_N, u_N, segments, bounds)
-    move_(p_N[h.span], u_N[h.span], coeff_t, h.lr, segments)
-    return coeff_t
+    found = []
+    for part in parts:
+        p_s, g_s, m_s, v_s = (x_N[part.span] for x_N in (p_N, g_N, m_N, v_N))
+        times_t = None
+        if times_T is not None:
+            times_t, longer_t = times_T[part.tensors], lengthened(p_s, g_s, m_s, v_s, h, part)
+            times_t.copy_(torch.where(times_t == 1, longer_t, (times_t * longer_t).sqrt_()))
+        adam_math.momentum_(m_s, g_s, h.beta1)
+        adam_math.variance_(v_s, g_s, h.beta2)
+        u_s = adam_direction(m_s, v_s, h, bias_step).add_(p_s, alpha=h.weight_decay)
+        found.append(trust_ratios(p_s, u_s, part, bounds))
+        move_(p_s, u_s, found[-1] if times_t is None else times_t * found[-1], h.lr, part)
+    return torch.cat(found)
+
+
+def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, segments: TensorSegments) -> Tensor:
+    """How many times longer u is, of a decoded m, than it would be of the mean of exact momenta: float[t], an estimate.
+
+    g: the mean gradient of the step after m; d = sqrt(v) + eps, with a v that has not seen g. What one bit leaves out
+    or adds has nothing to do with g, and neither has the noise of the gradients that m is made of. So
+
+        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d
+        |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)
+        |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of the exact m
+        q = |u| / sqrt(|u|^2 - (|m / d|^2 - |u_0|^2)),  u = m / d + wd x
+
+    in [LEAST, MOST].
+    """
+    d_s = v_s.sqrt().add_(h.eps)
+    gradient_s, u_s = g_s / d_s, m_s / d_s
+    decoded_t, gradient_t = segments.norms(u_s).square_(), segments.norms(gradient_s).square_()
+    both_t = segments.norms(gradient_s.add_(u_s)).square_()
+    update_t = segments.norms(u_s.add_(p_s, alpha=h.weight_decay)).square_()
+    signal_t = ((both_t - gradient_t - decoded_t) / 2).clamp_(min=0)
+    signal_t = torch.minimum(signal_t, gradient_t)
+    exact_t = signal_t + (gradient_t - signal_t) * ((1 - h.beta1) / (1 + h.beta1))
+    left_t = (1 - (decoded_t - exact_t) / update_t).clamp_(MOST**-2, LEAST**-2)
+    return left_t.rsqrt_().nan_to_num_(1.0)
 
 
 def move_(p_s: Tensor, u_s: Tensor, factors_t: Tensor, lr: float, segments: TensorSegments) -> None:

@@ -63,8 +63,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, variance, error_memory: as in
-    CheckedOptions (optim.engine.options).
+    max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology, variance, error_memory:
+    as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

@@ -10,14 +10,20 @@
 
 The trust ratio needs norms that compression distorts, so its average is frozen with v, and r_l corrects it for how
 far the variance has moved since. Its present value only bounds it: where gradients outgrow the frozen v, so does u.
+Where v is brought up to date (optim.variance.refresh), so is the trust ratio (optim.lamb_math.lengthened), in place of
+c_avg r_l:
+
+    at a refresh         q_l = how many times longer one bit has made u_l;  x_l <- x_l - lr q_l c_l u_l
+    compressed, after    x_l <- x_l - lr q_l c_l u_l;  r_l is 1
+
 k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
 docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, ClassVar, Unpack
 
@@ -25,14 +31,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.layout import BYTE, round_up
+from thinwire.comm.kernels.blocks import spread
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, LeftGradients, LeftInPlace
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
+from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import Replicated, Residual, Scratch
+from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
@@ -42,7 +50,8 @@ from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 class OneBitLambState:
     """As 1-bit Adam's, and what LAMB keeps: the fresh variance, and three numbers for each of T tensors."""
 
-    m_N: Replicated
+    momentum: Momentum
+    """Exchanged times k, so that where it is in received rows it is what they say over k."""
     v_N: Replicated
     fresh_v_N: Replicated
     """Infinite where v was floored: such an element has no part in the maximum r_l."""
@@ -51,62 +60,47 @@ class OneBitLambState:
     scaling_T: Replicated
     """k_l, from the freeze on."""
     factor_T: Replicated
-    """r_l of the last step."""
+    """r_l of the last step. Where the trust ratio is followed q_l, and exactly 1 until it is known."""
     momentum_error: Residual
-    z_N: Scratch
+
+    @property
+    def m_N(self) -> Replicated:
+        """The momentum of all ranks, decoded where it is in received rows."""
+        return self.momentum.floats()
+
+    def holder(self, name: str) -> Momentum:
+        """What holds a vector that is not a field: m."""
+        return self.momentum
 
 
-def step(
+def warm_up(
     p_N: Tensor,
     g_N: Tensor,
     s: OneBitLambState,
-    groups: Sequence[tuple[AdamHyper, TensorSegments]],
+    groups: Sequence[tuple[AdamHyper, Sequence[TensorSegments]]],
     bounds: LambHyper,
     settings: OneBitSettings,
     plan: StepPlan,
 ) -> None:
-    """One 1-bit LAMB step on this rank after its communication, in place.
+    """LAMB on g, the mean gradient, in place; in warm-up c_avg goes on. p, s: modified.
 
-    p, s: modified. g: the mean gradient in warm-up, not modified. s.z: in the compressed phase k m, as all ranks have
-    received it.
+    Where a frozen variance is brought up to date c_avg stays, as k does: decoded momenta are longer than means, and R
+    is in units of k.
     """
-    if plan.momentum is Wire.COMPRESSED:
-        for h, segments in groups:
-            _descend_compressed_(p_N, s, h, segments, bounds, settings)
-        return
-    for h, segments in groups:
-        adam_math.momentum_(s.m_N[h.span], g_N[h.span], h.beta1)
-        adam_math.variance_(s.v_N[h.span], g_N[h.span], h.beta2)
-        coeff_t = lamb_math.descend_(p_N, s.m_N, s.v_N, s.z_N, h, segments, bounds, plan.bias_of(h.seen))
+    m_N = s.momentum.written()
+    times_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
+    for h, parts in groups:
+        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), times_T)
         if plan.phase is not Phase.WARMUP:
-            continue  # c_avg stays, as k does: decoded momenta are longer than means, and R is in units of k
-        average_t = s.coeff_T[segments.tensors]
+            continue
+        average_t = s.coeff_T[parts[0].tensors.start : parts[-1].tensors.stop]
         moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
         average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
 
 
-def propose_(
-    g_N: Tensor, s: OneBitLambState, tensors: Iterable[TensorPart], beta1: float, runs: LeftGradients = ()
-) -> None:
-    """z <- k (beta1 m + (1 - beta1) g) in parts of tensors. z: modified. runs: read in place of g."""
-    for tensor, offset, part in tensors:
-        z, g, m = s.z_N[part], g_N[part], s.m_N[part]
-        if runs and (own := runs[tensor]) is not None:
-            g = own[offset : offset + z.numel()]
-        if updates.fits(z):
-            updates.scaled_momentum_(z, g, m, beta1, s.scaling_T[tensor : tensor + 1])
-        else:
-            adam_math.momentum_into(z, m, g, beta1)
-            z.mul_(s.scaling_T[tensor])
-
-
-TensorPart = tuple[int, int, slice]
-"""A tensor's number, where in it the part begins, and the elements of the flat vectors."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Of each tensor of a group, float[t]: the largest ratio of roots, the norms of u_0, of u and of x."""
+    """Of each tensor of a part, float[t]: the largest ratio of roots, the norms of u_0, of u and of x."""
 
     ratio_t: Tensor
     direction_t: Tensor
@@ -114,57 +108,93 @@ class _Found:
     size_t: Tensor
 
 
-def _receive_(p_N: Tensor, s: OneBitLambState, h: AdamHyper, segments: TensorSegments) -> _Found:
-    """m <- z / k, v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that two received momenta imply.
-
-    s: m, v_fresh and z are modified; where it is a chain, u is in z then.
-    """
-    scaling_t = s.scaling_T[segments.tensors]
-    if segments.tiles is not None:
-        tiles, count = segments.tiles, len(segments.live)
-        updates.lamb_measure_(tiles, p_N, s.z_N, s.m_N, s.v_N, s.fresh_v_N, scaling_t, h)
-        return _Found(tiles.largest_t(0, count), *(tiles.norms_t(row, count) for row in (1, 2, 3)))
-    m_s, fresh_v_s, u_s = s.m_N[h.span], s.fresh_v_N[h.span], s.z_N[h.span]
-    u_s.div_(segments.expand(scaling_t))
-    g_hat_s = torch.sub(u_s, m_s, alpha=h.beta1).div_(1 - h.beta1)
-    adam_math.variance_(fresh_v_s, g_hat_s, h.beta2)
-    m_s.copy_(u_s)
-    torch.div(s.v_N[h.span].sqrt().add_(h.eps), fresh_v_s.sqrt().add_(h.eps), out=u_s)
-    ratio_t = segments.maxima(s.z_N)
-    u_s.copy_(lamb_math.adam_direction(m_s, s.v_N[h.span], h, None))
-    direction_t = segments.norms(s.z_N)
-    u_s.add_(p_N[h.span], alpha=h.weight_decay)
-    return _Found(ratio_t, direction_t, segments.norms(s.z_N), segments.norms(p_N))
-
-
-def _descend_compressed_(
+def descend_(
     p_N: Tensor,
     s: OneBitLambState,
-    h: AdamHyper,
-    segments: TensorSegments,
+    now: OverFactors,
+    before: OverFactors | Tensor,
+    groups: Sequence[tuple[AdamHyper, Sequence[TensorSegments]]],
     bounds: LambHyper,
     settings: OneBitSettings,
 ) -> None:
-    found = _receive_(p_N, s, h, segments)
+    """The compressed step on this rank after its communication, in place. p, s: modified, but for the momentum.
+
+    now: the momentum that all ranks have received. before: that of the step before.
+    """
+    count = len(s.scaling_T)
+    heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
+    if not updates.fits(p_N):
+        for h, part in ((h, part) for h, parts in groups for part in parts):
+            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h)
+            lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
+        return
+    limits = Bounds(
+        bounds.factor_min,
+        bounds.factor_max,
+        1 - bounds.factor_threshold,
+        1 + bounds.factor_threshold,
+        bounds.min_coeff,
+        bounds.max_coeff,
+        settings.longest_step,
+        settings.weigh_ratio,
+        settings.follow_trust,
+    )
+    descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, heard_before, limits)
+    for h, part in ((h, part) for h, parts in groups for part in parts):
+        assert part.tiles is not None
+        descent.descend_(part.tiles, part.tensors, h)
+    descent.done()
+
+
+def _measured(
+    p_N: Tensor, s: OneBitLambState, m_s: Tensor, before_s: Tensor, part: TensorSegments, h: AdamHyper
+) -> tuple[_Found, Tensor]:
+    """v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that m and m before imply; and u.
+
+    s: v_fresh is modified. As a chain of torch operations: the definition.
+    """
+    p_s, v_s, fresh_v_s = p_N[part.span], s.v_N[part.span], s.fresh_v_N[part.span]
+    adam_math.variance_(fresh_v_s, torch.sub(m_s, before_s, alpha=h.beta1).div_(1 - h.beta1), h.beta2)
+    ratio_t = part.maxima(v_s.sqrt().add_(h.eps).div_(fresh_v_s.sqrt().add_(h.eps)))
+    u_s = lamb_math.adam_direction(m_s, v_s, h, None)
+    direction_t = part.norms(u_s)
+    u_s.add_(p_s, alpha=h.weight_decay)
+    return _Found(ratio_t, direction_t, part.norms(u_s), part.norms(p_s)), u_s
+
+
+def _factors(
+    s: OneBitLambState,
+    found: _Found,
+    part: TensorSegments,
+    h: AdamHyper,
+    bounds: LambHyper,
+    settings: OneBitSettings,
+) -> Tensor:
+    """min(c_avg r, 4 c) of each tensor, float[t], new; where the trust ratio is followed q c. s: r is modified."""
+    # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
+    trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
+    average_t, factor_t = s.coeff_T[part.tensors], s.factor_T[part.tensors]
+    if settings.follow_trust:
+        return torch.where(factor_t == 1, _bounded(average_t, trust_t, settings), factor_t * trust_t)
+    _move_ratio_(factor_t, found, h, bounds, settings)
+    return _bounded(average_t * factor_t, trust_t, settings)
+
+
+def _bounded(step_t: Tensor, trust_t: Tensor, settings: OneBitSettings) -> Tensor:
+    return torch.minimum(step_t, settings.longest_step * trust_t) if isfinite(settings.longest_step) else step_t
+
+
+def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambHyper, settings: OneBitSettings) -> None:
+    """r_l <- that of this step, tempered and clipped."""
     # 0: every element was floored
     factor_t = torch.where(found.ratio_t > 0, found.ratio_t, torch.ones_like(found.ratio_t))
     if h.weight_decay and settings.weigh_ratio:
         # the decay's part of the update does not depend on v, so it is not rescaled
-        part = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
-        factor_t = factor_t * part + (1 - part)
+        weight_t = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
+        factor_t = factor_t * weight_t + (1 - weight_t)
     factor_t.clamp_(bounds.factor_min, bounds.factor_max)
-    before_t = s.factor_T[segments.tensors]
     threshold = bounds.factor_threshold
     before_t.copy_(torch.clamp(factor_t, before_t * (1 - threshold), before_t * (1 + threshold)))
-    step_t = s.coeff_T[segments.tensors] * before_t
-    if isfinite(settings.longest_step):
-        # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
-        trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
-        step_t = torch.minimum(step_t, settings.longest_step * trust_t)
-    if segments.tiles is not None:
-        updates.lamb_move_(segments.tiles, p_N, s.m_N, s.v_N, step_t.mul_(h.lr), h)
-    else:
-        lamb_math.move_(p_N[h.span], s.z_N[h.span], step_t, h.lr, segments)
 
 
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
@@ -172,14 +202,13 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
     bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange,
-    error_memory: as in OneBitAdam. variance: None.
+    topology: as in OneBitAdam. variance, error_memory: None.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     fresh: ClassVar[Mapping[str, float]] = {"scaling_T": 1.0, "factor_T": 1.0}
-    narrows = ("error_memory",)
 
     def __init__(
         self,
@@ -203,17 +232,16 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def make_state(self) -> OneBitLambState:
         """Empty vectors and error memory; k and r are 1 until they are known."""
-        p_N = self.space.p_N
+        p_N, memory = self.space.p_N, self.reduce.new_memory()
         per_tensor = torch.zeros(len(self.space.tensors), dtype=p_N.dtype, device=p_N.device)
         return OneBitLambState(
-            m_N=self.new_vector(),
+            momentum=Momentum(self.new_vector(), self.reduce, memory),
             v_N=self.new_vector(),
             fresh_v_N=self.new_vector(),
             coeff_T=per_tensor,
             scaling_T=torch.ones_like(per_tensor),
             factor_T=torch.ones_like(per_tensor),
-            momentum_error=self.reduce.new_memory(),
-            z_N=torch.zeros_like(p_N),
+            momentum_error=memory,
         )
 
     def set_ages(self, ages: Sequence[Age]) -> None:
@@ -224,34 +252,41 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step of the algorithm."""
         s, space = self.vectors, self.space
+        pairs = list(zip(groups, self.segments, strict=True))
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
-        else:
-            self.exchange_(plan)
-            self.reduce.result.decode_(s.z_N)
-            self.reduce.commit()
-        pairs = list(zip(groups, self.segments, strict=True))
-        step(space.p_N, space.g_N, s, pairs, self.bounds, self.settings, plan)
+            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan)
+            return
+        self.exchange_(plan)
+        before = s.momentum.last or s.momentum.floats()  # there until the next exchange, after the commit too
+        now = OverFactors(self.reduce.result, s.scaling_T, space.layout)
+        self.reduce.commit()
+        s.momentum.received(s.scaling_T)
+        descend_(space.p_N, s, now, before, pairs, self.bounds, self._followed)
+
+    @property
+    def _followed(self) -> OneBitSettings:
+        """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
+        return replace(self.settings, follow_trust=self.settings.follow_trust and self.refreshes)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """The mean gradient in warm-up, then k times the momentum."""
-        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
+        """The mean gradient in warm-up, then k times the momentum, from what was received last where that is it."""
+        s, g_N, reduce, layout = self.vectors, self.space.g_N, self.reduce, self.space.layout
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
+        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
+        if all(len(betas) == 1 for betas in betas_K):
+            s.momentum.refuse_written()
+            m_N = None if s.momentum.is_last_result else s.momentum.floats()
+            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N, s.scaling_T)
+        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)  # groups of several betas in one bucket
 
         def form(at: slice, runs: LeftGradients) -> None:
             for part, group in self.groups_in(at):
-                propose_(g_N, s, self._tensors_in(part), group["betas"][0], runs)
+                next_momentum_(z_N[part], m_N[part], g_N[part], group["betas"][0])
+                z_N[part].mul_(spread(s.scaling_T, layout, part.start, part.stop))
 
-        # Without the loops a gradient is read several times: better in one place.
-        where = LeftInPlace(reduce.buckets.layout, g_N) if updates.fits(g_N) else None
-        return CompressedSum(reduce, s.momentum_error, s.z_N, form, where)
-
-    def _tensors_in(self, at: slice) -> list[TensorPart]:
-        """The parts of tensors in a slice of the flat vectors, each with the dead elements behind it."""
-        tensors = enumerate(self.space.tensors)
-        parts = [(i, t, max(t.start, at.start), min(round_up(t.stop, BYTE), at.stop)) for i, t in tensors]
-        return [(i, start - t.start, slice(start, stop)) for i, t, start, stop in parts if start < stop]
+        return CompressedSum(reduce, s.momentum_error, z_N, form)
 
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
@@ -262,8 +297,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
             s.coeff_T.div_(torch.tensor(parts, dtype=s.coeff_T.dtype, device=s.coeff_T.device))
         sizes_T = torch.empty_like(s.scaling_T)
-        for segments in self.segments:
-            sizes_T[segments.tensors] = segments.rms(s.m_N)
+        for part in self._parts():
+            sizes_T[part.tensors] = part.rms(s.m_N[part.span])
         moving_T = sizes_T > 0  # a layer that never had a gradient has no size to be brought to: its k stays 1
         s.scaling_T.fill_(1)
         if bool(moving_T.any()):
@@ -273,12 +308,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """r compares with the v of now. What was floored once has no part in it."""
         s = self.vectors
         s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
-        s.factor_T.fill_(1)
+        if not self._followed.follow_trust:
+            s.factor_T.fill_(1)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""
         s = self.vectors
-        sizes_T = torch.cat([segments.rms(s.m_N) for segments in self.segments])
+        m_N = s.momentum.written() if seen else s.m_N  # what was received is in units of the k of now
+        sizes_T = torch.cat([part.rms(m_N[part.span]) for part in self._parts()])
         others_T = (sizes_T * s.scaling_T)[[i for i in range(len(sizes_T)) if i not in seen and sizes_T[i] > 0]]
         for i, t in seen.items():
             if self.settings.bias_correction:
@@ -293,13 +330,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def as_momentum_(self, residual_N: Tensor) -> None:
         """Momenta are exchanged times k."""
-        for segments in self.segments:
-            residual_N[segments.span].div_(segments.expand(self.vectors.scaling_T[segments.tensors]))
+        residual_N.div_(spread(self.vectors.scaling_T, self.space.layout))
 
     def as_exchanged_(self, momentum_N: Tensor, vectors: dict[str, Tensor]) -> None:
         """Momenta are exchanged times k."""
-        for segments in self.segments:
-            momentum_N[segments.span].mul_(segments.expand(vectors["scaling_T"][segments.tensors]))
+        momentum_N.mul_(spread(vectors["scaling_T"], self.space.layout))
+
+    def _parts(self) -> list[TensorSegments]:
+        return [part for parts in self.segments for part in parts]
 
     def stats(self) -> dict[str, Any]:
         """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""

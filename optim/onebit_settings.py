@@ -20,10 +20,11 @@ class OneBitSettings:
     bias_correction: m and v (LAMB: c_avg too) are corrected in warm-up, the corrected v is kept.
     floor: under the v that is kept; LAMB's r is a maximum over what it did not raise. scales: what shares one.
     refresh: the v that is kept is brought up to date now and then, where the optimizer has found the freeze by itself
-    (optim.variance.refresh).
+    or is asked to (optim.variance.refresh).
     LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
     of exactly 1 does not enter c_avg. longest_step: the factor of a tensor's step is at most this times its trust ratio
-    of now, so that a frozen v that has become too small cannot make steps of any length.
+    of now, so that a frozen v that has become too small cannot make steps of any length. follow_trust: where v is
+    brought up to date the trust ratio is too (optim.lamb_math.lengthened), in place of c_avg r.
     """
 
     bias_correction: bool = True
@@ -33,14 +34,23 @@ class OneBitSettings:
     weigh_ratio: bool = True
     skip_unit_coefficients: bool = False
     longest_step: float = 4.0
+    follow_trust: bool = True
 
 
 OURS = OneBitSettings()
 LITERAL = OneBitSettings(
-    bias_correction=False, floor=False, refresh=False, scales=Scales.WHOLE, weigh_ratio=False, longest_step=inf
+    bias_correction=False,
+    floor=False,
+    refresh=False,
+    scales=Scales.WHOLE,
+    weigh_ratio=False,
+    longest_step=inf,
+    follow_trust=False,
 )
 """Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
-DEEPSPEED_ADAM = OneBitSettings(bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR)
+DEEPSPEED_ADAM = OneBitSettings(
+    bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR, follow_trust=False
+)
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
 DEEPSPEED_LAMB = OneBitSettings(
     bias_correction=False,
@@ -49,5 +59,6 @@ DEEPSPEED_LAMB = OneBitSettings(
     scales=Scales.FUSED,
     skip_unit_coefficients=True,
     longest_step=inf,
+    follow_trust=False,
 )
 """DeepSpeed 0.19.6."""

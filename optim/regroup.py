@@ -124,6 +124,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     """Before a planned change: end the round of local steps, and take R of all error memories. Collective, old group.
 
     R is then held here, until the next step, in place of the worker errors; the server errors are R too (rule S).
+    Gradients are worth nothing afterwards.
     Raises: PeerLost, and then nothing has changed.
     """
     optimizer.overlap.refuse_between("hand_over")
@@ -131,7 +132,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         errors = error_memories(optimizer.vectors)
         if errors:
             optimizer.refuse_to_be_alone()
-        optimizer.prepare_to_save()
+        optimizer.prepare_to_hand_over()
         residuals = {name: memory.residual() for name, memory in errors.items()}
         optimizer.handed_over = residuals
         for name, memory in errors.items():  # as a save does: so R is not in memory twice
@@ -291,8 +292,9 @@ def _residuals(
     servers_lost = tuple(rank for rank in missing if rank not in kept)
     has_state = all_n[group.rank].has_state
     rebuilt_by = all_n[source].seat[0] if missing and all(one.rebuilds for one in holders) else None
-    # Sums over survivors of ||worker error||^2 and ||server error||^2; what rebuilding leaves of them; who knows that.
-    found = optimizer.space.p_N.new_zeros(5)
+    # Sums over survivors of ||worker error||^2 and ||server error||^2; what rebuilding leaves of them; who knows that;
+    # how many held a worker error.
+    found = optimizer.space.p_N.new_zeros(6)
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
         if is_behind and not redone and _keeps_errors(optimizer):
             raise ValueError(
@@ -303,6 +305,7 @@ def _residuals(
             if has_state:
                 found[0] += torch.linalg.vector_norm(memory.worker_N) ** 2
                 found[1] += torch.linalg.vector_norm(memory.server_c) ** 2
+                found[5] += memory.workers / len(errors)
                 part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
                 if rebuilt_by is not None and not is_behind:
                     found[2:4] += optimizer.reduce.left_squares(memory)
@@ -315,15 +318,16 @@ def _residuals(
         if has_state and not is_behind:
             found[4] += 1
     group.start_sum_(found).wait()
-    worker, server, server_left, worker_left, knowing = found.tolist()
+    worker, server, server_left, worker_left, knowing, held_by = found.tolist()
     lost, unrebuilt = 0.0, 0.0
-    if missing:
+    if missing and held_by:
         # Of each dead rank: its server chunk, and 1/n of its worker error's distance from the others', about that of
-        # two workers. From what the survivors hold, for nobody has the dead rank's.
+        # two workers; with node first n is the number of boxes. From what the survivors hold, for nobody has the dead
+        # rank's.
         lost = unrebuilt = (
-            (len(servers_lost) * server + len(missing) * 2 * worker / old_size**2) / len(holders)
+            (len(servers_lost) * server + len(missing) * 2 * worker / (held_by / len(holders)) ** 2) / len(holders)
         ) ** 0.5
-    if rebuilt_by is not None:
+    if rebuilt_by is not None:  # never with node first
         lost = (len(missing) * (server_left + worker_left / old_size**2) / knowing) ** 0.5
     rebuilt = missing if rebuilt_by is not None else ()
     return residuals, (missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))

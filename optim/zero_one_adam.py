@@ -23,9 +23,9 @@ y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import inf
 from typing import Any, Unpack
 
 import torch
@@ -33,155 +33,39 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group
 from thinwire.optim import adam_math
+from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FormedSum, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
-from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
-from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, Decay, ZeroOneSettings
+from thinwire.optim.zero_one_round import (
+    Receipt,
+    Round,
+    ZeroOneAdamState,
+    add_decay_,
+    agree_,
+    kept_by,
+    local_step,
+    propose_,
+    spoil_lost_,
+)
+from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
 PREPARE_EVERYWHERE = "call prepare_to_save() on every rank, or evaluate where optimizer.at_sync is true"
+RATES_MOVE = (
+    "a learning rate or another number was changed between backward and step(), and a sync sends sums that it is in: "
+    "set it before backward"
+)
+SMALL_PIECE = 1 << 18
+"""Elements for which there is scratch where a round ends otherwise than by a sync."""
 OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
 """What a rank alone holds between two syncs, as it saves them."""
-
-
-@dataclass(slots=True)
-class ZeroOneAdamState:
-    """Vectors of 0/1 Adam. m is a rank's own between syncs and common at each; divisor is derived from v.
-
-    lost: bool, a local gradient of this rank since the last sync was not finite and counted as zero.
-    """
-
-    m_N: Replicated
-    v_N: Replicated
-    update_error: Residual
-    u_N: Local
-    x_s_N: Local
-    lost: Local
-    divisor_N: Scratch
-    z_N: Scratch
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What the steps of one group since the last sync add up to: K and S above. The same on every rank."""
-
-    kept: float = 1.0
-    weight: float = 0.0
-
-    def after(self, h: AdamHyper, decay: Decay) -> Round:
-        """One step more."""
-        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
-        return Round(self.kept * keep, self.weight * keep + h.lr)
-
-
-def local_step(p_N: Tensor, g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], decay: Decay) -> None:
-    """A step without communication, in place. p, s, g: modified. Does not wait for the device.
-
-    A gradient that is not finite counts as zero, and is told to all at the next sync: to raise here would leave the
-    peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
-    """
-    finite = torch.isfinite(torch.linalg.vector_norm(g_N))
-    s.lost.logical_or_(~finite)
-    _fill_where_(g_N, ~finite, 0.0)
-    for h in groups:
-        if h.lr == 0:
-            continue
-        p, g, m, u, divisor = (x[h.span] for x in (p_N, g_N, s.m_N, s.u_N, s.divisor_N))
-        if decay is Decay.OF_SUM and updates.fits(p):
-            updates.local_(p, g, m, u, divisor, h, kept_by(h))
-            continue
-        adam_math.momentum_(m, g, h.beta1)
-        if h.weight_decay:
-            if decay is Decay.OF_SUM:
-                u.mul_(kept_by(h))
-            else:
-                u.addcmul_(divisor, p, value=h.lr * h.weight_decay)
-            p.mul_(kept_by(h))
-        p.addcdiv_(m, divisor, value=-h.lr)
-        u.add_(m, alpha=h.lr)
-
-
-def propose_(g_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper], decay: Decay) -> None:
-    """z <- what u_i will be after this step. z: modified; NaN where this rank has lost a gradient, for all to learn.
-
-    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
-    """
-    for h in groups:
-        z, g, m, u = (x[h.span] for x in (s.z_N, g_N, s.m_N, s.u_N))
-        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
-        if h.lr == 0:
-            z.copy_(u)
-        elif updates.fits(z):
-            updates.propose_(z, g, m, u, h, keep)
-        else:
-            adam_math.momentum_into(z, m, g, h.beta1)
-            z.mul_(h.lr).add_(u, alpha=keep)
-    _fill_where_(s.z_N, s.lost, torch.nan)
-
-
-def add_decay_(p_N: Tensor, s: ZeroOneAdamState, groups: Sequence[AdamHyper]) -> None:
-    """z <- z + lr wd d x: this step's decay as a part of the sum. z: modified."""
-    for h in groups:
-        if h.lr and h.weight_decay:
-            s.z_N[h.span].addcmul_(s.divisor_N[h.span], p_N[h.span], value=h.lr * h.weight_decay)
-
-
-def receive_(
-    p_N: Tensor, start_N: Tensor, s: ZeroOneAdamState, span: slice, weight: float, longest: float, kept: float
-) -> None:
-    """One group takes the sum that all ranks have received, z: the end of a round.
-
-    z <- cut(z, longest d);  m <- z / S;  x <- K x_s - z / d;  u_i <- 0.    start: x_s, may be p. p, s: modified.
-    """
-    p, start, z, divisor, m, u = (x[span] for x in (p_N, start_N, s.z_N, s.divisor_N, s.m_N, s.u_N))
-    if updates.fits(p):
-        updates.receive_(p, start, z, divisor, m, u, weight, longest, kept)
-        return
-    if isfinite(longest):
-        cut_(z, divisor, longest, scratch_N=u)
-    torch.div(z, weight, out=m)
-    _agree_(p, start, z, divisor, kept)
-    u.zero_()
-
-
-def cut_(u_N: Tensor, divisor_N: Tensor, longest: float, scratch_N: Tensor) -> None:
-    """u <- u where |u / d| <= longest, else +-longest d. u, scratch: modified. NaN stays."""
-    torch.mul(divisor_N, longest, out=scratch_N)
-    torch.minimum(u_N, scratch_N, out=u_N)
-    torch.maximum(u_N, scratch_N.neg_(), out=u_N)
-
-
-def agree_(
-    p_N: Tensor, start_N: Tensor, u_N: Tensor, s: ZeroOneAdamState, spans: Iterable[slice], kept: Iterable[float]
-) -> None:
-    """x <- K x_s - u / d, bit-equal on every rank; u_i <- 0.  start: x_s, may be p. p, s.u: modified."""
-    for span, factor in zip(spans, kept, strict=True):
-        _agree_(p_N[span], start_N[span], u_N[span], s.divisor_N[span], factor)
-    s.u_N.zero_()
-
-
-def kept_by(h: AdamHyper) -> float:
-    """What one step's decay leaves of x: 1 - a."""
-    return 1 - h.lr * h.weight_decay
-
-
-def _agree_(p_s: Tensor, start_s: Tensor, u_s: Tensor, divisor_s: Tensor, kept: float) -> None:
-    torch.mul(start_s, kept, out=p_s)
-    p_s.addcdiv_(u_s, divisor_s, value=-1)
-
-
-def _fill_where_(x_N: Tensor, condition: Tensor, value: float) -> None:
-    """x <- value where the condition, one bool, holds. Does not wait for the device."""
-    if x_N.device.type != "cpu":
-        x_N.masked_fill_(condition, value)
-    elif bool(condition):  # a pass over x is saved
-        x_N.fill_(value)
 
 
 class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
@@ -206,8 +90,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
     mean that is shortened, as in CheckedOptions.
     block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements, saves, model, full_exchange, error_memory: as in CheckedOptions; buffers go at
-    syncs. variance: None. overlap: as there; nothing is sent before step(), as what a sync sends is a sum of steps.
+    non_finite, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
+    buffers go at syncs. overlap: as there; the sum at a sync is formed of each bucket when backward has made its
+    gradients, with the rates of then. Where one is changed before step(), what was sent is undone, and later syncs wait
+    for step(). variance, error_memory: None.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -241,6 +127,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
+        self._rates_move = False
         super().__init__(
             params,
             adam_defaults(lr, betas, eps, weight_decay),
@@ -260,20 +147,17 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             "divisors": [0.0] * len(self.param_groups),
         }
         self._rounds = [Round()] * len(self.param_groups)
+        self._sent_at: Sequence[AdamHyper] | None = None
+        """What a sum was formed with that hooks have begun to send."""
         self._marks: tuple[int, list[tuple[int, int]] | None] = (0, None)
 
     def make_state(self) -> ZeroOneAdamState:
         """Empty vectors and error memory."""
-        p_N = self.space.p_N
         return ZeroOneAdamState(
             m_N=self.new_vector(),
             v_N=self.new_vector(),
             update_error=self.reduce.new_memory(),
-            u_N=torch.zeros_like(p_N),
-            x_s_N=torch.zeros_like(p_N),
-            lost=torch.zeros((), dtype=torch.bool, device=p_N.device),
-            divisor_N=torch.zeros_like(p_N),
-            z_N=torch.zeros_like(p_N),
+            lost=torch.zeros((), dtype=torch.bool, device=self.space.p_N.device),
         )
 
     def _step_once(self) -> None:
@@ -288,7 +172,72 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _prepare_gradients(self) -> None:
         self._refuse_written()
+        self._heed_rates()
         super()._prepare_gradients()
+
+    def _heed_rates(self) -> None:
+        """Undo what hooks have sent, where that was of other rates than those of now: it is sent anew in step()."""
+        if self._sent_at is not None and self.overlap.exchange is not None and self._sent_at != self._groups():
+            self._rates_move = True
+            self.overlap.abandon()
+        self._sent_at = None
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """As FlatOptimizer.waits_for."""
+        if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
+            return "a step between two syncs sends nothing"
+        if self.settings.gradient_stage and plan.momentum is Wire.LOCAL:
+            return "DeepSpeed's first stage exchanges the gradient in one bit, in step()"
+        if plan.momentum is Wire.COMPRESSED:
+            if plan.gradient is Wire.FULL:
+                return "a sync that moves the variance exchanges the mean gradient first, in place of this rank's own"
+            if self._rates_move:
+                return RATES_MOVE
+            if not any(done.weight for done in self._rounds_after(self._groups())):
+                return "a round whose learning rates are all 0 sends nothing"
+        return super().waits_for(plan)
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """The mean gradient in the dense start; then the sum of the round, formed of each bucket's own gradients."""
+        self._sent_at = None
+        if plan.momentum is not Wire.COMPRESSED:
+            return super().begin_exchange(plan)
+        self.count_as_sum_()
+        s, g_N, groups = self.vectors, self.space.g_N, self._groups()
+        self._sent_at = groups
+        # Without the loops a gradient is read several times: better in one place.
+        where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
+        return FormedSum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
+
+    def _formed(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice, runs: LeftGradients) -> Tensor:
+        """These elements of what this rank gives to a sync, new."""
+        s, p_N, z_b = self.vectors, self.space.p_N, self.space.g_N.new_empty(at.stop - at.start)
+        for h, done in zip(groups, rounds, strict=True):
+            for part, g in self._gradients_in(at, h.span, runs):
+                z = z_b[part.start - at.start : part.stop - at.start]
+                propose_(z, g, s, part, h, done, self.settings)
+                add_decay_(z, p_N[part], s.used[part], h, self.settings)
+        return self._as_sent_(z_b)
+
+    def _as_sent_(self, z_b: Tensor) -> Tensor:
+        if self.settings.negated:
+            z_b.neg_()
+        spoil_lost_(z_b, self.vectors)
+        return z_b
+
+    def _gradients_in(self, at: slice, span: slice, runs: LeftGradients) -> Iterator[tuple[slice, Tensor]]:
+        """The parts of the elements `at` that a group owns, each with its gradients, where those are."""
+        low, high = max(at.start, span.start), min(at.stop, span.stop)
+        for run, tensor in zip(runs, self.space.tensors, strict=bool(runs)):
+            start, stop = max(low, tensor.start), min(high, round_up(tensor.stop, BYTE))
+            if run is None or start >= stop:
+                continue
+            if low < start:
+                yield slice(low, start), self.space.g_N[low:start]
+            yield slice(start, stop), run[start - tensor.start : stop - tensor.start]
+            low = stop
+        if low < high:
+            yield slice(low, high), self.space.g_N[low:high]
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1, under the learning rates of now."""
@@ -314,15 +263,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         Raises: NonFiniteInput where something is exchanged, for the gradient of that step or of a local one since the
         last sync: that one has counted as zero on its rank, and nothing else is lost: the next call is a sync again.
         """
-        rounds = [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
+        rounds = self._rounds_after(groups)
         if plan.momentum is Wire.COMPRESSED:
             self._sync_step(plan, groups, rounds)
         elif plan.gradient is not Wire.LOCAL:
             (self._gradient_step if self.settings.gradient_stage else self._dense_step)(plan, groups)
         else:
-            if self.at_sync:
-                self.vectors.x_s_N.copy_(self.space.p_N)
-            local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self.settings.decay)
+            local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self._rounds, self.settings)
             self._rounds = rounds
             self.saved["rounds_skipped"] += 1
         self.outlook.count(plan)
@@ -348,17 +295,29 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         group.start_sum_(in_round).wait()
         if not int(in_round):
             return found
-        s = self.vectors
-        u_N, m_N = ((x if taking_part else torch.zeros_like(x)) / num_ranks for x in (s.u_N, s.m_N))
-        group.start_sum_(u_N).wait()
+        s, p_N = self.vectors, self.space.g_N  # of who takes part, the gradient is worth nothing
+        m_N = s.m_N / num_ranks if taking_part else torch.zeros_like(s.m_N)
+        if not taking_part:
+            p_N = torch.zeros_like(m_N)
+        elif self.at_sync:
+            p_N.zero_()
+        else:
+            torch.div(s.of_round()[0], num_ranks, out=p_N)
+        group.start_sum_(p_N).wait()
         group.start_sum_(m_N).wait()
         if not taking_part or self.at_sync:
             return found
-        p_N = torch.empty_like(u_N)
-        for span, done in zip(self.space.spans, self._rounds, strict=True):
-            torch.mul(s.x_s_N[span], done.kept, out=p_N[span])
-        p_N.addcdiv_(u_N, s.divisor_N, value=-1)
+        self._agree_(p_N, p_N)
         return {**found, "parameters_N": p_N, "m_N": m_N}
+
+    def _agree_(self, p_N: Tensor, u_N: Tensor) -> None:
+        """p <- K x_s - u / d, bit-equal on every rank; u may be p."""
+        start_N = self.vectors.of_round()[1]
+        for h, done in zip(self._groups(), self._rounds, strict=True):
+            for low in range(h.span.start, h.span.stop, SMALL_PIECE):
+                at = slice(low, min(low + SMALL_PIECE, h.span.stop))
+                divisor = adam_math.divisor(self.vectors.used[at], *self.settings.eps_of(h.eps))
+                agree_(p_N[at], start_N[at], u_N[at], divisor, done.kept)
 
     def plain_state(self) -> dict[str, Any]:
         """As FlatOptimizer.plain_state, at a sync."""
@@ -375,29 +334,40 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         nothing else has changed.
         """
         super().prepare_to_save()
+        self._end_in_full("prepare_to_save()")
+
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(), with the gradient's memory for the mean of u: a regroup is to take little more."""
+        super().prepare_to_save()
+        if not self.at_sync:
+            self._end_in_full("hand_over()", self.space.g_N)
+            self.space.g_N.zero_()
+
+    def _end_in_full(self, call: str, u_N: Tensor | None = None) -> None:
+        """A sync in full precision, where the round has not ended. u: for its mean; None: new."""
         if self.at_sync:
             return
         self._refuse_written()
-        with self.calling(f"prepare_to_save() after step {self.num_steps}", PREPARE_EVERYWHERE):
-            self._sync_in_full()
+        with self.calling(f"{call} after step {self.num_steps}", PREPARE_EVERYWHERE):
+            self._sync_in_full(torch.empty_like(self.space.p_N) if u_N is None else u_N)
 
-    def _sync_in_full(self) -> None:
+    def _sync_in_full(self, u_N: Tensor) -> None:
         self.refuse_to_be_alone()
         s = self.vectors
         try:
-            u_N, m_N = self._round_means()
+            m_N = self._round_means(u_N)
         except NonFiniteInput as error:
             told = self._told(error, self.num_steps)  # forgets the lost gradients, on every rank
             if not self.skips_non_finite:
                 raise told from error
             logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
             self.owes_scaler = True
-            u_N, m_N = self._round_means()
+            m_N = self._round_means(u_N)
         self.equalise_buffers()
-        agree_(self.space.p_N, s.x_s_N, u_N, s, self.space.spans, [done.kept for done in self._rounds])
+        self._agree_(self.space.p_N, u_N)
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
-        self._rounds = [Round()] * len(self.param_groups)
+        self._end_round()
         self.space.write_back()
 
     def own_state(self) -> dict[str, Any]:
@@ -405,10 +375,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if self.at_sync:
             return {}
         s = self.vectors
+        u_N, x_s_N = s.of_round()
         return {
             "parameters": self.space.p_N.clone(),
-            "u_N": s.u_N.clone(),
-            "x_s_N": s.x_s_N.clone(),
+            "u_N": u_N.clone(),
+            "x_s_N": x_s_N.clone(),
             "m_N": s.m_N.clone(),
             "lost": bool(s.lost),
             "rounds": [[done.kept, done.weight] for done in self._rounds],
@@ -443,8 +414,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.space.write_back()
         s.m_N.copy_(own["m_N"])
         if in_round:
-            s.u_N.copy_(own["u_N"])
-            s.x_s_N.copy_(own["x_s_N"])
+            for held, given in zip(s.of_round(), ("u_N", "x_s_N"), strict=True):
+                held.copy_(own[given])
             s.lost.fill_(own["lost"])
             self._rounds = [Round(*row) for row in own["rounds"]]
         else:
@@ -453,11 +424,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     @property
     def common_parameters(self) -> Tensor:
         """As ChangingOptimizer.common_parameters: those of the last sync."""
-        return self.space.p_N if self.at_sync else self.vectors.x_s_N
+        return self.space.p_N if self.at_sync else self.vectors.of_round()[1]
 
     def common_vectors(self) -> dict[str, Tensor]:
         """As FlatOptimizer.common_vectors; between syncs the parameters and m are each rank's own."""
-        return super().common_vectors() if self.at_sync else {"x_s": self.vectors.x_s_N, "v_N": self.vectors.v_N}
+        return super().common_vectors() if self.at_sync else {"x_s": self.common_parameters, "v_N": self.vectors.v_N}
 
     def end_round_as(self, src: int) -> None:
         """x and m <- those of rank `src`, as if it had synced alone. Collective. Raises: PeerLost."""
@@ -472,9 +443,14 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         return {**super().stats(), **{name: self.saved[name] for name in ("num_syncs", "rounds_skipped")}}
 
     def _end_round(self) -> None:
-        self.vectors.u_N.zero_()
+        """Where it ended otherwise than by a sync: u and x_s are let go of."""
+        self.vectors.u_N = self.vectors.x_s_N = None
         self.vectors.lost.zero_()
         self._rounds = [Round()] * len(self.param_groups)
+
+    def _rounds_after(self, groups: Sequence[AdamHyper]) -> list[Round]:
+        """Of each group, the round with this step."""
+        return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
 
     @property
     def _counted_from(self) -> int:
@@ -490,53 +466,37 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             return counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
         return rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
 
-    def _round_means(self) -> tuple[Tensor, Tensor]:
-        """The means of u_i and m_i in full. Raises: PeerLost; NonFiniteInput where a rank has lost a gradient."""
+    def _round_means(self, u_N: Tensor) -> Tensor:
+        """The mean of m_i in full; u <- that of u_i. Raises: PeerLost; NonFiniteInput where a rank lost a gradient."""
         s = self.vectors
-        u_N, m_N = s.u_N.masked_fill(s.lost, torch.nan), s.m_N.clone()
+        spoil_lost_(u_N.copy_(s.of_round()[0]), s)
         self.reduce.full_(u_N)
+        m_N: Tensor = s.m_N.clone()
         self.reduce.full_(m_N)
-        return u_N, m_N
+        return m_N
 
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
-        s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
+        step = self.num_steps + 1
         self.count_as_sum_()  # of a run that is loaded with a shorter dense start
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
-        if plan.gradient is Wire.FULL:
-            # A rank's own, as in local steps: v is of the mean of what the momenta take in.
-            self.space.shorten_gradient(self.max_grad_norm)
-        propose_(g_N, s, groups, self.settings.decay)
         try:
             if plan.gradient is Wire.FULL:
-                # Not mean_gradient_: it would shorten once more.
-                self.reduce.full_(g_N, self.mean_wire)
-                self._first.look_at_mean(g_N)
-            if early:
-                self.derive_divisor(groups, g_N)
-            if self.settings.decay is Decay.IN_SUM:
-                add_decay_(p_N, s, groups)
-            if exchange:
-                self._exchange_(s.z_N)
+                self._exchange_both(groups, exchange=exchange, early=early)
+            elif exchange:
+                self.exchange_(plan)
         except CommError as error:
             if early:
-                self.derive_divisor(groups)
+                self.derive_used()
             if isinstance(error, NonFiniteInput) and not isinstance(error, Refused):
                 raise self._told(error, step) from error
             raise
         if early:
             self.update_variance(groups)
         if exchange:
-            divisors, start_N = self.saved["divisors"], self.common_parameters
-            for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
-                if not done.weight:
-                    agree_(p_N, start_N, s.z_N, s, [h.span], [done.kept])
-                    continue
-                # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
-                divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
-                # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
-                receive_(p_N, start_N, s, h.span, divisors[at], self.settings.longest_step * divisors[at], done.kept)
+            self._receive(groups, rounds)
+            self.reduce.commit()
             self.saved["num_syncs"] += 1
         elif plan.gradient is Wire.LOCAL:
             self.saved["rounds_skipped"] += 1
@@ -544,6 +504,41 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
         if plan.update_variance and not early:
             self.update_variance(groups)
+
+    def _exchange_both(self, groups: Sequence[AdamHyper], *, exchange: bool, early: bool) -> None:
+        """The mean gradient, into g, and the sum, which is formed of this rank's own before that, and so kept here."""
+        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
+        # A rank's own, as in local steps: v is of the mean of what the momenta take in.
+        self.space.shorten_gradient(self.max_grad_norm)
+        z_N = torch.empty_like(g_N)
+        for h, done in zip(groups, self._rounds, strict=True):
+            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, self.settings)
+        # Not mean_gradient_: it would shorten once more.
+        reduce.full_(g_N, self.mean_wire)
+        self._first.look_at_mean(g_N)
+        if early:
+            self.derive_used(g_N)
+        for h in groups:
+            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, self.settings)
+        if exchange:
+            kept = CompressedSum(reduce, s.update_error, self._as_sent_(z_N), lambda at, runs: None)
+            for k in range(len(reduce.buckets)):
+                kept.launch(k)
+            kept.finish()
+
+    def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
+        """All groups take the sum that was received."""
+        divisors, start_N = self.saved["divisors"], self.common_parameters
+        for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
+            if done.weight:
+                # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
+                divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
+            weight = divisors[at] if done.weight else 0.0
+            # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
+            longest = self.settings.longest_step * weight if weight else inf
+            receipt = Receipt(self.space.p_N, start_N, self.vectors, h, self.settings, weight, longest, done.kept)
+            for start, stop in receipt.parts():
+                self.reduce.result.read(receipt, start, stop)
 
     def _dense_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """A step of Adam on the mean gradient. Error memory, if a resumed run has any, waits for the first sync."""
@@ -554,7 +549,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
-            self.derive_divisor(groups)  # read by the next step; in a dense one by nobody
+            self.derive_used(step=step + 1)
             self.count_as_sum_()
         self.saved["last_sync"] = step
 
@@ -576,18 +571,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             adam_math.momentum_(s.m_N[h.span], agreed_N[h.span], h.beta1)
             if h.weight_decay:
                 p_N[h.span].mul_(kept_by(h))
-            p_N[h.span].addcdiv_(s.m_N[h.span], s.divisor_N[h.span], value=-h.lr)
+            divisor = adam_math.divisor(s.used[h.span], *self.settings.eps_of(h.eps))
+            p_N[h.span].addcdiv_(s.m_N[h.span], divisor, value=-h.lr)
         if plan.update_variance and not early:
             self.update_variance(groups)
         self.saved["last_sync"] = self.num_steps + 1
-
-    def _exchange_(self, z_N: Tensor) -> None:
-        """z <- its mean through the codec. Raises: PeerLost, NonFiniteInput; z is undefined then."""
-        if self.settings.negated:
-            z_N.neg_()
-        self.reduce.compressed_(z_N, self.vectors.update_error)
-        if self.settings.negated:
-            z_N.neg_()
 
     def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""

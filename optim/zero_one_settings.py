@@ -36,7 +36,7 @@ class ZeroOneSettings:
     fresh: when v is updated before its use. NEVER divides by the eps alone until the first update.
     bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
     floor: under the v of every step. refresh: after the freeze v is brought up to date at some syncs, where the
-    optimizer has found the freeze by itself (optim.variance.refresh).
+    optimizer has found the freeze by itself or is asked to (optim.variance.refresh).
     slowest_fall: S of a sync is at least this part of the divisor before.
     longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.
@@ -63,6 +63,10 @@ class ZeroOneSettings:
     aligned: bool = False
     negated: bool = False
     scales: Scales = Scales.BLOCK
+
+    def eps_of(self, eps: float) -> tuple[float, float]:
+        """d = sqrt(v + inside) + outside: the two, for an eps."""
+        return (0.0, eps) if self.eps_outside else (eps, 0.0)
 
     def plain(self) -> dict[str, str | float | bool]:
         """As a checkpoint holds it."""

@@ -135,11 +135,14 @@ def _impossible(path: str, value: JsonValue, words: str, body: object) -> Proble
 
 
 def _written(path: str, body: object) -> bool:
-    """True where the body gives a value at `path`."""
+    """True where the body gives a value at `path`; of what lies in a list, at its place."""
     for name in path.split("."):
-        if not isinstance(body, Mapping) or name not in body:
+        if isinstance(body, list) and name.isdecimal() and int(name) < len(body):
+            body = body[int(name)]
+        elif isinstance(body, Mapping) and name in body:
+            body = body[name]
+        else:
             return False
-        body = body[name]
     return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from thinwire.contract.reports import Failure
 
 MOST_CHARACTERS, MOST_OF_KIND = 4000, 64
@@ -25,6 +27,17 @@ def as_failure(error: BaseException, text: str, step: int | None) -> Failure:
     """The failure that an error is, in these words. step: the last that was committed, where one was."""
     kind = type(error).__name__[:MOST_OF_KIND]
     return Failure(kind=kind, message=_printable(text)[:MOST_CHARACTERS], step=step or None)
+
+
+def let_stderr_take_any_text() -> None:
+    """Halves of characters are written to it as escapes, as Python's own stderr does it. Modifies: sys.stderr.
+
+    Ray opens it strictly: an error that names a file whose name is no UTF-8 could not be printed, and whoever wanted to
+    print it, as a traceback in the log, would fail in its place, and nobody be told of the error.
+    """
+    reconfigure = getattr(sys.stderr, "reconfigure", None)  # Ray puts an object of its own around the stream
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def _printable(text: str) -> str:

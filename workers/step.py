@@ -32,10 +32,10 @@ def train_step(training: Training, step: int, meter: Meter) -> Tensor:
     with meter.part("forward_backward", bytes_on="optimizer"):  # with overlap buckets leave during backward
         mine = training.feed.share(step, group.rank, group.size)
         optimizer.zero_grad()
+        set_rate(optimizer, training.recipe.lr(step))  # before backward: what 0/1 Adam sends in it has the rate in it
         loss = training.recipe.loss(training.model, moved(mine.batch, training.device)) * mine.weight
         loss.backward()  # type: ignore[no-untyped-call]
     with meter.part("optimizer"):
-        set_rate(optimizer, training.recipe.lr(step))
         optimizer.step()
     return loss.detach()
 

@@ -23,7 +23,7 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
-from thinwire.workers.error_words import as_failure, words_of
+from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
 from thinwire.workers.run_place import Place, RemotePlace, place_of
 
@@ -76,6 +76,7 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     from thinwire.workers.telemetry.own_stillness import StillnessTeller
     from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
 
+    let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = Path(config["run_dir"])

@@ -55,8 +55,8 @@ def floor_bytes(method: str, ranks: int) -> float | None:
         "onebit_adam": one_bit,
         "onebit_adam_rows": one_bit,
         "onebit_adam_shadow": one_bit + serve(ranks),
-        # the fresh variance is read and written, and p and the divisor are read once more for the norms
-        "onebit_lamb": one_bit + 16.0 + BITS,
+        # the fresh variance is read and written, and p, v and bits, also those of before, once more for the norms
+        "onebit_lamb": one_bit + 16.0 + 2 * BITS,
     }.get(method)
 
 

@@ -20,7 +20,7 @@ are written, as one out of memory may, they are torn: that is said by whoever wo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -41,6 +41,7 @@ from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, lea
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise
+from thinwire.comm.kernels.blocks import Pieces
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Pending
@@ -49,15 +50,24 @@ from thinwire.comm.signals import deferred
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What a bucket was launched with. vector: x; None: nothing (abandoned). weight: of x against the last result.
+    """What a bucket was launched with. vector: x. weight: of x against the last result; None: x itself.
 
-    weight None: x itself. runs: what was read in place of parts of x. start: what stood for the last result.
+    runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
+    what was sent is so many times that. form: what makes x, where it is no vector. Without both nothing was given: the
+    bucket was abandoned or refused.
     """
 
     vector_N: Tensor | None
     weight: float | None = None
     runs: Sequence[Tensor | None] = ()
     start_N: Tensor | None = None
+    factor_r: Tensor | None = None
+    form: Callable[[slice], Tensor] | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Was the bucket sent without anything in it?"""
+        return self.vector_N is None and self.form is None
 
 
 class BucketedAllReduce(Stepwise[KeptSums, Received]):
@@ -99,13 +109,15 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self.full_wire = full
         self._second_communicator = group.second_communicator()
         self._like, self._sums = like.new_empty(0), sums
-        self._kernels = kernels_for(like.device, like.dtype, threads)
+        self._kernels = kernels_for(like.device, like.dtype, threads, sums)
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
-        self._rows = rows_of(buckets, codec.block, group.rank, group.size, like, keeps)
-        self._results = [Received(self._rows, self._kernels, like) for _ in range(2)]
+        self._rows = self._make_rows(codec.block, like, keeps)
+        self._results = [Received.of(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
+        self._pieces: list[Pieces | None] = [None] * len(self._rows)
+        """Of each bucket, where runs have factors; made when they first have."""
         self._pipeline = self._make_pipeline()
         self._first: list[Pending | None] = [None] * len(buckets)
         self._replicated: list[Pending | None] = [None] * len(buckets)
@@ -162,17 +174,23 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
         """As launch_sum of r + weight (x - r), r being the last committed result of this memory, in one pass.
 
         x: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
         be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
         start: float[N], r in place of the last result, as x; a bucket of the sum is made then, and encoded in a second
-        pass: equal bit for bit. Raises: RuntimeError where last(memory) is None, and start too.
+        pass: equal bit for bit. factor: float[live runs], f, as x: f (r + weight (x - r)) is sent, and the last result
+        is f r. Raises: RuntimeError where last(memory) is None, and start too.
         """
         if start_N is None:
             self._require_last(self._open())
-        self._launch(k, Given(x_N, weight, runs, start_N))
+        self._launch(k, Given(x_N, weight, runs, start_N, factor_r))
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes, a bucket at a time; made again where the exchange is undone or redone."""
+        self._launch(k, Given(None, form=form))
 
     def launch_refused(self, k: int) -> None:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
@@ -281,14 +299,14 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 yield counts
             return
         memory, given, num_served = self._lost or (None, (), 0)
-        whole = len(given) == num_served == len(self.buckets) and all(one.vector_N is not None for one in given)
+        whole = len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given)
         if memory is None or not whole:
             yield False
             return
         undone = None if self._lost_sums is None else memory.swap(self._lost_sums)
         if undone is None:
             for k, one in enumerate(given):
-                self._encode(memory, k, one)
+                self._encode(memory, k, one, self._sum_of(k, one))
                 self._serve_rows(memory, k)
         before = [(kept.sum_c.clone(), kept.scale_b.clone()) for kept in memory.replica]
         self._follow(memory)
@@ -369,6 +387,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         like, second = self._like, self._second_communicator
         return means_of(wire, self._group, second, self.buckets, like, self._make_pipeline())
 
+    def _make_rows(self, block: int, like: Tensor, keeps: Keeps) -> list[BucketRows]:
+        return rows_of(self.buckets, block, self._group.rank, self.size, like, keeps)
+
     def _make_pipeline(self) -> Pipeline:
         return pipeline_for(self._group, self._second_communicator, self._like.device)
 
@@ -376,13 +397,16 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         memory, x_N = self._open(), given.vector_N
         self._expect(k)
         numel = self.buckets.layout.numel
-        if x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
+        if given.form is not None:
+            pass  # looked at where it is made
+        elif x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
         with whole_or_left(self._group, self._break_off):
-            self._writing.add("launch")
             began = time.perf_counter()
-            self._encode(memory, k, given)
+            x_b = self._sum_of(k, given)
+            self._writing.add("launch")
+            self._encode(memory, k, given, x_b)
             self.stats.encode_s += time.perf_counter() - began
             self._given.append(given)
             self._writing.discard("launch")
@@ -392,18 +416,19 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if k != len(self._given):
             raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
 
-    def _encode(self, memory: KeptSums, k: int, given: Given) -> None:
-        """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
+    def _encode(self, memory: KeptSums, k: int, given: Given, x_b: Tensor | None) -> None:
+        """Add what was given to the kept sums of bucket k, and write its rows and their flags. x: as _sum_of()."""
         rows, kept = self._rows[k], memory.worker[k]
         noise = self._worker_noise(rows)
-        assert given.vector_N is not None
-        if (x_b := self._sum_of(k, given)) is not None:
+        if x_b is not None:
             self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent, noise)
+            return
+        assert given.weight is not None
+        at = kept.sum_c, kept.scale_b, self._parts_of(k, given), given.weight, rows.gathered[self._last]
+        if given.factor_r is None:
+            self._kernels.encode_lerp(*at, rows.table, rows.sent, noise)
         else:
-            assert given.weight is not None
-            parts, last = self._parts_of(k, given), rows.gathered[self._last]
-            table, sent = rows.table, rows.sent
-            self._kernels.encode_lerp(kept.sum_c, kept.scale_b, parts, given.weight, last, table, sent, noise)
+            self._kernels.encode_scaled(*at, given.factor_r, self._pieces_of(k), rows.table, rows.sent)
 
     def _worker_noise(self, rows: BucketRows) -> Noise:
         return noise_for(self._drawn, WORKER, self._group.rank).at(rows.span.start)
@@ -415,13 +440,16 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     def _sum_of(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
         span = self._rows[k].span
+        if given.form is not None:
+            return given.form(span)
         assert given.vector_N is not None
         if given.weight is None:
             return given.vector_N[span]
         if given.start_N is None:
             return None
         start_b = given.start_N[span]
-        return torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
+        sum_b = torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
+        return sum_b if given.factor_r is None else sum_b.mul_(self._pieces_of(k).spread(given.factor_r))
 
     def _send(self, k: int) -> None:
         if self._error is not None or self._pipeline.failed:
@@ -487,6 +515,12 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._parts[k] = by_run(rows.span.start, rows.table, self.buckets.layout)
         return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
 
+    def _pieces_of(self, k: int) -> Pieces:
+        rows, found = self._rows[k], self._pieces[k]
+        if found is None:
+            found = self._pieces[k] = Pieces.of(rows.table, rows.span.start, self.buckets.layout)
+        return found
+
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
         raised = self._pipeline.drain()
@@ -532,15 +566,18 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 self._kernels.undo_serve(kept.sum_c, kept.scale_b, collected, self.size, rows.served, table, noise)
         for k, one in enumerate(given):
             rows, kept = self._rows[k], memory.worker[k]
-            if one.vector_N is None:
+            if one.is_nothing:
                 continue
             table, sent, noise = rows.table, rows.sent, self._worker_noise(rows)
             if (x_b := self._sum_of(k, one)) is not None:
                 self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, sent, table, noise)
+                continue
+            assert one.weight is not None
+            at = kept.sum_c, kept.scale_b, self._parts_of(k, one), one.weight, rows.gathered[self._last]
+            if one.factor_r is None:
+                self._kernels.undo_lerp(*at, sent, table, noise)
             else:
-                assert one.weight is not None
-                parts, last = self._parts_of(k, one), rows.gathered[self._last]
-                self._kernels.undo_lerp(kept.sum_c, kept.scale_b, parts, one.weight, last, sent, table, noise)
+                self._kernels.undo_scaled(*at, one.factor_r, self._pieces_of(k), sent, table)
 
     def _close(self) -> None:
         self._memory, self._error, self._finished, self._num_served = None, None, False, 0

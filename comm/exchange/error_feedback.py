@@ -41,6 +41,11 @@ class ErrorFeedback:
         self.worker_N = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.server_c = torch.zeros(stop - start, dtype=dtype, device=device)
 
+    @property
+    def workers(self) -> int:
+        """All ranks hold a worker error of every element."""
+        return self._group.size
+
     def errors(self) -> Errors:
         """Both, to be read and written."""
         self.version += 1

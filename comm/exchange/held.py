@@ -7,6 +7,9 @@
 
     R = sum over ranks of (worker error / ranks + server error)
 
+With topology node_first a rank exchanges slices of the vector, of which each box has a worker error: what moves do not
+name is not its part, and boxes stand for ranks.
+
 Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway. Where sums
 are kept in bfloat16 they are written, and the scales: an error has more bits than they have, and cannot be kept so.
 """
@@ -82,6 +85,7 @@ class Held:
 
     served: the spans of the exchanged vector whose server errors follow one another in server_c.
     replica_r: the server error of the rank before, where it is kept too; padding_q: as ArrangedErrors; else empty.
+    workers: how many hold a worker error of an element; 0: all ranks.
     exact: of worker, server and replica, where sums are kept in few bits: what tells their errors.
     """
 
@@ -92,6 +96,7 @@ class Held:
     moves: tuple[Move, ...]
     replica_r: Tensor
     padding_q: Tensor
+    workers: int = 0
     exact: dict[str, Exact] | None = None
 
     @property
@@ -101,7 +106,7 @@ class Held:
 
     def part(self, size: int) -> Tensor:
         """What this is of R, where R is of `size` ranks: float[N], new. Summed over all of them it is R."""
-        part_M = self.worker_M / size
+        part_M = self.worker_M / (self.workers or size)
         at = 0
         for start, stop in self.served:
             part_M[start:stop] += self.server_c[at : at + stop - start]
@@ -123,14 +128,15 @@ class Held:
         """Do the errors of the other stand where these do, so that one can take the place of the other as it is?"""
         same = self.numel == other.numel and self.served == other.served and self.moves == other.moves
         mine, theirs = self._sizes(), other._sizes()
-        return same and mine == theirs
+        return same and mine == theirs and self.workers == other.workers
 
     def to(self, like: Tensor) -> Held:
         """In the dtype and on the device of `like`."""
         moved = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q))
         worker_M, server_c, replica_r, padding_q = moved
         exact = None if self.exact is None else {name: one.to(like.device) for name, one in self.exact.items()}
-        return Held(self.numel, worker_M, server_c, self.served, self.moves, replica_r, padding_q, exact)
+        where = self.served, self.moves
+        return Held(self.numel, worker_M, server_c, *where, replica_r, padding_q, self.workers, exact)
 
     def plain(self) -> dict[str, Any]:
         """A dict of numbers, lists and tensors, for of_plain; shares memory."""
@@ -141,6 +147,7 @@ class Held:
             "moves": [list(move) for move in self.moves],
             "padding": self.padding_q,
             **(errors if self.exact is None else {_EXACT[name]: one.plain() for name, one in self.exact.items()}),
+            **({"workers": self.workers} if self.workers else {}),
         }
 
     @classmethod
@@ -162,6 +169,9 @@ class Held:
                 raise ValueError(f"{what}[{key!r}] = {found}: must be a floating vector")
         served, moves = _rows(what, plain, "served", 2), _rows(what, plain, "moves", 3)
         numel, worker, server = plain["numel"], plain["worker"], plain["server"]
+        workers = plain.get("workers", 0)
+        if type(workers) is not int or workers < 0:
+            raise ValueError(f"{what}['workers'] = {workers!r}: must be a whole number, at least 0; damaged")
         inside = all(0 <= a <= b <= worker.numel() for a, b in served)
         if not inside or sum(b - a for a, b in served) != server.numel():
             raise ValueError(f"{what} has {server.numel()} server errors of {served} in {worker.numel()}: damaged")
@@ -171,7 +181,7 @@ class Held:
             raise ValueError(f"{what} has numel = {numel!r} and moves {moves} into {worker.numel()}: damaged")
         spans = tuple((a, b) for a, b in served)
         where = spans, tuple((a, b, to) for a, b, to in moves)
-        return cls(numel, worker, server, *where, plain["replica"], plain["padding"], exact)
+        return cls(numel, worker, server, *where, plain["replica"], plain["padding"], workers, exact)
 
     def _sizes(self) -> list[int]:
         return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q)]

@@ -124,6 +124,11 @@ class KeptSums:
             self._replica = self._made(self._tables_of_replica(), self._like.dtype)
         return self._replica
 
+    @property
+    def workers(self) -> int:
+        """All ranks hold a worker error of every element."""
+        return self._group.size
+
     def take_room(self, draw: int) -> None:
         """Have memory for all, before an exchange writes sums and scales to it. draw: its number, where it rounds."""
         workers, servers, replicas = self._tables_of_worker(), self._tables_of_server(), self._tables_of_replica()
@@ -288,7 +293,9 @@ class KeptSums:
         self.refuse_torn()
         server, served = torch.cat(self._server_errors()), tuple((one.own.start, one.own.stop) for one in self._rows)
         moves, none = in_place(self._numel), nothing(self._like)
-        return Held(self._numel, self.worker_N, server, served, moves, self._replica_errors(), none, self._exact())
+        return Held(
+            self._numel, self.worker_N, server, served, moves, self._replica_errors(), none, exact=self._exact()
+        )
 
     def _exact(self) -> dict[str, Exact] | None:
         """Sums in few bits and their scales, from which alone the next exchange is the one that would have been."""

@@ -42,10 +42,20 @@ class Part:
 
 def by_run(start: int, table: BlockTable, layout: VectorLayout) -> list[Part]:
     """The bucket that begins at `start`, cut around every run that stands alone: at ends of blocks."""
+    return _between([start + bound for bound in table.starts.tolist()], layout)
+
+
+def by_segment(start: int, stop: int, layout: VectorLayout) -> list[Part]:
+    """The elements [start, stop), cut around every run that stands alone: at ends of segments."""
+    stops = [bound for _, bound in layout.segments if start < bound < stop]
+    return _between([start, *stops, stop], layout)
+
+
+def _between(bounds: Sequence[int], layout: VectorLayout) -> list[Part]:
     alone = {layout.live[i]: i for i in layout.alone()}
     stops = [stop for _, stop in layout.segments]
     found: list[Part] = []
-    for low, high in pairwise(start + bound for bound in table.starts.tolist()):
+    for low, high in pairwise(bounds):
         run = alone.get(layout.segments[bisect_right(stops, low)])
         if found and found[-1].run == run:
             low = found.pop().start

@@ -23,7 +23,7 @@ from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.pipeline import InlinePipeline
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, leave, lerp_, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
-from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory, spread
 from thinwire.comm.layout import Buckets, Partition, VectorLayout, round_up
 from thinwire.comm.protocol import Codec, ErrorMemory, FullMeans, FullWire, Group, Pending, Reader, RowCodec
 
@@ -100,16 +100,24 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
-        """As launch_sum of r + weight (x - r), r being start, or last(memory). Raises: RuntimeError without either."""
-        memory = self._expect(k, x_N)
+        """As Reducer.launch_lerp."""
+        memory, layout = self._expect(k, x_N), self.buckets.layout
         z_N = torch.zeros_like(x_N)
-        if start_N is None:
-            self._require_last(memory).decode_(z_N)
-        else:
+        if start_N is not None:
             z_N.copy_(start_N)
-        lerp_(z_N, x_N, weight, self.buckets.layout, runs)
+        else:
+            self._require_last(memory).decode_(z_N)
+            if factor_r is not None:
+                z_N.div_(spread(factor_r, layout))
+        lerp_(z_N, x_N, weight, layout, runs, factor_r)
         self._launch(memory, z_N)
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes, once: nothing is written that would have to be undone."""
+        z_N = form(slice(0, self.buckets.layout.numel))
+        self._launch(self._expect(k, z_N), z_N)
 
     def launch_refused(self, k: int) -> None:
         """Send that this rank takes no part: every rank raises Refused in finish()."""

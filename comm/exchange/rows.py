@@ -75,15 +75,25 @@ class BucketRows:
     rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
     now: of the exchange under way; last: of the one committed last, None unless it is kept.
     gathered: the two sets, once they have been placed. replica: None unless it is asked for.
+    row_bytes: of a row that is longer than this bucket's need.
     """
 
     def __init__(
-        self, bucket: Bucket, buckets: Buckets, block: int, rank: int, size: int, like: Tensor, *, keeps: Keeps
+        self,
+        bucket: Bucket,
+        buckets: Buckets,
+        block: int,
+        rank: int,
+        size: int,
+        like: Tensor,
+        *,
+        keeps: Keeps = Keeps.NOTHING,
+        row_bytes: int | None = None,
     ) -> None:
         self.layout = buckets.layout
         self.chunks: list[Span] = [bucket.chunk(owner, size) for owner in range(size)]
         self.span, self.own = slice(bucket.start, bucket.stop), slice(*self.chunks[rank])
-        self.table = BlockTable.of_rows(self.layout, self.chunks, block, like)
+        self.table = BlockTable.of_rows(self.layout, self.chunks, block, like, row_bytes)
         self.own_table = BlockTable.of(self.layout, self.own.start, self.own.stop, block, like, self.table.row_bytes)
         self.now = Crossing.of(size, self.table.row_bytes, like)
         self.last = Crossing.of(size, self.table.row_bytes, like) if keeps is Keeps.ROWS else None
@@ -136,37 +146,53 @@ def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, ke
 
 
 class Received:
-    """One set of the gathered rows of all buckets, as a Result."""
+    """One set of gathered rows, as a Result.
 
-    def __init__(self, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor) -> None:
+    wire: the memory of all of them. parts: (table, at, wire_at) as BlockTable.over takes them. flag_at: int64[r], the
+    byte of each row's flag. numel: N, elements of the vector.
+    """
+
+    def __init__(
+        self,
+        wire: RowMemory,
+        parts: Sequence[tuple[BlockTable, int, int]],
+        flag_at: Tensor,
+        numel: int,
+        kernels: Kernels,
+    ) -> None:
+        self.wire = wire
+        self._parts, self._numel, self._kernels = parts, numel, kernels
+        self._tables: dict[Span, BlockTable] = {}
+        self._flag_at = flag_at
+        self._flags = torch.ones_like(flag_at, dtype=torch.uint8)
+        self._finite = torch.ones((), dtype=torch.uint8, device=flag_at.device)
+
+    @classmethod
+    def of(cls, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor) -> Received:
+        """Of all buckets, in one piece of memory, in which each is given its place."""
         ends = [0, *accumulate(one.sent_nB.numel() for one in rows)]
         bytes_B = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
         for one, (low, high) in zip(rows, pairwise(ends), strict=True):
             one.place(bytes_B[low:high], like.dtype)
-        self._wire = RowMemory.of(bytes_B, like.dtype)
-        self._parts = [(one.table, one.span.start, at) for one, at in zip(rows, ends, strict=False)]
-        self._numel = rows[0].layout.numel
-        self._kernels = kernels
-        self._tables: dict[Span, BlockTable] = {}
-        self._flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
-        self._flags = torch.ones_like(self._flag_at, dtype=torch.uint8)
-        self._finite = torch.ones((), dtype=torch.uint8, device=like.device)
+        parts = [(one.table, one.span.start, at) for one, at in zip(rows, ends, strict=False)]
+        flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
+        return cls(RowMemory.of(bytes_B, like.dtype), parts, flag_at, rows[0].layout.numel, kernels)
 
     def all_finite(self) -> bool:
         """Whether every server could write all of its rows: the same on every rank. Waits for the device."""
-        torch.index_select(self._wire.bytes_B, 0, self._flag_at, out=self._flags)
+        torch.index_select(self.wire.bytes_B, 0, self._flag_at, out=self._flags)
         torch.amin(self._flags, 0, out=self._finite)
         return bool(self._finite)
 
     def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
         """out <- elements [start, stop) of the result, 0 where dead."""
-        self._kernels.decode(self._wire, self._table(start, self._numel if stop is None else stop), out_N)
+        self._kernels.decode(self.wire, self._table(start, self._numel if stop is None else stop), out_N)
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand elements [start, stop) to the reader, as rows of signs. Raises: ValueError for bounds inside a byte."""
         stop = self._numel if stop is None else stop
         if start != stop:
-            reader.rows(slice(start, stop), self._wire, self._table(start, stop))
+            reader.rows(slice(start, stop), self.wire, self._table(start, stop))
 
     def _table(self, start: int, stop: int) -> BlockTable:
         found = self._tables.get((start, stop))

@@ -8,7 +8,7 @@ A larger group may have left R: a run that shrinks to one rank loses none of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from thinwire.comm.exchange.error_feedback import ErrorFeedback
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, Partition, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Errors, FullMeans, FullWire, Group, Reader
 
@@ -166,13 +167,23 @@ class SoloReducer(Stepwise[GivenOut, Values]):
         weight: float,
         runs: Sequence[Tensor | None] = (),
         start_N: Tensor | None = None,
+        factor_r: Tensor | None = None,
     ) -> None:
-        """result <- r + weight (x - r) + R, r being start, or last(memory). Raises: RuntimeError without either."""
-        memory = self._expect(k)
-        start_N = self._require_last(memory).values_N if start_N is None else start_N
+        """result <- f (r + weight (x - r)) + R; the rest as Reducer.launch_lerp."""
+        memory, layout = self._expect(k), self.buckets.layout
         result_N = self._results[1 - self._last].values_N
-        lerp_(result_N.copy_(start_N), x_N, weight, self.buckets.layout, runs)
+        if start_N is not None:
+            result_N.copy_(start_N)
+        else:
+            result_N.copy_(self._require_last(memory).values_N)
+            if factor_r is not None:
+                result_N.div_(spread(factor_r, layout))
+        lerp_(result_N, x_N, weight, layout, runs, factor_r)
         self._add_residual()
+
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """As launch_sum of what form() makes."""
+        self.launch_sum(k, form(slice(0, self.buckets.layout.numel)))
 
     def launch_refused(self, k: int) -> None:
         """finish() raises NonFiniteInput: there is no other rank to be told."""

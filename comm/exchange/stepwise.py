@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import calls_of, interrupted
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Group, Leavable, Result, Stats
 from thinwire.comm.signals import deferred
@@ -33,6 +34,7 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
 
     full_wire: FullWire = "fp32"
     draw: int = 0
+    topology: str = "flat"
 
     def __init__(self, group: Group, buckets: Buckets, kind: type[Memory]) -> None:
         self.size: int = group.size
@@ -89,6 +91,10 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     @abstractmethod
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it."""
+
+    @abstractmethod
+    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+        """Encode bucket k of what form() makes, and send it."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -214,16 +220,26 @@ def whole_or_left(group: Group, undo: Callable[[], None]) -> Iterator[None]:
             raise
 
 
-def lerp_(r_N: Tensor, x_N: Tensor, weight: float, layout: VectorLayout, runs: Sequence[Tensor | None] = ()) -> None:
-    """r <- r + weight (x - r), rounded as the fused kernels do it: without a fused multiply-add.
+def lerp_(
+    r_N: Tensor,
+    x_N: Tensor,
+    weight: float,
+    layout: VectorLayout,
+    runs: Sequence[Tensor | None] = (),
+    factor_r: Tensor | None = None,
+) -> None:
+    """r <- f (r + weight (x - r)), rounded as the fused kernels do it: without a fused multiply-add.
 
-    runs: of each live run of the layout, what is read in place of that part of x, or None.
+    runs: of each live run of the layout, what is read in place of that part of x, or None. factor: float[live runs], f
+    of each; None: 1.
     """
     given_N = x_N.clone()
     for (start, stop), run in zip(layout.live, runs, strict=bool(runs)):
         if run is not None:
             given_N[start:stop] = run
     r_N.add_(given_N.sub_(r_N).mul_(weight))
+    if factor_r is not None:
+        r_N.mul_(spread(factor_r, layout))
 
 
 def gather_flags(group: Group, own: Tensor) -> Tensor:

@@ -26,10 +26,12 @@ from torch import Tensor
 from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place, interrupted
 from thinwire.comm.errors import CallMismatch, CommError, PeerLost
 from thinwire.comm.groups.failure_detector import FailureDetector, StoreDetector
+from thinwire.comm.groups.parts import Part, PartStats
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
+from thinwire.comm.wire.link_classes import named_box
 
 # torch 2.13 renames it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,6 +40,10 @@ _second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[
     weakref.WeakKeyDictionary()
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Those of some of its ranks, likewise."""
 _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakref.WeakKeyDictionary()
 LEFT_S = 0.01
 """How long a rank that has left waits for what it has begun before: it may be done, or never come."""
@@ -54,10 +60,13 @@ class TorchGroup:
         *,
         answer_s: float = 1.0,
         detector: FailureDetector | None = None,
+        box: str | None = None,
     ) -> None:
         """answer_s: how long, after a failure, peers may take to say that they live (comm.groups.failure_detector).
 
         detector: who tells which ranks are gone, where a service of the caller's knows; None: ranks ask one another.
+        box: a name for where this rank is: the ranks that have one name share a box; None: those that share a network
+        namespace of one machine do.
         """
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialised: call init_process_group first, or use SoloGroup()")
@@ -65,11 +74,15 @@ class TorchGroup:
         self._given = None if process_group is None else weakref.ref(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
+        self.box = None if box is None else named_box(box)
         self.stats = Stats()
         self._detector = detector or _detector_of(self._process_group(), self.rank, self.size)
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
         self._communicator = 0
+        self._parts: dict[Part, TorchGroup] = {}
+        self._told = (self.rank, self.size)
+        """Rank and size in the whole group, of which this may be a part: by these ranks are told of."""
         self.abandoned: list[dist.Work] = []
         """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
 
@@ -150,10 +163,28 @@ class TorchGroup:
         if self._second is None:
             with self._peers("second_communicator"):
                 process_group = _second_process_group(self._process_group())
-            self._second = TorchGroup(process_group, answer_s=self._answer_s, detector=self._detector)
-            self._second.stats, self._second.abandoned = self.stats, self.abandoned
-            self._second._communicator = 1
+            self._second = self._like(process_group)
+            self._second.stats, self._second._communicator = self.stats, self._communicator + 1
         return self._second
+
+    def part(self, part: Part, ranks: Sequence[int]) -> TorchGroup:
+        """The group of these ranks (comm.groups.parts): a process group with the same backend and time-out.
+
+        Collective among them at its first call for a process group. The ranks of all parts tell one another who is
+        gone. Raises: PeerLost.
+        """
+        if part not in self._parts:
+            with self._peers(f"part {part}"):
+                process_group = _process_group_of(self._process_group(), ranks)
+            made = self._parts[part] = self._like(process_group)
+            made.stats, made._communicator = PartStats(self.stats, part), part.communicator
+        return self._parts[part]
+
+    def _like(self, process_group: dist.ProcessGroup) -> TorchGroup:
+        """A group of ranks of this one that shares what this one knows of peers."""
+        made = TorchGroup(process_group, answer_s=self._answer_s, detector=self._detector)
+        made.abandoned, made._told, made.box = self.abandoned, self._told, self.box
+        return made
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
         """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
@@ -182,7 +213,8 @@ class TorchGroup:
         return TorchPending(self, collective, at, work, x.device)
 
     def _has_left(self) -> PeerLost:
-        return PeerLost(f"rank {self.rank} of {self.size} has left the group: {self._detector.left}", self.rank)
+        rank, size = self._told
+        return PeerLost(f"rank {rank} of {size} has left the group: {self._detector.left}", rank)
 
     def _process_group(self) -> dist.ProcessGroup:
         process_group = dist.group.WORLD if self._given is None else self._given()
@@ -201,7 +233,7 @@ class TorchGroup:
             lost = self._detector.find_lost(self._answer_s, at)
             if lost.mismatch:
                 _hold_for_good(dist.distributed_c10d._world.pg_map)
-            raise lost.error(self.rank, self.size, collective, error, self.calls) from error
+            raise lost.error(*self._told, collective, error, self.calls) from error
 
 
 class TorchPending:
@@ -311,15 +343,33 @@ def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
     known = _second_communicators.get(first)
     second = known() if known else None
     if second is None:
-        ranks = dist.get_process_group_ranks(first)
-        device = first._device_types[0]
-        timeout: timedelta = first._get_backend(device).options._timeout
-        # In the order of `first`, which sorting, the default, would lose; torch 2.11 may not have the argument.
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        # Local: ranks of the world outside of this group need not know of it.
-        second = dist.new_group(ranks, timeout, dist.get_backend_config(first), use_local_synchronization=True, **order)
+        second = _new_group(first, dist.get_process_group_ranks(first))
         _second_communicators[first] = weakref.ref(second)
     return second
+
+
+def _process_group_of(whole: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """That of these ranks of the whole."""
+    parts = _parts.setdefault(whole, {})
+    known = parts.get(tuple(ranks))
+    part = known() if known else None
+    if part is None:
+        of_world = dist.get_process_group_ranks(whole)
+        part = _new_group(whole, [of_world[rank] for rank in ranks])
+        parts[tuple(ranks)] = weakref.ref(part)
+    return part
+
+
+def _new_group(first: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """Another one of these ranks of the world, in this order, with the backend and time-out of the first."""
+    device = first._device_types[0]
+    timeout: timedelta = first._get_backend(device).options._timeout
+    # In their order, which sorting, the default, would lose; torch 2.11 may not have the argument.
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    # Local: other ranks of the world need not know of it.
+    backend = dist.get_backend_config(first)
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, **order)
+    return made
 
 
 def _hold_for_good(process_groups: Iterable[dist.ProcessGroup]) -> None:

@@ -15,7 +15,7 @@ The two phases of an exchange are "all_to_all" and "all_gather", one call a buck
     after phase 2, on some ranks only       Fault((0, 3), "all_gather", k, When.AFTER)
 
 AFTER is after the collective's `wait`. A rank that fails leaves the group, where it can (ThreadGroup, TorchGroup), so
-that its peers fail as well, in the collective they wait in. Both communicators count together.
+that its peers fail as well, in the collective they wait in. Both communicators, and parts of the group, count together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,7 +33,9 @@ from torch import Tensor
 
 from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
+from thinwire.comm.groups.parts import Part, Parting
 from thinwire.comm.protocol import Group, Leavable, Pending, Stats
+from thinwire.comm.wire.link_classes import Box, Boxed
 
 
 class When(Enum):
@@ -103,8 +105,11 @@ class FaultyGroup:
     def __init__(self, group: Group, *faults: Fault) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self._armed = [Armed(faults)]  # in a list, which both communicators share
+        self._armed = [Armed(faults)]  # in a list, which both communicators and all parts share
+        self._at = group.rank
+        """This rank in the whole group: by that faults name it."""
         self._second: FaultyGroup | None = None
+        self._parts: dict[Part, FaultyGroup] = {}
 
     @property
     def stats(self) -> Stats:
@@ -158,13 +163,27 @@ class FaultyGroup:
         if self._second is None:
             below = self._group.second_communicator()
             self._second = self if below is self._group else FaultyGroup(below)
-            self._second._armed = self._armed
+            self._second._armed, self._second._at = self._armed, self._at
         return self._second
+
+    @property
+    def box(self) -> Box | None:
+        """That of the group below, where it was told one."""
+        return self._group.box if isinstance(self._group, Boxed) else None
+
+    def part(self, part: Part, ranks: Sequence[int]) -> FaultyGroup:
+        """That of the group below, with the same faults and the same count of calls."""
+        if part not in self._parts:
+            assert isinstance(self._group, Parting)
+            made = FaultyGroup(self._group.part(part, ranks))
+            made._armed, made._at = self._armed, self._at
+            self._parts[part] = made
+        return self._parts[part]
 
     def _run(
         self, collective: str, out: Tensor, given: Tensor, start: Callable[[Tensor, Tensor], Pending | None]
     ) -> Pending:
-        due = self._armed[0].next_call(self.rank, collective)
+        due = self._armed[0].next_call(self._at, collective)
         if When.BEFORE in due:
             given = self._happen(due[When.BEFORE], given if given is out else given.clone())
         pending = start(out, given)
@@ -184,7 +203,7 @@ class FaultyGroup:
         reason = f"injected {fault.when.value} {fault.collective} {fault.call}"
         if fault.what is not What.ALONE:
             self.leave(reason)
-        raise PeerLost(f"rank {self.rank} of {self.size}: {reason}", self.rank)
+        raise PeerLost(f"rank {self._at}: {reason}", self._at)
 
 
 class FaultyPending:

@@ -1,13 +1,13 @@
 """n ranks as threads of one process, on the CPU or on one GPU: the transport of tests, of the lab and of first tries.
 
 A collective is: show my tensor, wait for all, read theirs, wait for all. A rank that raises breaks the barrier, so its
-peers get PeerLost instead of waiting for ever.
+peers get PeerLost instead of waiting for ever. Where one barrier breaks, of the group or of a part of it, all do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from thinwire.comm.calls import NOWHERE, Calls, Place, interrupted, mismatch
 from thinwire.comm.errors import PeerLost
+from thinwire.comm.groups.parts import Part, PartStats
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
+from thinwire.comm.wire.link_classes import Box, named_box
 
 T = TypeVar("T")
 
@@ -28,40 +30,90 @@ T = TypeVar("T")
 class Meeting:
     """What the ranks of one group share: where they wait, what they show, who has left and how often each has come.
 
-    told: of each rank the collective that it is in, the call of its user, and what to do where others are not in it.
+    members: their ranks in the whole group. told: of each rank the collective that it is in, the call of its user, and
+    what to do where others are not in it. left, all: of the whole group and its parts together; left by the ranks of
+    the whole.
     """
 
+    members: tuple[int, ...]
     barrier: threading.Barrier
     shown: list[Tensor]
     told: list[tuple[Place, str, str]]
     came: list[int]
     left: dict[int, str] = field(default_factory=dict)
+    all: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: Sequence[int], timeout_s: float | None) -> Meeting:
+        """A new one, of a whole group."""
+        size = len(members)
+        barrier, told = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
+        made = cls(tuple(members), barrier, [torch.empty(0)] * size, told, [0] * size)
+        made.all[made.members] = made
+        return made
+
+    def part(self, members: Sequence[int]) -> Meeting:
+        """That of these ranks of the whole: one, whoever asks first."""
+        made = Meeting.of(members, self.barrier._timeout)  # type: ignore[attr-defined]
+        made.left, made.all = self.left, self.all
+        found = self.all.setdefault(made.members, made)
+        if self.barrier.broken:
+            found.barrier.abort()
+        return found
+
+    def end(self) -> None:
+        """Nobody can meet any more, in the whole or in any part."""
+        for one in list(self.all.values()):
+            one.barrier.abort()
 
 
 class ThreadGroup(Blocking):
-    """One rank's end of a group of threads; `ThreadGroup.create(n)` makes all n ends."""
+    """One rank's end of a group of threads; `ThreadGroup.create(n)` makes all n ends.
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+    box: where this rank is said to be. whole: of which this is a part.
+    """
+
+    def __init__(
+        self, rank: int, size: int, meeting: Meeting, *, box: Box | None = None, whole: ThreadGroup | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.box = box
         self.stats = Stats()
-        self.calls = Calls()
+        self.calls: Calls = Calls() if whole is None else whole.calls
+        self._communicator = 0
         self._meeting = meeting
+        self._whole = self if whole is None else whole
+        self._parts: dict[Part, ThreadGroup] = {}
 
     @classmethod
-    def create(cls, size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
-        """Make the ends of a group of `size` ranks. A rank that waits longer than `timeout_s` raises PeerLost."""
+    def create(cls, size: int, timeout_s: float = 60.0, boxes: Sequence[Hashable] | None = None) -> list[ThreadGroup]:
+        """Make the ends of a group of `size` ranks. A rank that waits longer than `timeout_s` raises PeerLost.
+
+        boxes: of each rank, where it is said to be, such as (0, 0, 1, 1); None: all are where this process is.
+        """
         if size < 1:
             raise ValueError(f"size = {size}: a group has at least one rank")
-        barrier, told = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
-        meeting = Meeting(barrier, [torch.empty(0)] * size, told, [0] * size)
-        return [cls(rank, size, meeting) for rank in range(size)]
+        if boxes is not None and len(boxes) != size:
+            raise ValueError(f"boxes = {boxes!r}: must name the box of each of {size} ranks")
+        meeting = Meeting.of(range(size), timeout_s)
+        told = [None if boxes is None else named_box(f"box {boxes[rank]}") for rank in range(size)]
+        return [cls(rank, size, meeting, box=told[rank]) for rank in range(size)]
+
+    def part(self, part: Part, ranks: Sequence[int]) -> ThreadGroup:
+        """The group of these ranks: comm.groups.parts."""
+        if part not in self._parts:
+            meeting = self._meeting.part(ranks)
+            made = ThreadGroup(ranks.index(self.rank), len(ranks), meeting, box=self.box, whole=self)
+            made.stats, made._communicator = PartStats(self.stats, part), part.communicator
+            self._parts[part] = made
+        return self._parts[part]
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
         """Break the group: every rank that waits, now or later, raises PeerLost, which names the first that left."""
         if not self._meeting.barrier.broken:  # else this rank leaves because another one did
-            self._meeting.left[self.rank] = reason
-        self._meeting.barrier.abort()
+            self._meeting.left[self._whole.rank] = reason
+        self._meeting.end()
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
@@ -107,7 +159,7 @@ class ThreadGroup(Blocking):
 
     def _show(self, collective: str, tensor: Tensor) -> list[Tensor]:
         meeting, calls = self._meeting, self.calls
-        at = Place(0, calls.begun[0] + 1, collective, tensor.nbytes)
+        at = Place(self._communicator, calls.begun[self._communicator] + 1, collective, tensor.nbytes)
         meeting.shown[self.rank], meeting.told[self.rank] = tensor, (at, calls.told(), calls.remedy)
         self._wait()
         calls.begin(at)
@@ -127,6 +179,7 @@ class ThreadGroup(Blocking):
             with armed():
                 self._meeting.barrier.wait()
         except threading.BrokenBarrierError as error:
+            self._meeting.end()
             raise self._lost() from error
         except BaseException as error:  # a signal's: the others wait for what this rank does not go on with
             self.leave(interrupted(error, self.calls))
@@ -136,18 +189,23 @@ class ThreadGroup(Blocking):
         came = self._meeting.came
         lost = {rank: f"it left: {reason}" for rank, reason in self._meeting.left.items()}
         if not lost:
-            late = [rank for rank in range(self.size) if came[rank] < came[self.rank]]
+            late = [
+                member for member, times in zip(self._meeting.members, came, strict=True) if times < came[self.rank]
+            ]
             lost = dict.fromkeys(late, "it did not come within the time-out")
         who = "; ".join(f"rank {rank} ({why})" for rank, why in lost.items())
+        who = who or "its peers, which gave up waiting for it at the time-out"
         return PeerLost(
-            f"rank {self.rank} of {self.size} lost {who or 'its peers, which gave up waiting for it at the time-out'}",
+            f"rank {self._whole.rank} of {self._whole.size} lost {who}",
             next(iter(lost)) if len(lost) == 1 else None,
             tuple(lost),
         )
 
 
-def run_threads(size: int, work: Callable[[ThreadGroup], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `work(group)` on `size` threads and return their results in order of rank.
+def run_threads(
+    size: int, work: Callable[[ThreadGroup], T], timeout_s: float = 60.0, boxes: Sequence[Hashable] | None = None
+) -> list[T]:
+    """Run `work(group)` on `size` threads and return their results in order of rank. boxes: as in ThreadGroup.create.
 
     Raises the first error that is not PeerLost (the cause), else the first PeerLost (the consequence).
     """
@@ -161,9 +219,8 @@ def run_threads(size: int, work: Callable[[ThreadGroup], T], timeout_s: float = 
             errors[group.rank] = error
             group.leave(f"{type(error).__name__}: {error}")
 
-    threads = [
-        threading.Thread(target=body, args=(group,), daemon=True) for group in ThreadGroup.create(size, timeout_s)
-    ]
+    groups = ThreadGroup.create(size, timeout_s, boxes)
+    threads = [threading.Thread(target=body, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

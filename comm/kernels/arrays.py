@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.fused_reference import require_cover, require_rows
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.kernels.fused_reference import require_cover, require_factors, require_rows
 
 if TYPE_CHECKING:  # it brings numba, which only who compiles needs
     from thinwire.comm.kernels.compiled import Array
@@ -38,6 +38,15 @@ class Rows(NamedTuple):
 
     bytes: Array
     values: Array
+
+
+class Cut(NamedTuple):
+    """Pieces' tensors, and the factor of each live run."""
+
+    starts: Array
+    first: Array
+    run: Array
+    factor: Array
 
 
 class Collected(NamedTuple):
@@ -92,6 +101,12 @@ def written_rows_of(wire: RowMemory, table: BlockTable) -> Rows:
     if not table.row_bytes:
         raise ValueError("a table without rows is for reading only: pass the one of a bucket or a chunk")
     return rows_of(wire, table)
+
+
+def cut_of(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Cut:
+    """Pieces of the table's blocks, with these factors."""
+    require_factors(factor_r, pieces, table)
+    return Cut(pieces.starts.numpy(), pieces.first.numpy(), pieces.run.numpy(), factor_r.numpy())
 
 
 def collected_of(rows: RowMemory, num_rows: int, table: BlockTable) -> Collected:

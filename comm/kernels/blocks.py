@@ -5,6 +5,7 @@
     row      |header|scales of the chunk's blocks|signs, 1 bit a value|nothing, to the next row|
 
 Byte 0 of the header is the row's flag: 1 where all of the row is finite. Scales are in the dtype of the vector.
+What is exchanged may be a vector times a factor for each live run. Runs that share a block cut it in pieces.
 """
 
 from __future__ import annotations
@@ -193,3 +194,45 @@ class BlockTable:
     def num_blocks(self) -> int:
         """Blocks, and scales of all rows."""
         return self.live.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Pieces:
+    """The blocks of a table, cut where one live run ends and the next one begins: all of a piece has one factor.
+
+    starts: int64[q+1], multiples of 8; piece i is [starts[i], starts[i+1]), from the table's first element on.
+    first: int64[b+1], number of each block's first piece.  run: int64[q], the live run that each is of.
+    num_runs: live runs of the layout.
+    """
+
+    starts: Tensor
+    first: Tensor
+    run: Tensor
+    num_runs: int
+
+    @classmethod
+    def of(cls, table: BlockTable, start: int, layout: VectorLayout) -> Pieces:
+        """Of a table whose first element is `start` of the vector. Dead elements are of the run before them."""
+        at, begin_r = table.starts.cpu(), torch.tensor([low for low, _ in layout.live], dtype=torch.int64) - start
+        bounds = {*at.tolist(), *begin_r[(begin_r > 0) & (begin_r < table.numel)].tolist()}
+        starts = torch.tensor(sorted(bounds), dtype=torch.int64)
+        run = torch.searchsorted(begin_r, starts[:-1], right=True).sub_(1).clamp_(min=0)
+        first = torch.searchsorted(starts, at)
+        device = table.starts.device
+        return cls(starts.to(device), first.to(device), run.to(device), len(layout.live))
+
+    def spread(self, factor_r: Tensor) -> Tensor:
+        """Each element's factor: float[c]. factor: float[live runs]."""
+        return torch.repeat_interleave(factor_r[self.run], self.starts.diff())
+
+
+def spread(factor_r: Tensor, layout: VectorLayout, start: int = 0, stop: int | None = None) -> Tensor:
+    """The factors of elements [start, stop) of the vector, float[stop - start]. factor: float[live runs].
+
+    Dead elements have that of the run before them.
+    """
+    stop = layout.numel if stop is None else stop
+    begins = [0, *(low for low, _ in layout.live[1:]), layout.numel]
+    inside = [min(max(at, start), stop) for at in begins]
+    lengths_r = torch.tensor([high - low for low, high in pairwise(inside)], device=factor_r.device)
+    return torch.repeat_interleave(factor_r, lengths_r, output_size=stop - start)

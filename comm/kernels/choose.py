@@ -1,7 +1,8 @@
-"""Which kernels a vector gets: numba's on the CPU, plain torch elsewhere."""
+"""Which kernels a vector gets: numba's on the CPU, CUDA's on a GPU where CuPy is, plain torch elsewhere."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
-from thinwire.comm.layout import BYTE
+from thinwire.comm.layout import BYTE, VectorLayout
 
+logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.float32, torch.float64)
 
 
@@ -38,6 +41,20 @@ class Kernels(Protocol):
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp."""
+
+    def encode_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        table: BlockTable,
+        out: RowMemory,
+    ) -> None:
+        """As fused_reference.encode_scaled."""
 
     def serve(
         self,
@@ -72,6 +89,20 @@ class Kernels(Protocol):
     ) -> None:
         """As fused_reference.undo_lerp."""
 
+    def undo_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        written: RowMemory,
+        table: BlockTable,
+    ) -> None:
+        """As fused_reference.undo_scaled."""
+
     def undo_serve(
         self,
         b_c: Tensor,
@@ -85,11 +116,38 @@ class Kernels(Protocol):
         """As fused_reference.undo_serve."""
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
-    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use."""
+def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
+    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
+
+    sums: of kept sums, where they are of another: there is no CUDA kernel for these.
+    """
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
-    return fused_reference
+    return (_on_cuda(device, dtype) if sums in (None, dtype) else None) or fused_reference
+
+
+@cache
+def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Launcher | None:
+    """What launches this CUDA source for such vectors; None where that is not possible, which one line of the log says.
+
+    The only place where that is decided. The source is compiled here, seconds the first time; CuPy keeps it in
+    ~/.cupy/kernel_cache.
+    """
+    if device.type != "cuda" or dtype != torch.float32:
+        return None
+    if torch.version.cuda is None:
+        _say_missing("torch is built without CUDA")
+        return None
+    try:
+        from thinwire.comm.kernels.cuda.by_cupy import CupyLauncher, UnusableCupy
+    except ImportError as error:
+        _say_missing(str(error))
+        return None
+    try:
+        return CupyLauncher(source, device)
+    except UnusableCupy as error:
+        _say_missing(str(error))
+        return None
 
 
 def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
@@ -111,6 +169,10 @@ def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     kernels.undo_sum(c_c, scale_b, x_c, out, table)
     kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
     kernels.undo_lerp(c_c, scale_b, [x_c], 0.5, last, out, table)
+    pieces = Pieces.of(table, 0, VectorLayout.single(BYTE))
+    wide_c = like.clone()  # whoever has factors keeps sums in full
+    kernels.encode_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
+    kernels.undo_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, out, table)
     kernels.serve(c_c, scale_b, last, 1, table, out)
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
@@ -129,6 +191,22 @@ def warm_up_int8(dtype: torch.dtype) -> None:
     int8_cpu.decode(scale_b, q_c, x_c, BYTE)
     int8_cpu.add(scale_b, q_c, x_c, BYTE)
     int8_cpu.left_out(scale_b, q_c, x_c, x_c, BYTE)
+
+
+@cache
+def _say_missing(reason: str) -> None:
+    major = (torch.version.cuda or "12").split(".")[0]
+    logger.warning("cuda_kernels_missing reason=%r runs=%r install=thinwire[cuda%s]", reason, "plain torch", major)
+
+
+@cache
+def _on_cuda(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    if device.type != "cuda":
+        return None
+    from thinwire.comm.kernels.cuda.kernels import CudaKernels, source  # it imports this module's Kernels
+
+    launcher = cuda_launcher(device, dtype, source())
+    return None if launcher is None else CudaKernels(launcher)
 
 
 @cache

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import cpu_loops
@@ -18,6 +19,7 @@ from thinwire.comm.kernels.arrays import (
     addresses_of,
     blocks_of,
     collected_of,
+    cut_of,
     rows_of,
     scales_of,
     sums_of,
@@ -25,7 +27,7 @@ from thinwire.comm.kernels.arrays import (
     written_rows_of,
 )
 from thinwire.comm.kernels.bf16 import NONE, Noise
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.compiled import Array
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.kernels.vectors import WORD
@@ -61,9 +63,27 @@ class CpuKernels:
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp."""
-        c, scale = sums_of(c_c, table), scales_of(scale_b, table)
+        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
         given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
         self._encode(cpu_loops.encode_lerp, given, table, out, noise)
+
+    def encode_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        table: BlockTable,
+        out: RowMemory,
+    ) -> None:
+        """As fused_reference.encode_scaled."""
+        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
+        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
+        self._encode(cpu_loops.encode_scaled, given, table, out)
 
     def serve(
         self,
@@ -104,10 +124,29 @@ class CpuKernels:
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
-        c, scale = sums_of(c_c, table), scales_of(scale_b, table)
+        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
         given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
         tail = rows_of(written, table), blocks_of(table), noise
         self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
+
+    def undo_scaled(
+        self,
+        c_c: Tensor,
+        scale_b: Tensor,
+        x_parts: Sequence[Tensor],
+        weight: float,
+        last: RowMemory,
+        factor_r: Tensor,
+        pieces: Pieces,
+        written: RowMemory,
+        table: BlockTable,
+    ) -> None:
+        """As fused_reference.undo_scaled."""
+        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
+        x_parts = _widened(x_parts, c_c)
+        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
+        tail = rows_of(written, table), blocks_of(table)
+        self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))
 
     def undo_serve(
         self,
@@ -125,17 +164,24 @@ class CpuKernels:
         self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, scale)))
 
     def _encode(
-        self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory, noise: Noise
+        self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory, *noise: Noise
     ) -> None:
         """The loop with what it is given, the second of which are scales; then the flags of the rows that it wrote."""
         blocks, rows = blocks_of(table), written_rows_of(out, table)
-        tail = blocks, rows, noise
+        tail = blocks, rows, *noise
         self._split(table, lambda first, stop: loop(first, stop, *given, *tail, _scratch(table, given[1])))
         cpu_loops.write_flags(blocks, rows)
 
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:
         """Run the loop over all blocks: a share a thread, one of them this thread's."""
         self._threads.split(table.num_blocks, MIN_BLOCKS, loop)
+
+
+def _widened(x_parts: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+    """Parts in bfloat16 as copies in the vector's dtype; the rest as it is."""
+    if all(part.dtype != torch.bfloat16 for part in x_parts):
+        return x_parts
+    return [part.to(like.dtype) if part.dtype == torch.bfloat16 else part for part in x_parts]
 
 
 def _scratch(table: BlockTable, like: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.comm.kernels.arrays import Blocks, Collected, Rows
+from thinwire.comm.kernels.arrays import Blocks, Collected, Cut, Rows
 from thinwire.comm.kernels.bf16 import Noise
 from thinwire.comm.kernels.bf16_vectors import nearest8, rounded8, unrounded8
 from thinwire.comm.kernels.compiled import Array, compiled
@@ -202,6 +202,73 @@ def undo_serve(
                 store(b, at, nearest8(unrounded8(load8(b, at), b, noise, at) - z, b))
             scale[block] = 0
             _zero_dead(block, blocks, b)
+
+
+@compiled
+def encode_scaled(
+    first: int,
+    stop: int,
+    c: Array,
+    scale: Array,
+    x: Array,
+    weight: float,
+    last: Rows,
+    cut: Cut,
+    blocks: Blocks,
+    out: Rows,
+    new: Array,
+) -> None:
+    """c <- e + f (m + weight (x - m)), f m being what was received. x: int64[b], as in encode_lerp."""
+    weights = splat8(weight)
+    for block in range(first, stop):
+        low, bits, sent = blocks.starts[block], blocks.bits_at[block], splat8(scale[block])
+        for piece in range(cut.first[block], cut.first[block + 1]):
+            begin, end, factor = cut.starts[piece], cut.starts[piece + 1], cut.factor[cut.run[piece]]
+            said = last.values[blocks.scale_at[block]] / factor
+            factors, m_size, minus = splat8(factor), splat8(said), splat8(-said)
+            whole = begin + (end - begin) // QUAD * QUAD
+            for quad in range(begin, whole, QUAD):
+                word = load_bits(last.bytes, bits + (quad - low) // BYTE)
+                for byte in range(QUAD // BYTE):
+                    at = quad + byte * BYTE
+                    kept = load8(c, at)
+                    z = factors * _lerp(load8_from(x[block], at - low, c), weights, signed_by_word(word, byte, minus))
+                    store(new, at - low, kept - signed_as(kept, sent) + z)
+            for at in range(whole, end, BYTE):
+                kept = load8(c, at)
+                m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
+                z = factors * _lerp(load8_from(x[block], at - low, c), weights, m)
+                store(new, at - low, kept - signed_as(kept, sent) + z)
+        _finish(block, new, blocks, c, scale, out)
+
+
+@compiled
+def undo_scaled(
+    first: int,
+    stop: int,
+    c: Array,
+    scale: Array,
+    x: Array,
+    weight: float,
+    last: Rows,
+    cut: Cut,
+    written: Rows,
+    blocks: Blocks,
+) -> None:
+    """c <- c - f (m + weight (x - m)) where written."""
+    weights = splat8(weight)
+    for block in range(first, stop):
+        if not np.isnan(written.values[blocks.scale_at[block]]):
+            low, bits = blocks.starts[block], blocks.bits_at[block]
+            for piece in range(cut.first[block], cut.first[block + 1]):
+                factor = cut.factor[cut.run[piece]]
+                factors, m_size = splat8(factor), splat8(last.values[blocks.scale_at[block]] / factor)
+                for at in range(cut.starts[piece], cut.starts[piece + 1], BYTE):
+                    m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
+                    z = factors * _lerp(load8_from(x[block], at - low, c), weights, m)
+                    store(c, at, load8(c, at) - z)
+            scale[block] = 0
+            _zero_dead(block, blocks, c)
 
 
 @compiled

@@ -4,6 +4,7 @@ Kept sums: per element c, per block the scale s that was sent for it; the compre
 stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was sent and the error is c.
 
     encode      c' = e + z           s' = sqrt(sum c'^2 / live)    bits' = (c' >= 0)       z: what is added
+    scaled      z = f (m + w (x - m)), f a factor for each live run, m what the last rows say, over f
     serve       the same with z = the mean of the decoded rows, on the server's chunk
     undo        c = c' - z, s = 0    exact to rounding
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from thinwire.comm.kernels import bf16
 from thinwire.comm.kernels.bf16 import NONE, Noise
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
 from thinwire.comm.layout import BYTE
 
@@ -61,10 +62,28 @@ def encode_lerp(
 ) -> None:
     """c <- e + m + weight (x - m), m being the values that the rows in `last` say; write the rows of it.
 
-    Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks. last: rows of
-    the same table.
+    Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks, in the dtype of
+    c or in bfloat16. last: rows of the same table.
     """
     _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out, noise)
+
+
+def encode_scaled(
+    c_c: Tensor,
+    scale_b: Tensor,
+    x_parts: Sequence[Tensor],
+    weight: float,
+    last: RowMemory,
+    factor_r: Tensor,
+    pieces: Pieces,
+    table: BlockTable,
+    out: RowMemory,
+) -> None:
+    """c <- e + f (m + weight (x - m)), f m being the values that the rows in `last` say; write the rows of it.
+
+    Arguments as in encode_lerp, c in the type of x. factor: float[live runs], each f. pieces: of the same table.
+    """
+    _encode(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), table, out, NONE)
 
 
 def serve(
@@ -112,6 +131,21 @@ def undo_lerp(
     _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table, noise)
 
 
+def undo_scaled(
+    c_c: Tensor,
+    scale_b: Tensor,
+    x_parts: Sequence[Tensor],
+    weight: float,
+    last: RowMemory,
+    factor_r: Tensor,
+    pieces: Pieces,
+    written: RowMemory,
+    table: BlockTable,
+) -> None:
+    """Take an encode_scaled back; x, factors and the rows in `last` as they were then."""
+    _undo(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), written, table, NONE)
+
+
 def undo_serve(
     b_c: Tensor,
     scale_b: Tensor,
@@ -137,6 +171,17 @@ def require_cover(parts: Sequence[Tensor], table: BlockTable) -> None:
     """Raises: ValueError where the parts hold more or less than the table's elements."""
     if sum(part.numel() for part in parts) != table.numel:
         raise ValueError(f"parts of {[part.numel() for part in parts]} values must cover {table.numel} elements")
+
+
+def require_factors(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> None:
+    """Raises: ValueError where these are not the factors of the layout's live runs, or the pieces of another table."""
+    if factor_r.shape != (pieces.num_runs,) or factor_r.dtype != table.live.dtype or not factor_r.is_contiguous():
+        raise ValueError(
+            f"factors of {factor_r.dtype}{list(factor_r.shape)} must be contiguous {table.live.dtype}"
+            f"[{pieces.num_runs}], one for each live run"
+        )
+    if len(pieces.first) != table.num_blocks + 1:
+        raise ValueError(f"pieces of {len(pieces.first) - 1} blocks, of a table with {table.num_blocks}")
 
 
 def require_rows(rows: RowMemory, num_rows: int, table: BlockTable) -> None:
@@ -194,9 +239,24 @@ def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: 
 
 def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:
     require_cover(x_parts, table)
-    x_c = x_parts[0] if len(x_parts) == 1 else torch.cat(list(x_parts))
     m_c = decoded(last, table)
-    return (x_c - m_c).mul_(weight).add_(m_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c)
+
+
+def _joined(x_parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """float[c] of all parts; from bfloat16 that is exact."""
+    wide = [x_c.to(like.dtype) for x_c in x_parts]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
+
+
+def _scaled(
+    x_parts: Sequence[Tensor], weight: float, last: RowMemory, factor_r: Tensor, pieces: Pieces, table: BlockTable
+) -> Tensor:
+    require_cover(x_parts, table)
+    require_factors(factor_r, pieces, table)
+    factor_c = pieces.spread(factor_r)
+    m_c = decoded(last, table).div_(factor_c)
+    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
 
 
 def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
@@ -205,7 +265,7 @@ def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
     for begin in range(0, num_rows * table.row_bytes, table.row_bytes):
         row = RowMemory.of(rows.bytes_B[begin : begin + table.row_bytes], mean_c.dtype)
         mean_c += decoded(row, table)
-    return mean_c.div_(num_rows)
+    return mean_c.div_(mean_c.new_full((1,), num_rows))  # by a number, CUDA takes the reciprocal: another last bit
 
 
 def _bytes_at(table: BlockTable) -> Tensor:

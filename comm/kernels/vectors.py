@@ -136,13 +136,20 @@ def signed_by_bits(typingctx: Any, byte: Any, size: Any) -> Any:
     """Size where the byte's bit is 1, -size where it is 0; lane 0 is the byte's highest bit."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lane = ir.IntType(sig.args[1].dtype.bitwidth)
-        bits = _splat(builder, builder.zext(args[0], lane), BYTE)
-        of_lane = ir.Constant(bits.type, [1 << (BYTE - 1 - i) for i in range(BYTE)])
-        positive = builder.icmp_unsigned("!=", builder.and_(bits, of_lane), ir.Constant(bits.type, [0] * BYTE))
+        positive = _lane_bits(builder, args[0], sig.args[1].dtype.bitwidth)
         return builder.select(positive, args[1], builder.fneg(args[1]))
 
     return size(types.uint8, size), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def chosen_by_bits(typingctx: Any, byte: Any, x: Any, y: Any) -> Any:
+    """X where the byte's bit is 1, y where it is 0; lane 0 is the byte's highest bit."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(_lane_bits(builder, args[0], sig.args[1].dtype.bitwidth), args[1], args[2])
+
+    return x(types.uint8, x, x), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -210,6 +217,18 @@ def larger(typingctx: Any, x: Any, y: Any) -> Any:
         return builder.select(takes_y, y_value, x_value)
 
     return x(x, x), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def any_below(typingctx: Any, x: Any, y: Any) -> Any:
+    """Is x < y in any lane? A NaN is not."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.IntType(sig.args[0].lanes)
+        found = builder.bitcast(builder.fcmp_ordered("<", args[0], args[1]), lanes)
+        return builder.icmp_unsigned("!=", found, lanes(0))
+
+    return types.boolean(x, x), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -305,6 +324,13 @@ def _cast(builder: Any, number: Any, to: Any) -> Any:
     if number.type.width == to.width:
         return number
     return builder.trunc(number, to) if number.type.width > to.width else builder.zext(number, to)
+
+
+def _lane_bits(builder: Any, byte: Any, width: int) -> Any:
+    """Of 8 lanes of this width: is the lane's bit 1?"""
+    bits = _splat(builder, builder.zext(byte, ir.IntType(width)), BYTE)
+    of_lane = ir.Constant(bits.type, [1 << (BYTE - 1 - i) for i in range(BYTE)])
+    return builder.icmp_unsigned("!=", builder.and_(bits, of_lane), ir.Constant(bits.type, [0] * BYTE))
 
 
 def _indices(lanes: Any) -> Any:

@@ -17,6 +17,9 @@ otherwise; the bytes of a ring are the same.
     mean, sum       ring, rank r to r - 1: reduce-scatter and all-gather in segments of 1 MiB or less, 2 a rank or more
     broadcast       binomial tree from the source
 
+A kind that begins with `box` or `peers` is that collective in every part of the group (comm.groups.parts): among the
+ranks of each box, or among those of one number in all boxes.
+
 One message from A to B over gloo, in frames that begin at the Ethernet header (no preamble, checksum, gap):
 
     B -> A   "ready to receive", one frame
@@ -34,6 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
+from thinwire.comm.groups.parts import Part
 from thinwire.comm.protocol import Call, Stats
 from thinwire.comm.wire.link_classes import Boxes, LinkClass
 
@@ -146,6 +150,23 @@ def sends(call: Call, size: int) -> Iterator[Send]:
             yield Send(rank, (rank - 1) % size, num_bytes, messages)
 
 
+def sends_among(call: Call, boxes: Boxes) -> Iterator[Send]:
+    """The same of a group whose ranks are in these boxes, or of all its parts of one kind.
+
+    Raises: ValueError for a kind that is unknown, and for parts where boxes have other numbers of ranks.
+    """
+    kind, num_bytes, root = call
+    first, _, rest = kind.partition(" ")
+    if first not in tuple(Part):
+        yield from sends(call, boxes.size)
+        return
+    by_box = [boxes.ranks_in(box_id) for box_id in boxes.ids]
+    parts = by_box if first == Part.BOX else list(zip(*by_box, strict=True))
+    for ranks in parts:
+        for send in sends((rest, num_bytes, root), len(ranks)):
+            yield Send(ranks[send.src], ranks[send.dst], send.num_bytes, send.messages)
+
+
 def _tree(num_bytes: int, root: int, size: int) -> Iterator[Send]:
     step = 1
     while step < size:
@@ -216,7 +237,7 @@ def entries(calls: Calls, boxes: Boxes, ranks: Iterable[int] | None = None) -> l
     messages: Counter[tuple[str, LinkClass]] = Counter()
     for call, times in calls.items():
         crossed = set()
-        for send in sends(call, boxes.size):
+        for send in sends_among(call, boxes):
             if send.src not in wanted:
                 continue
             key = call[0], boxes.link(send.src, send.dst)
@@ -230,7 +251,7 @@ def entries(calls: Calls, boxes: Boxes, ranks: Iterable[int] | None = None) -> l
 
 def leaving(call: Call, boxes: Boxes, box_id: str, headers: HeaderModel) -> Frames:
     """Frames that leave a box in one collective: its ranks' messages, and its answers to those of other boxes."""
-    one = next(sends(call, boxes.size), None)
+    one = next(sends_among(call, boxes), None)
     if one is None:
         return Frames()
     kind, _, root = call
@@ -242,7 +263,7 @@ def leaving(call: Call, boxes: Boxes, box_id: str, headers: HeaderModel) -> Fram
 def _crossings(kind: str, root: int, boxes: Boxes, box_id: str) -> tuple[int, int]:
     """How many sends of a collective leave a box and how many enter it. In each kind, all sends are of one size."""
     out = back = 0
-    for send in sends((kind, boxes.size * boxes.size, root), boxes.size):
+    for send in sends_among((kind, boxes.size * boxes.size, root), boxes):
         src, dst = boxes.of_rank[send.src].id, boxes.of_rank[send.dst].id
         out += src == box_id != dst
         back += dst == box_id != src

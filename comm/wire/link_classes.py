@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -61,6 +62,20 @@ class Boxes:
         return tuple(rank for rank, box in enumerate(self.of_rank) if box.id == box_id)
 
 
+@runtime_checkable
+class Boxed(Protocol):
+    """A Group whose ranks were told in which box they are."""
+
+    @property
+    def box(self) -> Box | None:
+        """This rank's; None: that of its process."""
+
+
+def named_box(name: str) -> Box:
+    """The box of this name: where somebody knows better than the network namespace which ranks are near each other."""
+    return Box(_id_of(name), name)
+
+
 def this_box() -> Box:
     """The box of this process."""
     name = socket.gethostname()
@@ -68,15 +83,16 @@ def this_box() -> Box:
     namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0
     # Without a boot id (no Linux) the host's name has to tell machines apart.
     told = f"{boot or name}:{namespace}"
-    return Box(hashlib.sha256(told.encode()).hexdigest()[: 2 * _ID_BYTES], name)
+    return Box(_id_of(told), name)
 
 
 def exchange_boxes(group: Group, own: Box | None = None, device: torch.device | str = "cpu") -> Boxes:
-    """Learn every rank's box. Collective, one small all_gather. own: this rank's, None for this process's.
+    """Learn every rank's box. Collective, one small all_gather. own: this rank's, None for what the group was told.
 
-    Raises: PeerLost.
+    Where it was told nothing it is this process's. Raises: PeerLost.
     """
-    own = this_box() if own is None else own
+    told = group.box if isinstance(group, Boxed) else None
+    own = own or told or this_box()
     name = own.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     row_B = torch.frombuffer(bytearray(bytes.fromhex(own.id) + name), dtype=torch.uint8).to(device)
     all_nB = torch.zeros((group.size, row_B.numel()), dtype=torch.uint8, device=device)
@@ -85,3 +101,7 @@ def exchange_boxes(group: Group, own: Box | None = None, device: torch.device | 
     return Boxes(
         tuple(Box(row[:_ID_BYTES].hex(), row[_ID_BYTES:].rstrip(b"\0").decode(errors="replace")) for row in rows)
     )
+
+
+def _id_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[: 2 * _ID_BYTES]

@@ -4,13 +4,15 @@
                                         wire    rounds x latency + bytes / bandwidth, and what the transport computes
                                         hidden  of the wire's time, what passes while backward goes on
 
-    hidden = spare (1 - 1/K) min(backward, wire)         spare = 1 where a rank has two cores or more, or a GPU
-                                                                 0 where it has one or less: what computes and what
-                                                                   sends take turns; in between in proportion
+    hidden = spare (1 - 1/K) min(backward, wire)         spare = 1    where a rank has two cores or more, or a GPU
+                                                                 1/2  where it has one or less: while backward holds
+                                                                      the core nobody sends or adds up, but what is
+                                                                      under way goes on; in between in proportion
 
-K buckets: the first one has to be made before it can be sent, and the last one is sent after all is made. With one core
-a rank overlap has gained next to nothing in the lab, where send, receive and add up wait for a core that backward
-holds; the times add up there within the noise of the figures (docs/plan.md).
+K buckets: the first one has to be made before it can be sent, and the last one is sent after all is made. A ring adds
+up one piece while the next is on the wire, so that of wire and transport the longer one counts; in the one-bit exchange
+serving comes between two collectives, so that both count. The half, and which of the two counts, were chosen by
+measured steps (docs/plan.md).
 
 Left out: a switch that is full, other traffic, ranks of unequal speed, stragglers, and what a collective of another
 kind than a ring, a pairwise exchange or a tree would send. comm/wire/network.py has the costs.
@@ -70,12 +72,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank sends in a step: rounds and bytes on its box's link, its own payload, processor seconds of that."""
+    """What a rank sends in a step: rounds and bytes on its box's link, its own payload, processor seconds of that.
+
+    transport_s: seconds beside those of the wire. ring_s: seconds that pass while the wire is busy, or it meanwhile.
+    """
 
     cost: Cost = NO_COST
     payload_bytes: float = 0.0
     transport_s: float = 0.0
     buckets: int = 1
+    ring_s: float = 0.0
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(
@@ -83,6 +89,7 @@ class Sent:
             self.payload_bytes + other.payload_bytes,
             self.transport_s + other.transport_s,
             max(self.buckets, other.buckets),
+            self.ring_s + other.ring_s,
         )
 
 
@@ -125,16 +132,16 @@ def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_e
     buckets = ceil(4 * numel / DDP_BUCKET_BYTES) if bucket_elements is None else ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.DENSE_FP32 if value == 4 else Exchange.DENSE_16, network, numel)
     payload = all_reduce(network.ranks, value * numel).num_bytes
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * per_byte_s, buckets)
+    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, 0.0, buckets, payload * per_byte_s)
 
 
 def wire_seconds(network: Network, sent: Sent) -> float:
     """What the exchange takes when nothing else is done."""
-    return network.seconds(sent.cost) + sent.transport_s
+    return max(network.seconds(sent.cost), sent.ring_s) + sent.transport_s
 
 
 def step_seconds(network: Network, work: Work, sent: Sent, cores: float) -> float:
     """Of one step. cores: of this rank's own, a fraction where ranks share them; infinite for a GPU."""
     wire_s = wire_seconds(network, sent)
-    spare = min(max(cores - 1, 0.0), 1.0)
+    spare = min(max(cores / 2, 0.5), 1.0)
     return work.busy_s + wire_s - spare * (1 - 1 / sent.buckets) * min(work.backward_s, wire_s)

@@ -172,6 +172,10 @@ class ChangingOptimizer(torch.optim.Optimizer):
         longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
         return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
 
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(); gradients may be written. Collective. Raises: as prepare_to_save."""
+        self.prepare_to_save()
+
     def resumed(self) -> None:
         """After vectors, ages and saved values were set from outside: derive what follows from them. Local."""
         self.set_ages(self.ages)

@@ -3,10 +3,11 @@
 Each is opened by its constructor, launched in order 0 to K - 1 by hooks or by step(), and finished in step():
 
     MeanGradient       g_N <- mean_i g_i, in full or in few bits                     dense steps and warm-ups
-    CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     1-bit LAMB
-    FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam
+    CompressedSum      z_N -> the reducer's result, z made of g bucket by bucket     where a bucket has several betas
+    FormedSum          the same, and no z is kept                                    0/1 Adam
+    FusedMomentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam; k times it: 1-bit LAMB
 
-What the two compressed ones leave is the reducer's result: read it, then commit.
+What the compressed ones leave is the reducer's result: read it, then commit.
 """
 
 from __future__ import annotations
@@ -135,18 +136,63 @@ class CompressedSum:
         self._reduce.abandon()
 
 
+class FormedSum:
+    """A sum through the codec that exists a bucket at a time. form(slice, runs): makes these elements of it, new.
+
+    Of gradients that are final, and of what else stays as it is until the commit. memory, where: as in CompressedSum.
+    """
+
+    def __init__(
+        self,
+        reduce: Reducer,
+        memory: ErrorMemory,
+        form: Callable[[slice, LeftGradients], Tensor],
+        where: LeftInPlace | None = None,
+    ) -> None:
+        self._reduce = reduce
+        self._form = form
+        self._where = where
+        reduce.begin(memory)
+
+    def keeps(self, index: int, grad: Tensor) -> bool:
+        """Where form() can read it there."""
+        return self._where is not None and self._where.take(index, grad)
+
+    def launch(self, k: int) -> None:
+        """Form bucket k, encode it and send it."""
+        self._reduce.launch_formed(k, self._made)
+
+    def finish(self) -> None:
+        """Wait for all K."""
+        self._reduce.finish()
+
+    def abandon(self) -> None:
+        """Undo it."""
+        self._reduce.abandon()
+
+    def _made(self, at: slice) -> Tensor:
+        return self._form(at, () if self._where is None else self._where.runs)
+
+
 class FusedMomentum:
     """beta1 m + (1 - beta1) g, m being the reducer's last result: formed in the pass that encodes it.
 
     g: float[N], not to be written until the commit. beta1_K: of each bucket. memory: as in CompressedSum; its last
-    result is the momentum (reduce.last), unless that is given as floats, which are as g.
+    result is the momentum (reduce.last), unless that is given as floats, which are as g. factor: float[tensors], as g:
+    what is exchanged, the last result too, is so many times the momentum.
     """
 
     def __init__(
-        self, reduce: Reducer, memory: ErrorMemory, g_N: Tensor, beta1_K: Sequence[float], m_N: Tensor | None = None
+        self,
+        reduce: Reducer,
+        memory: ErrorMemory,
+        g_N: Tensor,
+        beta1_K: Sequence[float],
+        m_N: Tensor | None = None,
+        factor_T: Tensor | None = None,
     ) -> None:
         self._reduce = reduce
-        self._g_N, self.m_N = g_N, m_N
+        self._g_N, self.m_N, self._factor_T = g_N, m_N, factor_T
         self._beta1_K = beta1_K
         self._where = LeftInPlace(reduce.buckets.layout, g_N)
         reduce.begin(memory)
@@ -157,7 +203,7 @@ class FusedMomentum:
 
     def launch(self, k: int) -> None:
         """Encode bucket k and send it."""
-        self._reduce.launch_lerp(k, self._g_N, 1 - self._beta1_K[k], self._where.runs, self.m_N)
+        self._reduce.launch_lerp(k, self._g_N, 1 - self._beta1_K[k], self._where.runs, self.m_N, self._factor_T)
 
     def finish(self) -> None:
         """Wait for all K."""

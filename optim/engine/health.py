@@ -53,12 +53,12 @@ def health(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
 def _max_step(optimizer: FlatOptimizer[Any]) -> float | None:
     """max |m_hat / d| over all elements, d as the next step would divide; None before the first step.
 
-    Of an optimizer without a variance the largest |m|; of one that keeps d, that d.
+    Of an optimizer without a variance the largest |m|; of one that says itself what it divides by, that d.
     """
     if optimizer.num_steps == 0:
         return None
     s, plan = optimizer.vectors, optimizer.plan(optimizer.num_steps)
-    v_N, divisor_N = getattr(s, "v_N", None), getattr(s, "divisor_N", None)
+    v_N, divisor = getattr(s, "v_N", None), getattr(optimizer, "divisor", None)
     peaks = []
     for run in optimizer.runs:
         group, span, t = optimizer.param_groups[run.group], run.span, plan.bias_of(run.seen(optimizer.num_updates))
@@ -67,8 +67,8 @@ def _max_step(optimizer: FlatOptimizer[Any]) -> float | None:
         for start in range(span.start, span.stop, PIECE):
             at = slice(start, min(start + PIECE, span.stop))
             step = s.m_N[at] / corrections[0]
-            if divisor_N is not None:
-                step.div_(divisor_N[at])
+            if divisor is not None and (d := divisor(at)) is not None:
+                step.div_(d)
             elif v_N is not None:
                 step.div_(_divisor(v_N[at], corrections[1], group["eps"]))
             peaks.append(torch.linalg.vector_norm(step, torch.inf))

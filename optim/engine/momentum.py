@@ -1,7 +1,8 @@
 """Where is the momentum of the compressed phase? In what all ranks have received; as floats when asked for.
 
 After a compressed exchange m is what the rows say: a sign an element, a scale a block. The next step forms its momentum
-from that, and the parameters descend along it. So there is no float m then: 1/32 of its memory is enough.
+from that, and the parameters descend along it. So there is no float m then: 1/32 of its memory is enough. Where m is
+exchanged times a factor for each tensor (1-bit LAMB), m is what the rows say over that.
 """
 
 from __future__ import annotations
@@ -11,13 +12,30 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory, spread
+from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Reducer, Result
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels.descend import descend_
 
 PIECE = 1 << 20
 """Elements for which there is scratch, where a pass is a chain of operations."""
+
+
+class OverFactors:
+    """A momentum that was received times a factor for each tensor: the Result, and the factors of then.
+
+    factor: float[tensors], copied. layout: of the vector, whose live runs are the tensors.
+    """
+
+    def __init__(self, result: Result, factor_T: Tensor, layout: VectorLayout) -> None:
+        self.result, self.factor_T = result, factor_T.clone()
+        self._layout = layout
+
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the momentum, 0 where dead."""
+        self.result.decode_(out_N, start, stop)
+        out_N.div_(spread(self.factor_T, self._layout, start, stop))
 
 
 class Momentum:
@@ -31,7 +49,7 @@ class Momentum:
         self._memory = memory
         self._numel, self._like = len(m_N), m_N.new_empty(0)
         self._m_N: Tensor | None = m_N
-        self._result: Result | None = None
+        self._result: Result | OverFactors | None = None
         """What was received last, where m is newer than the floats were."""
         self._shown = ref(self._m_N)
         """The memory of the floats, for as long as there are views of it: they stay views of the momentum."""
@@ -59,9 +77,20 @@ class Momentum:
             self._memory.version += 1
         return m_N
 
-    def received(self) -> None:
-        """The reducer has a new result: the floats are old, and their memory is given back."""
-        self._m_N, self._result = None, self._reduce.last(self._memory)
+    def received(self, factor_T: Tensor | None = None) -> None:
+        """The reducer has a new result: the floats are old, and their memory is given back.
+
+        factor: float[tensors]: the result is so many times m, in each tensor.
+        """
+        last = self._reduce.last(self._memory)
+        self._m_N, self._result = None, last
+        if last is not None and factor_T is not None:
+            self._result = OverFactors(last, factor_T, self._reduce.buckets.layout)
+
+    @property
+    def last(self) -> OverFactors | None:
+        """What the reducer holds, where that is m times factors; None where m is in floats alone."""
+        return self._result if isinstance(self._result, OverFactors) and self.is_last_result else None
 
     def floats(self) -> Tensor:
         """m as float[N], brought up to date. May be written in warm-up and by who restores the error memory.

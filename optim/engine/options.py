@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypedDict
 
 from torch import nn
 
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_out_of_range
@@ -37,6 +38,7 @@ class Options(TypedDict, total=False):
     full_exchange: FullWire | None
     variance: Narrow | None
     error_memory: Narrow | None
+    topology: Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,11 @@ class CheckedOptions:
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
     "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
     variance, error_memory: "bf16" keeps a frozen variance, and what compression leaves out, in half of float32's memory
-    (docs/algorithms.md, "Half the memory"). None: in the type of the other vectors. Algorithms that have no such way
-    raise a ValueError.
+    (docs/algorithms.md, "Error memory and variance in bfloat16"). None: in the type of the other vectors. For 1-bit
+    Adam with topology "flat"; else a ValueError.
+    topology: "flat": every rank exchanges with every other. "node_first": exactly inside each box, compressed between
+    boxes; a ValueError where boxes cannot, as where they have different numbers of ranks. "auto": node_first where it
+    can be, else flat. After a regroup() "node_first" is "auto".
     """
 
     group: Group | None = None
@@ -72,6 +77,7 @@ class CheckedOptions:
     full_exchange: FullWire | None = None
     variance: Narrow | None = None
     error_memory: Narrow | None = None
+    topology: Topology = "flat"
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -88,6 +94,8 @@ class CheckedOptions:
         for name in ("variance", "error_memory"):
             if getattr(self, name) not in (None, "bf16"):
                 raise ValueError(f'{name} = {getattr(self, name)!r}: must be "bf16" or None')
+        if self.topology not in ("flat", "node_first", "auto"):
+            raise ValueError(f'topology = {self.topology!r}: must be "flat", "node_first" or "auto"')
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.options import NonFinite
@@ -38,6 +39,7 @@ class Replica(Protocol):
     param_groups: list[dict[str, Any]]
     max_grad_norm: float | None
     non_finite: NonFinite
+    topology: Topology
 
     @property
     def narrowed(self) -> list[str]:
@@ -82,7 +84,11 @@ class Replicas:
 
 def settings(optimizer: Replica) -> dict[str, Any]:
     """What every rank must step with alike, by name: plain numbers and lists."""
-    found: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm, "non_finite": optimizer.non_finite}
+    found: dict[str, Any] = {
+        "max_grad_norm": optimizer.max_grad_norm,
+        "non_finite": optimizer.non_finite,
+        "topology": optimizer.topology,
+    }
     found |= dict.fromkeys(optimizer.narrowed, "bf16")
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}

@@ -9,6 +9,7 @@ import torch
 
 from thinwire.comm import default_reducer
 from thinwire.comm.exchange.vector_scales import deepspeed_reducer, whole_vector_reducer
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.reference import BLOCK_SCALES, Scale
 from thinwire.comm.layout import Span
@@ -43,17 +44,23 @@ def scaled_reducer(
     keeps: Keeps,
     full: FullWire = "fp32",
     sums: torch.dtype | None = None,
+    topology: Topology = "flat",
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
     only. bucket_elements: the most that is sent at a time, there with "l2". keeps: as in
-    comm.exchange.bucketed, there too. full, sums: as in default_reducer, where scales is BLOCK. Collective.
+    comm.exchange.bucketed, there too. full, topology, sums: as in default_reducer, where scales is BLOCK. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
     if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
         allowed = '"l2" or "l1"' if scales is Scales.BLOCK else f'"l2" where settings.scales = {scales.value!r}'
         raise ValueError(f"scale = {scale!r}: must be {allowed}")
+    if topology == "node_first" and scales is not Scales.BLOCK:
+        raise ValueError(
+            f'topology = "node_first": must be "flat" or "auto" where settings.scales = {scales.value!r}, which parity '
+            "has: the numbers that are to be met are those of an exchange of every rank with every other"
+        )
     place = {id(tensor.param): (tensor.start, tensor.stop) for tensor in space.tensors}
     members = [[id(param) for param in group["params"] if id(param) in place] for group in param_groups]
     by_group: list[list[Span]] = [[place[member] for member in group] for group in members if group]
@@ -71,6 +78,7 @@ def scaled_reducer(
                 keeps=keeps,
                 full=full,
                 sums=sums,
+                topology=topology,
             )
         case Scales.WHOLE:
             return whole_vector_reducer(group, space.layout, every, space.p_N)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.default import default_reducer
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
 from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
@@ -21,11 +22,12 @@ from thinwire.optim.engine.parameters import compute_dtype
 
 
 class SendingOptimizer(ChangingOptimizer):
-    """What FlatOptimizer knows of its full exchanges. full_exchange: how they are sent."""
+    """What FlatOptimizer knows of its exchanges. full_exchange: how full ones are sent. topology: as was asked for."""
 
     full_exchange: FullWire
     variance_type: Narrow | None
     error_memory: Narrow | None
+    topology: Topology
 
     narrows: ClassVar[tuple[str, ...]] = ()
     """Which of the options variance and error_memory may be "bf16"."""
@@ -43,6 +45,8 @@ class SendingOptimizer(ChangingOptimizer):
                 raise ValueError(f'{name} = "bf16": must be None; {type(self).__name__} cannot keep it in few bits')
             if compute_dtype(self.param_groups) != torch.float32:
                 raise ValueError(f'{name} = "bf16": must be None with parameters of float64')
+            if self.topology != "flat":
+                raise ValueError(f'{name} = "bf16": must be None with topology = "{self.topology}"')
 
     @property
     def sums(self) -> torch.dtype | None:
@@ -52,10 +56,22 @@ class SendingOptimizer(ChangingOptimizer):
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
         space, most = self.space, self.bucket_elements
-        cuts, full = space.cuts, self.full_exchange
         return default_reducer(
-            group, space.layout, space.p_N, block, bucket_elements=most, cuts=cuts, full=full, sums=self.sums
+            group,
+            space.layout,
+            space.p_N,
+            block,
+            bucket_elements=most,
+            cuts=space.cuts,
+            full=self.full_exchange,
+            topology=self.topology_now,
+            sums=self.sums,
         )
+
+    @property
+    def topology_now(self) -> Topology:
+        """What the exchange that is made next is asked for. Where ranks have come or gone boxes may differ: "auto"."""
+        return "auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""

@@ -110,12 +110,14 @@ class Share:
 class Loaded:
     """What a rank has loaded and not yet compared with the others. share: None for a state of all ranks.
 
-    as_it_was: its own share, or all of R. is_in_round: between syncs of 0/1 Adam.
+    as_it_was: its own share, or all of R. is_in_round: between syncs of 0/1 Adam. is_apart: errors that other ranks own
+    now are held here, until the ranks come together.
     """
 
     share: Share | None = None
     as_it_was: bool = True
     is_in_round: bool = False
+    is_apart: bool = False
 
 
 def is_share(state_dict: object) -> bool:
@@ -178,12 +180,14 @@ def checked(optimizer: Sharing, state_dict: Mapping[str, Any]) -> Share:
 def take(optimizer: Sharing, share: Share) -> Loaded:
     """Hold the errors of a share that was checked; the rest of it is held already. Local."""
     group, mine = optimizer.group, share.is_of(optimizer.group)
+    apart = False
     for name, memory in error_memories(optimizer.vectors).items():
-        _take_errors(memory, share.errors[name].to(optimizer.space.p_N), share, group)
+        fits = _take_errors(memory, share.errors[name].to(optimizer.space.p_N), share, group)
+        apart = apart or (not fits and memory.is_behind)
     whole = mine or share.size == 1
     if group.size == 1 and not whole and (told := _told(optimizer, share)):
         logger.warning(told)  # else by rank 0 in agree()
-    return Loaded(share, whole, mine and bool(share.own))
+    return Loaded(share, whole, mine and bool(share.own), apart)
 
 
 def agree(optimizer: Sharing, loaded: Loaded) -> None:
@@ -203,6 +207,7 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
         "the step of the last sync": optimizer.common_steps,
         "as_it_was": loaded.as_it_was,
         "in_round": loaded.is_in_round,
+        "apart": loaded.is_apart,
     }
     all_n = _gathered(group, own, device)
     whole = all(one["as_it_was"] for one in all_n)
@@ -213,6 +218,7 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
             optimizer.end_round_as(0)
         if group.rank == 0 and share is not None and (told := _told(optimizer, share)):
             logger.warning(told)
+    if not whole or any(one["apart"] for one in all_n):
         for memory in error_memories(optimizer.vectors).values():
             memory.restore(memory.residual())  # one owner of each part, replicas of it included
     told_n = _gathered(group, {name: digest(x) for name, x in optimizer.common_vectors().items()}, device)
@@ -220,13 +226,15 @@ def agree(optimizer: Sharing, loaded: Loaded) -> None:
         _refuse_different(name, [one.get(name) for one in told_n])
 
 
-def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) -> None:
+def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) -> bool:
+    """Returns whether errors are where they were."""
     if share.is_of(group):
-        memory.hold(held)
-    elif share.size == group.size:
+        return memory.hold(held)
+    if share.size == group.size:
         memory.restore(torch.zeros_like(held.part(1)))  # rank 0 holds them, where it has loaded the same share
     else:
         memory.restore(held.part(share.size))
+    return True
 
 
 def _told(optimizer: Sharing, share: Share) -> str | None:

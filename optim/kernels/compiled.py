@@ -6,9 +6,12 @@ import torch
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
+from thinwire.comm.layout import VectorLayout
+from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import Tiles
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
 
 
 def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None:
@@ -27,10 +30,32 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
     if variance not in (None, dtype):
         updates.descend_(x[0], x[1].to(variance), rows, 1e-3, 0.0, 1e-8, table)
-    updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)
+    eps, numbers = (0.0, 1e-8), (1.0, 1.0, 1.0, 1.0)
+    updates.first_local_(x[0], x[1], x[2], x[3], x[4], x[5], hyper, 1.0, eps)
+    updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0, eps)
+    updates.first_proposal_(x[0], x[1], x[2], hyper)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
-    updates.receive_(x[0], x[1], x[2], x[3], x[4], x[5], 1.0, 1.0, 1.0)
-    updates.scaled_momentum_(x[0], x[1], x[2], 0.9, x[3][:1])
-    tiles = Tiles.of(((0, 8),), x[0])
-    updates.lamb_measure_(tiles, x[0], x[1], x[2], x[3], x[4], x[5][:1], hyper)
-    updates.lamb_move_(tiles, x[0], x[1], x[2], x[5][:1], hyper)
+    updates.receive_(x[0], x[1], x[2], x[3], x[4], numbers, eps)
+    updates.receive_rows_(x[0], x[1], x[2], x[3], rows, numbers, eps, table)
+    received = Rows(rows, table)
+    one_T, bounds = torch.ones(1, dtype=dtype), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0, weighs=True)
+    for room in (0, 8):
+        for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):
+            heard = Heard(said, x[0], 1)
+            descent = Descent(x[0], x[2], x[3], one_T, one_T, heard, heard, bounds, room=room)
+            descent.descend_(Tiles([(0, 8)], x[0]), slice(0, 1), hyper)
+
+
+class Rows:
+    """Rows of zeros, as a Result."""
+
+    def __init__(self, rows: RowMemory, table: BlockTable) -> None:
+        self._rows, self._table = rows, table
+
+    def decode_(self, out_N: torch.Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- 0."""
+        out_N.zero_()
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand all of them to the reader."""
+        reader.rows(slice(0, self._table.numel), self._rows, self._table)

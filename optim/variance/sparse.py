@@ -2,7 +2,8 @@
 
     d = sqrt(v_used) + eps     or    sqrt(v_used + eps);    v_used = floor(v / (1 - beta2^updates))
 
-d divides steps. Which of it is done is a ZeroOneSettings; when the freeze comes is in when_to_freeze.py.
+d divides steps, and is formed from v_used where it does. From the freeze on v is v_used. Which of it is done is a
+ZeroOneSettings; when the freeze comes is in when_to_freeze.py.
 """
 
 from __future__ import annotations
@@ -60,16 +61,7 @@ class StaleVariance:
                     adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
         return int(floor_variance_(v_N, self.tensors, self.blocks).count_nonzero()) if self.settings.floor else 0
 
-    def root_(self, v_N: Tensor, groups: Sequence[AdamHyper]) -> None:
-        """v <- d, of a v that is as it is used."""
-        if self.settings.eps_outside:
-            v_N.sqrt_()
-        for h in groups:
-            v_N[h.span].add_(h.eps)
-        if not self.settings.eps_outside:
-            v_N.sqrt_()
-
-    def divisor_(
+    def used_(
         self,
         out_N: Tensor,
         v_N: Tensor,
@@ -77,10 +69,10 @@ class StaleVariance:
         updates: int,
         coming_N: Tensor | None = None,
     ) -> int:
-        """out <- d before the freeze, of v or of v after an update by the mean gradient `coming`.
+        """out <- v_used before the freeze, of v or of v after an update by the mean gradient `coming`.
 
         runs_at: hyperparameters of every run of tensors, for so many updates. Returns how many elements it raised.
-        While there is no v that gives a scale d is infinite, so that nothing moves; with Fresh.NEVER it is of v = 0.
+        While there is no v that gives a scale it is infinite, so that nothing moves; with Fresh.NEVER it is v = 0.
         """
         out_N.copy_(v_N)
         if coming_N is not None:
@@ -90,34 +82,33 @@ class StaleVariance:
         if updates == 0 and self.settings.fresh is Fresh.AT_FIRST:
             out_N.fill_(torch.inf)
             return 0
-        runs = runs_at(updates)
-        raised = self.use_(out_N, runs) if updates else 0
-        self.root_(out_N, runs)
-        return raised
+        return self.use_(out_N, runs_at(updates)) if updates else 0
 
 
 OF_GRADIENTS = "errors_of_gradients"
 """Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
 
 
-class HasDivisor(Protocol):
-    """A state with a variance, with what steps are divided by, which is derived from it, and with R of the sums."""
+class HasUsed(Protocol):
+    """A state with a variance, with that as it is used, which is derived from it, and with R of the sums."""
 
     v_N: Tensor
-    divisor_N: Tensor
+    used_N: Tensor | None
     update_error: ErrorMemory
 
+    @property
+    def used(self) -> Tensor:
+        """v as it is used: v itself where used_N is None."""
 
-SparseState = TypeVar("SparseState", bound=HasDivisor)
+
+SparseState = TypeVar("SparseState", bound=HasUsed)
 
 
 class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
-    """A WarmupOptimizer that keeps v and d = sqrt(v) + eps together: v as it was at the last update, then for good.
+    """A WarmupOptimizer that divides by v as it was at the last update of it, and from the freeze on for good.
 
     var_freeze_step, dense_steps: as in VarianceFreeze. options: as in WarmupOptimizer.
     """
-
-    narrows = ("error_memory",)
 
     def __init__(
         self,
@@ -163,7 +154,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             "last_lrs": [0.0] * len(self.param_groups),
             "lr_rose_at": 0,
         }
-        self.derive_divisor(self._groups())
+        if not self._awaits_vectors:  # then it is derived of what comes, in resumed()
+            self.derive_used()
 
     def hypers(self, step: int) -> list[AdamHyper]:
         """Of every group: m is corrected nowhere, and what v has seen is looked at where d is derived."""
@@ -182,10 +174,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def common_age(self) -> Age:
         """After the freeze v is no longer biased towards zero."""
         return Age(unseen=None if self.frozen_at is not None else 0)
-
-    def waits_for(self, plan: StepPlan) -> str | None:
-        """Why nothing can be sent before step(). The same on every rank."""
-        return "0/1 Adam sends in step(): what a sync exchanges is a sum of steps, this one's included"
 
     @property
     def finds_freeze(self) -> bool:
@@ -222,7 +210,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.saved["variance_updates"] = FEWEST_STEPS
         unseen = [0 if t is None else FEWEST_STEPS - t for t in seen]
         self.set_ages([replace(age, unseen=late) for age, late in zip(self.ages, unseen, strict=True)])
-        self.derive_divisor(groups)
+        self.derive_used()
 
     @property
     def dense_until(self) -> int:
@@ -237,10 +225,10 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         return 1 if self.settings.gradient_stage else FEWEST_STEPS
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
-        """As WarmupOptimizer.keep; what steps are divided by is derived again."""
+        """As WarmupOptimizer.keep; v_used is derived again."""
         raised_N = super().keep(seen)
         if seen:
-            self.derive_divisor(self._groups())
+            self.derive_used()
         return raised_N
 
     @property
@@ -289,7 +277,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         if self.fewest_updates == 0:
             self.saved["joined_at"] = self.num_steps
             logger.info("variance_counted_anew step=%d", self.num_steps)
-        self.derive_divisor(self._groups())
+        self.derive_used()
 
     def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
         """As FlatOptimizer.grown; the rate of a new group has not risen."""
@@ -357,20 +345,40 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             self.keep_refreshed(now)
         else:
             self.count_update()
-        self.derive_divisor(groups)
+        self.derive_used()
 
     def count_update(self) -> None:
         """v has been updated."""
         self.saved["variance_updates"] += self.variance.counts(self.vectors.v_N, self.saved["variance_updates"])
 
-    def derive_divisor(self, groups: Sequence[AdamHyper], coming_N: Tensor | None = None) -> None:
-        """d <- what steps are divided by: of v, or of v after an update by the gradient `coming`."""
-        s, updates = self.vectors, self.saved["variance_updates"]
-        if self.frozen_at is None:
-            raised = self.variance.divisor_(s.divisor_N, s.v_N, self.run_hypers, updates, coming_N)
-            self.evidence["floored_elements"] = raised
-        else:
-            self.variance.root_(s.divisor_N.copy_(s.v_N), groups)
+    def derive_used(self, coming_N: Tensor | None = None, step: int | None = None) -> None:
+        """v_used, of v or before the freeze of v after an update by the gradient `coming`; v itself where it is that.
+
+        In the dense start too, where v is used as Adam uses it, and nobody asks for this one. step: the one that is to
+        read it; None: the next.
+        """
+        s, step = self.vectors, step or self.num_steps + 1
+        if self.frozen_at is not None or self._is_adams(step):
+            s.used_N = None
+            return
+        if s.used_N is None:
+            s.used_N = torch.empty_like(s.v_N)
+        updates = self.saved["variance_updates"]
+        self.evidence["floored_elements"] = self.variance.used_(s.used_N, s.v_N, self.run_hypers, updates, coming_N)
+
+    def divisor(self, at: slice) -> Tensor | None:
+        """d of these elements, new: what the next step divides by. None in the dense start, where that is Adam's."""
+        if self.frozen_at is None and self._is_adams(self.num_steps + 1):
+            return None
+        found = torch.empty_like(self.vectors.v_N[at])
+        for part, group in self.groups_in(at):
+            eps = self.settings.eps_of(group["eps"])
+            found[part.start - at.start : part.stop - at.start] = adam_math.divisor(self.vectors.used[part], *eps)
+        return found
+
+    def _is_adams(self, step: int) -> bool:
+        """Is a step before the freeze one of the dense start?"""
+        return step <= self.dense_until and not self.warmup_from
 
     def freeze_where_planned(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> bool:
         """After a step: note its rates; where the plan ends the warm-up keep the variance as it is used, for good.
@@ -383,6 +391,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return False
         self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, self.run_hypers(updates))
         self.frozen_at = now
+        self.vectors.used_N = None
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         if self.warmup_from:
             logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
@@ -399,9 +408,9 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 
     def resumed(self) -> None:
-        """As FlatOptimizer.resumed; the divisor is derived again."""
+        """As FlatOptimizer.resumed; v_used is derived again."""
         super().resumed()
-        self.derive_divisor(self._groups())
+        self.derive_used()
 
     def _groups(self) -> list[AdamHyper]:
         return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]

@@ -28,7 +28,7 @@ from thinwire.optim.engine.scales import Scales, scaled_reducer
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.refresh import gap_after, weight_of
+from thinwire.optim.variance.refresh import PART, checked_part, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 from thinwire.optim.zero_one_settings import ZeroOneSettings
 
@@ -59,6 +59,7 @@ class CompressedOptions(Options, Generic[Settings], total=False):
     parity: Parity | None
     settings: Settings | None
     bias_correction: bool
+    refresh: float | None
     block: int
     scale: Scale
 
@@ -71,6 +72,8 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     total_steps, lr_warmup_steps: of the run, where known.
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6. settings: where descriptions differ, one by one, in
     place of parity. bias_correction: False turns it off in any settings. ours, deepspeed: settings of the algorithm.
+    refresh: the part of its age after which a frozen variance is brought up to date (refresh.py), above 0, at most 1.
+    None: 1/16 where the optimizer finds the freeze by itself, and never where its step is given.
     block: values that share a scale, in our settings. scale: the norm that it keeps.
     options: as in FlatOptimizer.
     """
@@ -87,6 +90,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         parity: Parity | None = None,
         settings: Settings | None = None,
         bias_correction: bool = True,
+        refresh: float | None = None,
         block: int = DEFAULT_BLOCK,
         scale: Scale = "l2",
         **options: Unpack[Options],
@@ -100,6 +104,9 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             )
         chosen = settings or (ours if parity is None else deepspeed)
         self.settings: Settings = replace(chosen, bias_correction=chosen.bias_correction and bias_correction)
+        self.refresh = checked_part(refresh)
+        if refresh is not None and not chosen.refresh:
+            raise ValueError(f"refresh = {refresh}: these settings (parity, or refresh=False) keep v as it was frozen")
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
         self.block = block
@@ -125,24 +132,29 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     @property
     @abstractmethod
     def finds_freeze(self) -> bool:
-        """Does the optimizer find the step of the freeze by itself? Where it is given, v stays as it was then."""
+        """Does the optimizer find the step of the freeze by itself? Else v stays as it was, unless refresh is given."""
 
     @property
     def refreshed_at(self) -> int:
         """The step after which the frozen v was changed last: by the freeze, or brought up to date since."""
         return max(self.frozen_at or 0, int(self.saved.get("refreshed_at", 0)))
 
+    @property
+    def refreshes(self) -> bool:
+        """Is the frozen v brought up to date at all?"""
+        return self.settings.refresh and (self.refresh is not None or self.finds_freeze)
+
     def is_refresh_due(self, step: int) -> bool:
         """Is the frozen v to be brought up to date in `step`? Where that sends nothing, it is in the next that does."""
-        if self.frozen_at is None or not (self.settings.refresh and self.finds_freeze):
+        if self.frozen_at is None or not self.refreshes:
             return False
         last = self.refreshed_at
-        return step >= last + gap_after(last - self.warmup_from, self.beta2)
+        return step >= last + gap_after(last - self.warmup_from, self.beta2, self.refresh or PART)
 
     def refreshing(self, h: AdamHyper, step: int) -> AdamHyper:
         """h with a beta2 that gives the gradient of `step` the weight of all steps since v was changed last."""
         age = step - self.warmup_from
-        return replace(h, beta2=1 - weight_of(step - self.refreshed_at, age, h.beta2))
+        return replace(h, beta2=1 - weight_of(step - self.refreshed_at, age, h.beta2, self.refresh or PART))
 
     @property
     def variance_noise(self) -> Noise:
@@ -252,6 +264,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             keeps=self.keeps,
             full=self.full_exchange,
             sums=self.sums,
+            topology=self.topology_now,
         )
 
     def refuse_narrow(self) -> None:

@@ -14,8 +14,8 @@ docs/algorithms.md.
 0/1 Adam (VarianceFreeze):
 
     var_freeze_step given        after it
-    lr_warmup_steps given        after it, but not before step 10 (or a quarter of the run, where that is shorter)
-    neither                      once no group's rate has risen for W steps; after a quarter of the run at the latest
+    lr_warmup_steps given        after it, but not before step 10 (or a fifth of the run, where that is shorter)
+    neither                      once no group's rate has risen for W steps; after a fifth of the run at the latest
 
 Before it, the dense start of 0/1 Adam: 1 / (1 - beta2) steps, or a tenth of the run where that is fewer, at least 10.
 
@@ -37,7 +37,7 @@ STABLE_RATIO = 0.96
 PASSES = 5
 """Tests in a row that must hold: one alone may be a turning point."""
 EARLIEST_FRACTION = 0.10
-LATEST_FRACTION = 0.25
+LATEST_FRACTION = 0.20
 """Of the run, where its length is known. Beyond it warm-up costs more bytes than it saves in loss."""
 SHOWN = 200
 """Ratios kept as evidence; older ones are thinned out, every second one."""

@@ -89,6 +89,8 @@ def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
         (("--env", "HF_TOKEN=x"), "secrets: {HF_TOKEN: {env: HF_TOKEN}}"),
         (("--working-dir", "/usr"), "does not lie in /usr"),
         (("--name", "No Name"), "name = "),
+        (("--name", ""), 'name = ""'),
+        (("--idempotency-key", ""), "--idempotency-key is empty"),
         (("--env", "A=\udce9"), r"holds '\udce9', which is no text"),
         (("--", "\udce9"), r"holds '\udce9', which is no text"),
     ],
@@ -109,7 +111,13 @@ def test_what_a_job_file_says_itself_is_not_said_beside_it(
 ) -> None:
     run = thinwire("submit", str(job_file), "--workers", "2", "--", "--lr")
     assert run.code == 2
-    assert "--workers, --lr: only for a script, and" in run.err
+    assert "--workers, --lr: only for a script, whose name ends in .py, and" in run.err
+
+
+def test_a_folder_in_place_of_a_script_is_told_what_to_name(thinwire: Callable[..., Run], folder: Path) -> None:
+    run = thinwire("submit", str(folder / "src"), "--workers", "2")
+    assert run.code == 2
+    assert "src is a folder: name the script in it" in run.err
 
 
 def test_a_script_that_is_ignored_or_not_there_is_told_before_anything_is_sent(

@@ -148,6 +148,12 @@ SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
         ),
         ({"recipe": SCRIPT | {"secrets": {"A": {"value": "y"}}}}, "recipe.secrets.A.value", "y", "here: env, file"),
         ({"recipe": SCRIPT | {"pip": ["-r x"]}}, "recipe.pip.0", "-r x", "not an option of pip"),
+        (
+            {"recipe": SCRIPT | {"pip": ["a", "git+https://me:hidden@host/x"]}},
+            "recipe.pip.1",
+            "git+https://***@host/x",
+            "in ~/.netrc or pip.conf",
+        ),
         ({"recipe": SCRIPT | {"package": "x"}}, "recipe.package", "x", "the sha256 of a package"),
         ({"recipe": {"name": "script"}}, "recipe.entry", None, "this field is required"),
         ({"recipe": SCRIPT, "optimizer": {}}, "optimizer", {}, "the script makes its own optimizer"),
@@ -163,6 +169,7 @@ def test_a_wrong_job_of_a_script_is_told_by_field(
     (problem,) = answer.json()["problems"]
     assert (problem["path"], problem["value"]) == (path, value)
     assert words in problem["message"]
+    assert "is the default" not in problem["message"]  # all that is refused here was written
 
 
 def test_a_recipe_of_another_name_is_told_all_names(shared_service: Service) -> None:

@@ -1,10 +1,14 @@
 """How a worker's end is told: in words, whole or not at all, the first cause standing."""
 
+import io
 import json
+import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
+from ray._private.utils import Unbuffered
 
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec, Workers
@@ -12,7 +16,7 @@ from thinwire.workers import main as driver
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.run_place import SharedPlace
 from thinwire.workers.telemetry.reporter import RunSuperseded
-from thinwire.workers.worker import failure_of
+from thinwire.workers.worker import failure_of, train_worker
 
 
 def test_the_first_failure_written_stands(tmp_path):
@@ -20,6 +24,16 @@ def test_the_first_failure_written_stands(tmp_path):
     SharedPlace(tmp_path).fail(Failure(kind="B", message="consequence"))
     assert Failure.model_validate_json((tmp_path / "failure.json").read_text()).kind == "A"
     assert [p.name for p in tmp_path.iterdir()] == ["failure.json"]
+
+
+def test_a_worker_can_print_an_error_that_names_a_file_whose_name_is_no_utf8(tmp_path, monkeypatch):
+    SharedPlace(tmp_path).fail(Failure(kind="A", message="the worker ends as soon as it has begun"))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", Unbuffered(io.TextIOWrapper(written, encoding="utf-8")))  # as Ray does it
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert train_worker({"run_dir": str(tmp_path), "attempt": 1}) is None
+    logging.getLogger("x").error("failed", exc_info=FileNotFoundError("t\udce9.txt"))
+    assert b"FileNotFoundError: t\\udce9.txt" in written.getvalue()
 
 
 def test_a_spec_error_is_told_by_its_field():

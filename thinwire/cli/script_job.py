@@ -59,7 +59,7 @@ def script_job(
         recipe["env_vars"] = dict(_pair(one, "--env", "NAME=VALUE") for one in env)
     if secrets:
         recipe["secrets"] = dict(_secret(one) for one in secrets)
-    job: dict[str, JsonValue] = {"name": name or _named(script), "recipe": recipe}
+    job: dict[str, JsonValue] = {"name": _named(script) if name is None else name, "recipe": recipe}
     if workers:
         job["workers"] = dict(workers)
     if store is not None:

@@ -118,6 +118,10 @@ def submit(
         "--env": env,
         "--secret": secret,
     }
+    if idempotency_key == "":
+        raise Option("--idempotency-key is empty: give a key, or leave the option out, and each submit is a new job")
+    if file.is_dir():
+        raise Option(f"{file} is a folder: name the script in it, as in `thinwire submit {file / 'train.py'}`")
     if file.suffix == ".py":
         job, folder = script_job(
             file,
@@ -135,7 +139,10 @@ def submit(
     else:
         given = [option for option, value in of_scripts.items() if value not in (None, [])] + (arguments or [])
         if given:
-            raise Option(f"{', '.join(given)}: only for a script, and {file} is a job file: write it there")
+            raise Option(
+                f"{', '.join(given)}: only for a script, whose name ends in .py, and {file} is read as a job file: "
+                "write it there"
+            )
         job = read_job_file(file)
         local = folder_of(job, file)
     _submit(file, job, local, idempotency_key or uuid.uuid4().hex, follow=follow)

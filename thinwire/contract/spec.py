@@ -137,8 +137,12 @@ class _Freezing(_Frozen):
 
 class _Compressing(_Frozen):
     scale: Literal["l2", "l1"] = Field("l2", description="the norm of a block that its scale keeps; papers: l2")
-    error_memory: Literal["bf16"] | None = Field(
-        None, description="bf16: what compression leaves out takes half of the memory, rounded at random; null: fp32"
+    refresh: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="part of its age after which a frozen variance is brought up to date, by one exchange in full; "
+        "null: 1/16 where the optimizer finds the freeze by itself, else never",
     )
 
 
@@ -148,6 +152,9 @@ class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
     name: Literal["onebit_adam"]
     variance: Literal["bf16"] | None = Field(
         None, description="bf16: the frozen variance takes half of the memory; null: fp32"
+    )
+    error_memory: Literal["bf16"] | None = Field(
+        None, description="bf16: what compression leaves out takes half of the memory, rounded at random; null: fp32"
     )
 
 
@@ -344,6 +351,12 @@ class TrainSpec(JobSpec):
     overlap: bool = Field(
         True, description="send gradients while backward still runs, wherever the optimizer's step allows it"
     )
+    topology: Literal["flat", "node_first", "auto"] = Field(
+        "flat",
+        description="flat: every worker exchanges with every other. node_first: exactly inside a machine, compressed "
+        "between machines; it needs several, with as many workers each, at least two. auto: node_first where that is "
+        "so, also when it changes, else flat",
+    )
     recipe: Recipe = Field(default_factory=GptRecipe, description="default: a GPT")
     data: Data = Field(default_factory=PythonStdlib, description="default: the Python standard library's source")
     optimizer: Optimizer
@@ -404,6 +417,7 @@ _OF_THE_SCRIPT = {
         "evaluation": "says when it evaluates, by run.evaluate_every",
         "precision": "chooses the type of its parameters",
         "overlap": "tells its optimizer",
+        "topology": "tells its optimizer",
     }.items()
 }
 
@@ -521,8 +535,12 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
                 "at least 2 with optimizer.name = zero_one_adam: the variance is frozen before the last",
             )
         )
-    if isinstance(spec.optimizer, _Compressing) and spec.optimizer.error_memory and spec.optimizer.scale != "l2":
-        found.append(("optimizer.error_memory", spec.optimizer.error_memory, "null with optimizer.scale = l1"))
+    adam = spec.optimizer
+    if isinstance(adam, OneBitAdamSpec) and adam.error_memory and adam.scale != "l2":
+        found.append(("optimizer.error_memory", adam.error_memory, "null with optimizer.scale = l1"))
+    if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
+        name = "variance" if adam.variance else "error_memory"
+        found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

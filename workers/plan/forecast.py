@@ -132,14 +132,12 @@ class _Way:
         # What goes into a variance alone is not sent in 8 bits (optim/engine/sending.py).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         bits = one_bit(network, found.elements, found.transport, bucket)
-        # What 0/1 Adam sends at a sync is a sum of steps, the last one included: it goes when backward is over.
         early = found.backward_s if spec.overlap else 0.0
-        backward_s = 0.0 if name == ZERO_ONE else early
         self._steps: dict[str, tuple[float, float, Sent]] = {
             "full": (self._kinds.full - refreshes, *self._step(self._busy.full, early, full)),
             "refresh": (refreshes, *self._step(self._busy.full, early, late)),
             "both": (self._kinds.both, *self._step(self._busy.compressed, 0.0, late + bits)),
-            "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, backward_s, bits)),
+            "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, early, bits)),
             "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
         }
 

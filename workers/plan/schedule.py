@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.contract.spec import OneBitAdamSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
+from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, rate_interval
-from thinwire.optim.variance.refresh import gap_after, refreshes_between
+from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
 from thinwire.optim.variance.when_to_freeze import VarianceFreeze, VarianceStability
 from thinwire.workers.hyper import learning_rate
 
+COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
 MOST_LOOKED_AT = 20_000
 """Steps of a long run at which the gap between syncs is looked at; in between it is taken to be in proportion."""
 
@@ -57,12 +58,15 @@ def dense(spec: TrainSpec) -> Kinds:
 
 def one_bit(spec: TrainSpec) -> Kinds:
     """1-bit Adam and 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
+    part = _refresh(spec)
     if spec.warmup_steps is not None:
-        return Kinds(full=spec.warmup_steps, compressed=spec.steps - spec.warmup_steps)
+        refreshes = 0 if part is None else refreshes_between(spec.warmup_steps, spec.steps, _beta2(spec), part)
+        full = spec.warmup_steps + refreshes
+        return Kinds(full=full, compressed=spec.steps - full, refreshes=refreshes)
     rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps))
     latest = min(rule.latest_end or spec.steps, spec.steps)
     first = min(rule.earliest_end, latest)
-    refreshes = refreshes_between(first, spec.steps, _beta2(spec))
+    refreshes = refreshes_between(first, spec.steps, _beta2(spec), part or PART)
     full = first + refreshes
     return Kinds(full=full, compressed=spec.steps - full, latest_warmup=latest, refreshes=refreshes)
 
@@ -97,7 +101,8 @@ def variance_steps(steps: int, scaler: int) -> int:
 
 def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[float, int]:
     """Steps after the freeze at which the sum of the updates is exchanged, and at how many of them v is refreshed."""
-    beta2, follows = _beta2(spec), spec.var_freeze_step is None
+    beta2, part = _beta2(spec), _refresh(spec)
+    follows, part = part is not None or spec.var_freeze_step is None, part or PART
 
     def interval(step: int) -> int:
         if given.local_step_scaler is not None:
@@ -111,12 +116,14 @@ def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[flo
         for step in range(frozen_at + 1, spec.steps + 1):
             if step - last >= interval(step):
                 syncs, last = syncs + 1, step
-                if follows and step >= refreshed + gap_after(refreshed, beta2):
+                if follows and step >= refreshed + gap_after(refreshed, beta2, part):
                     refreshes, refreshed = refreshes + 1, step
         return syncs, refreshes
     looked_at = [frozen_at + 1 + i * left // MOST_LOOKED_AT for i in range(MOST_LOOKED_AT)]
     found = left * sum(1 / interval(step) for step in looked_at) / MOST_LOOKED_AT
-    refreshes = refreshes_between(frozen_at, spec.steps, beta2) if follows else 0  # gaps between syncs are shorter
+    refreshes = (
+        refreshes_between(frozen_at, spec.steps, beta2, part) if follows else 0
+    )  # gaps between syncs are shorter
     return found, refreshes
 
 
@@ -127,6 +134,11 @@ def _first(holds: Callable[[int], bool], last: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def _refresh(spec: TrainSpec) -> float | None:
+    """The part of v's age after which it is to be brought up to date, where the job says one."""
+    return spec.optimizer.refresh if isinstance(spec.optimizer, COMPRESSED) else None
 
 
 def _beta2(spec: TrainSpec) -> float:

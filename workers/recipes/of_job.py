@@ -48,6 +48,7 @@ class OfJob(Recipe):
             params,
             group=group,
             overlap=self.spec.overlap,
+            topology=self.spec.topology,
             bucket_elements=self.spec.bucket_elements or self.bucket_elements,
             **hyperparameters(self.spec),
         )

@@ -42,6 +42,8 @@ MOST_FRAMES = 20
 """Of a traceback in a failure: the first are the script's own."""
 MOST_WORDS = 2000
 """Characters of the error itself in a failure, so that its traceback finds room too."""
+_SHORTEST_SECRET = 6
+"""Characters of a value that is not shown in a failure."""
 _LONGEST = 500
 """Characters of a line of stderr that are kept."""
 
@@ -68,7 +70,7 @@ def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, r
                 and not isinstance(error, MembershipError | RunEnded)
                 and not any(one.told for one in begun)
             ):
-                ranks.fail(in_words(error))
+                ranks.fail(_without_secrets(in_words(error), spec.recipe))
             if not ranks.elastic and group.size > 1 and _tells_of_a_peer(error):
                 raise PeerLost(f"the script's own collective failed: {error}") from error
             raise
@@ -89,7 +91,8 @@ def _tells_of_a_peer(error: BaseException) -> bool:
 
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
-    words = _as_the_owner_sees(_in_words(error, recipe), recipe)  # a loader's process puts its traceback into them
+    words = _without_secrets(_in_words(error, recipe), recipe)
+    words = _as_the_owner_sees(words, recipe)  # a loader's process puts its traceback into them
     if len(words) > MOST_WORDS:
         words = f"{words[:MOST_WORDS]}... ({len(words)} characters; all of them are in the log)"
     where = where_in_script(error, recipe)
@@ -112,6 +115,18 @@ def where_in_script(error: BaseException, recipe: ScriptRecipe) -> str:
     if first is None:
         return ""
     return _as_the_owner_sees("".join(traceback.format_list(frames[first : first + MOST_FRAMES])).rstrip(), recipe)
+
+
+def _without_secrets(words: str, recipe: ScriptRecipe) -> str:
+    """With the names of the job's secrets in place of their values: a client's error may tell the URL with its token.
+
+    A failure is stored, and shown to all who may see the job. What is short would be found in any text.
+    """
+    for name in recipe.secrets:
+        value = os.environ.get(name, "")
+        if len(value) >= _SHORTEST_SECRET:
+            words = words.replace(value, f"*** (the secret {name})")
+    return words
 
 
 def _as_the_owner_sees(trace: str, recipe: ScriptRecipe) -> str:

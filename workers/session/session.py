@@ -36,6 +36,9 @@ from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_SHOWN = 100
+"""Characters of a name or a value that are shown in an error."""
+
 
 class Session:
     """One run of one script, on one rank."""
@@ -231,15 +234,7 @@ class Session:
 
         `loss` is the training loss. Costs no synchronisation. Raises: TypeError for what is no number.
         """
-        found = {}
-        for name, value in numbers.items():
-            if isinstance(value, Tensor) and value.numel() == 1:
-                found[name] = value.detach().reshape(())
-            elif isinstance(value, Real) or (isinstance(value, np.ndarray | np.generic) and value.size == 1):
-                found[name] = torch.tensor(float(value), dtype=torch.float64)
-            else:
-                what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else repr(value)
-                raise TypeError(f"run.report({name}=...): got {what}; give a number or a tensor of one element")
+        found = {name: _one_number(name, value) for name, value in numbers.items()}
         if self._own is not None:
             self._own.take(found)
         else:
@@ -403,3 +398,24 @@ class Session:
             "no optimizer is registered, so that a worker that comes later could not be given its state: call "
             f"run.register(optimizer=...) before run.batches(). There is {', '.join(there) or 'none'} in this process"
         )
+
+
+def _one_number(name: str, value: object) -> Tensor:
+    """What run.report was given, as a tensor without a shape. Raises: TypeError for what is no real number."""
+    one: object = value
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex() and value.layout == torch.strided and not value.is_meta:
+            return value.detach().reshape(())
+    elif isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        one = value.item()
+    if isinstance(one, Real):
+        try:
+            return torch.tensor(float(one), dtype=torch.float64)
+        except OverflowError:
+            pass  # of an int that is larger than any float
+    if isinstance(value, Tensor) and value.numel() != 1:
+        what = f"a tensor of {value.numel()} elements"
+    else:
+        what = repr(value)
+        what = what if len(what) <= _LONGEST_SHOWN else f"{what[:_LONGEST_SHOWN]}..."
+    raise TypeError(f"run.report({name[:_LONGEST_SHOWN]}=...): got {what}; give a real number or a tensor of one")

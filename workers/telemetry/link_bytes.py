@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from thinwire.comm.protocol import Call, Stats
-from thinwire.comm.wire.ledger import Ledger, sends
+from thinwire.comm.wire.ledger import Ledger, sends_among
 from thinwire.comm.wire.link_classes import Boxes, LinkClass
 from thinwire.contract.metric_names import LINKS
 
@@ -45,7 +45,7 @@ class LinkBytes:
     def _of(self, call: Call, boxes: Boxes) -> Counter[str]:
         """What this rank sends in one such collective."""
         found: Counter[str] = Counter()
-        for send in sends(call, boxes.size):
+        for send in sends_among(call, boxes):
             if send.src == self._rank:
                 found[LABELS[boxes.link(send.src, send.dst)]] += send.num_bytes
         return found

@@ -83,3 +83,46 @@ def test_a_second_loss_while_it_counts_leaves_error_memory_as_before_it_counted(
         return True
 
     assert run_threads(3, work) == [True, None, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.law
+def test_what_is_formed_when_it_is_asked_for_is_sent_undone_and_counted_as_a_vector_is(kind):
+    """The last exchange is lost on rank 0 alone, and counts there; then it is undone, and made again."""
+    *before, last = inputs(3, 4, torch.float64)
+
+    def work(group, formed):
+        reducer = KINDS[kind](group)
+        memory, outs = reducer.new_memory(), []
+
+        def exchange(x):
+            reducer.begin(memory)
+            for k in range(len(reducer.buckets)):
+                if formed:
+                    reducer.launch_formed(k, lambda at: x[at] + 0.0)
+                else:
+                    reducer.launch_sum(k, x)
+            reducer.finish()
+            outs.append(torch.empty_like(x))
+            reducer.result.decode_(outs[-1])
+            reducer.commit()
+
+        for ranks in before:
+            exchange(ranks[group.rank])
+        if group.rank == 0:
+            lose_the_second_phase(group, kind)
+            with pytest.raises(PeerLost):
+                exchange(last[group.rank])
+            undone = held(memory)
+            with reducer.redone() as counts:
+                assert counts
+                counted = held(memory)
+            return outs, undone, counted, held(memory)
+        exchange(last[group.rank])
+        return outs, held(memory)
+
+    vectors, formed = (run_threads(3, lambda group, how=how: work(group, how)) for how in (False, True))
+    for (outs, *states), (others, *found) in zip(vectors, formed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+        for one, other in zip(states, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -6,7 +6,8 @@ from itertools import pairwise
 import torch
 
 from thinwire.comm.kernels.bf16 import noise_of
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.layout import VectorLayout
 
 HUGE = object()  # finite in its dtype, but not when squared
 NASTY = [0.0, -0.0, 1e-40, -1e-40, 1e-45, 1e-30, -1e15, 1e15, 1.0, -1.0, 3.4e-38]
@@ -42,6 +43,9 @@ class Case:
         self.table = BlockTable.from_spans(rows, self.dead, like)
         least = BlockTable.from_spans([spans], self.dead, like).row_bytes
         self.chunk = BlockTable.from_spans([spans], self.dead, like, least + 16)
+        runs = tuple(pairwise([*range(0, self.numel, 40), self.numel]))
+        self.pieces = Pieces.of(self.table, 0, VectorLayout(self.numel, runs, ((0, self.numel),)))
+        self.factors = torch.linspace(0.3, 3, len(runs), dtype=self.dtype)
         self.random = torch.Generator().manual_seed(self.seed)
         self.buffers = {
             "c": self.values().to(self.sums or self.dtype),
@@ -130,6 +134,9 @@ def run(kernels, name, case, ends=()):
             kernels.encode_sum(c, s, x, t, case.wire("out"), NOISE)
         case "encode_lerp":
             kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, case.wire("out"), NOISE)
+        case "encode_scaled":
+            last, out = case.wire("last"), case.wire("out")
+            kernels.encode_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, t, out)
         case "serve":
             kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"), NOISE)
         case "decode":
@@ -138,12 +145,25 @@ def run(kernels, name, case, ends=()):
             kernels.undo_sum(c, s, x, case.wire("out"), t, NOISE)
         case "undo_lerp":
             kernels.undo_lerp(c, s, parts, WEIGHT, case.wire("last"), case.wire("out"), t, NOISE)
+        case "undo_scaled":
+            last, out = case.wire("last"), case.wire("out")
+            kernels.undo_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, out, t)
         case "undo_serve":
             kernels.undo_serve(c, s, case.wire("rows"), case.num_rows, case.wire("served"), case.chunk, NOISE)
     return case
 
 
-KERNELS = ["encode_sum", "encode_lerp", "serve", "decode", "undo_sum", "undo_lerp", "undo_serve"]
+KERNELS = [
+    "encode_sum",
+    "encode_lerp",
+    "encode_scaled",
+    "serve",
+    "decode",
+    "undo_sum",
+    "undo_lerp",
+    "undo_scaled",
+    "undo_serve",
+]
 
 
 def assert_same(ours, theirs):

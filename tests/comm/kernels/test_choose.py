@@ -1,13 +1,14 @@
 """Which kernels a vector gets, and where what numba compiles is kept."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels import choose, fused_reference
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.kernels.cpu import CpuKernels
 
@@ -27,6 +28,17 @@ def test_others_get_plain_torch(device, dtype):
     assert kernels_for(torch.device(device), dtype) is fused_reference
 
 
+def test_without_what_launches_kernels_on_a_gpu_plain_torch_runs_and_the_log_says_why_once(caplog):
+    if torch.cuda.is_available():
+        pytest.skip("this machine may have it")
+    for made in (choose.cuda_launcher, choose._say_missing, choose._on_cuda):
+        made.cache_clear()
+    cuda = torch.device("cuda")
+    assert choose.cuda_launcher(cuda, torch.float32, "") is None
+    assert kernels_for(cuda, torch.float32) is fused_reference
+    assert len(re.findall(r"cuda_kernels_missing reason=.* install=thinwire\[cuda1", caplog.text)) == 1
+
+
 def test_warming_up_leaves_nothing_to_compile():
     from thinwire.comm.kernels import cpu_loops
 
@@ -35,7 +47,7 @@ def test_warming_up_leaves_nothing_to_compile():
     compiled = [
         f for f in vars(cpu_loops).values() if hasattr(f, "nopython_signatures") and not f.__name__.startswith("_")
     ]
-    assert len(compiled) == 8
+    assert len(compiled) == 10
     before = [len(f.nopython_signatures) for f in compiled]
     assert min(before) >= 1
     warm_up(torch.float32)

@@ -45,6 +45,11 @@ def given_to(name, case):
         scale_b, bits_B = case.said(case.wire("last"), case.table)
         m = spread(scale_b, case) * signs(bits_B).astype(x.dtype)
         return m + number(WEIGHT) * (x - m)
+    if name == "encode_scaled":
+        scale_b, bits_B = case.said(case.wire("last"), case.table)
+        factor = np.repeat(case.factors.numpy(), 40)[: case.numel]
+        m = spread(scale_b, case) * signs(bits_B).astype(x.dtype) / factor
+        return factor * (m + number(WEIGHT) * (x - m))
     total = np.zeros_like(x)
     for row in range(case.num_rows):
         scale_b, bits_B = case.said(case.row("rows", row), case.chunk)
@@ -71,7 +76,7 @@ def lane_sum(x):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", ["encode_sum", "encode_lerp", "serve"])
+@pytest.mark.parametrize("name", ["encode_sum", "encode_lerp", "encode_scaled", "serve"])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_encoding_is_its_definition_and_spares_blocks_that_are_not_finite(name, dtype):
     case = case_of(dtype, poison={1: "inf", 3: "huge", 5: "nan"} if name != "serve" else {})

@@ -43,6 +43,16 @@ def test_the_transport_is_paid_by_the_byte():
     network = Network(2, 0.0, math.inf)
     assert wire_seconds(network, dense_32(network, 1000, Transport(all_reduce_32=0.5))) == 2000
     assert wire_seconds(network, dense_16(network, 1000, Transport(all_reduce_16=0.5))) == 1000
+    assert wire_seconds(network, one_bit(network, 4096, Transport(bits=0.5), BUCKET)) == 258
+
+
+def test_a_ring_takes_what_wire_or_transport_take_whichever_is_longer_and_one_bit_takes_both():
+    """4 000 bytes a second or half of them: the ring's 4 000 bytes and 0.5 s of processor for each of 1 000 pieces."""
+    for bytes_per_s, seconds in ((4e3, 2.0), (1e3, 4.0)):
+        network = Network(2, 0.0, bytes_per_s)
+        assert wire_seconds(network, dense_32(network, 1000, Transport(all_reduce_32=5e-4))) == seconds
+    network = Network(2, 0.0, 516.0)
+    assert wire_seconds(network, one_bit(network, 4096, Transport(bits=2 / 516), BUCKET)) == pytest.approx(3.0)
 
 
 def test_one_rank_sends_nothing():
@@ -54,9 +64,9 @@ def test_one_rank_sends_nothing():
 
 @pytest.mark.parametrize(
     ("cores", "seconds"),
-    [(0.5, 7.0), (1.0, 7.0), (1.5, 6.25), (2.0, 5.5), (16.0, 5.5), (math.inf, 5.5)],
+    [(0.5, 6.25), (1.0, 6.25), (1.5, 5.875), (2.0, 5.5), (16.0, 5.5), (math.inf, 5.5)],
 )
-def test_backward_hides_the_wire_where_there_is_a_core_for_it(cores, seconds):
+def test_backward_hides_the_wire_where_there_is_a_core_for_it_and_half_of_it_where_not(cores, seconds):
     """Busy 5 s, of which backward is 3; the wire takes 2, in 4 buckets: three quarters of it can pass in backward."""
     sent = Sent(Cost(0, 2.0), 2.0, 0.0, buckets=4)
     assert step_seconds(Network(2, 0.0, 1.0), Work(5.0, 3.0), sent, cores) == seconds

@@ -348,6 +348,9 @@ def test_what_is_not_built_is_refused_with_what_to_do():
         OneBitAdam(params, variance="bf16", parity="deepspeed")
     with pytest.raises(ValueError, match="must be None with scale = 'l1'"):
         OneBitAdam(params, error_memory="bf16", scale="l1")
+    for name, topology in (("variance", "node_first"), ("error_memory", "node_first"), ("error_memory", "auto")):
+        with pytest.raises(ValueError, match=f'{name} = "bf16": must be None with topology = "{topology}"'):
+            OneBitAdam(params, **{name: "bf16"}, topology=topology)
     with pytest.raises(ValueError, match="must be None with parameters of float64"):
         OneBitAdam([torch.nn.Parameter(torch.ones(8, dtype=torch.float64))], variance="bf16")
 

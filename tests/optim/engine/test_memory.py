@@ -10,8 +10,13 @@ from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 HELD = {
     "adam": (lambda p, g: Adam(p, group=g), lambda n: 8.5),
     "onebit_adam": (lambda p, g: OneBitAdam(p, group=g, warmup=2), lambda n: 8.5 + 4 / n),
-    "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 20.5 + 4 / n),
-    "zero_one_adam": (lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1), lambda n: 28.5 + 4 / n),
+    "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 12.5 + 4 / n),
+    "zero_one_adam": (lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1), lambda n: 12.5 + 4 / n),
+    "zero_one_adam before the freeze": (lambda p, g: ZeroOneAdam(p, group=g, dense_steps=1), lambda n: 16.5 + 4 / n),
+    "zero_one_adam with local steps": (
+        lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1, local_step_scaler=1),
+        lambda n: 20.5 + 4 / n,
+    ),
 }
 
 

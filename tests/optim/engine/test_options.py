@@ -22,6 +22,7 @@ ALL = {
     "saves": "rank",
     "model": None,
     "full_exchange": "bf16",
+    "topology": "flat",
     "variance": None,
     "error_memory": None,
 }

@@ -13,7 +13,7 @@ from thinwire.optim import Adam, OneBitAdam, OneBitLamb
 from thinwire.optim.engine.state import replicated
 
 WARMUP, STEPS, BUCKET = 4, 10, 40
-MERGED = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb")
+MERGED = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam")
 
 
 class Net(torch.nn.Module):
@@ -48,6 +48,8 @@ def groups_of(net):
 def make(name, net, group, **more):
     if name in ("onebit_adam", "onebit_lamb", "zero_one_adam"):
         more = {"block": 64, **more}
+    if name == "zero_one_adam":
+        more = {"dense_steps": WARMUP, "var_freeze_step": WARMUP, "local_step_scaler": 100, **more}
     if name in ("onebit_adam", "onebit_lamb"):
         more = {"warmup": WARMUP, **more}
     return CLASSES[name](groups_of(net), group=group, bucket_elements=BUCKET, **more)

@@ -48,7 +48,7 @@ def everything(optimizer):
     """All that the next step depends on, and that a rank can see."""
     s = optimizer.vectors
     errors = [part for memory in error_memories(s).values() for part in (memory.worker_N, memory.server_c)]
-    local = [s.u_N] if isinstance(optimizer, ZeroOneAdam) else []
+    local = s.of_round() if not optimizer.at_sync else ()
     return bits(optimizer.space.p_N, *replicated(s).values(), *errors, *local)
 
 

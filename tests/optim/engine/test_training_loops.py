@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.optim.reference.written_out import CLASSES, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
-from thinwire.optim import Adam, ZeroOneAdam
+from thinwire.optim import Adam
 from thinwire.optim.engine.state import replicated
 
 FREEZE, STEPS, SIZE = 4, 13, 2
@@ -38,7 +38,7 @@ def loss_of(net, x):
 
 def end(optimizer):
     """Bits of what a rank holds at last; of 0/1 Adam also what it has not sent yet."""
-    local = [optimizer.vectors.u_N] if isinstance(optimizer, ZeroOneAdam) else []
+    local = optimizer.vectors.of_round() if not optimizer.at_sync else ()
     return bits(optimizer.space.p_N, *replicated(optimizer.vectors).values(), *local)
 
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.threads import Threads
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.updates import LEAST, TILE, Tiles
-from thinwire.optim.zero_one_adam import cut_
+from thinwire.optim.kernels.updates import LEAST
+from thinwire.optim.zero_one_round import cut_
 
 pytestmark = pytest.mark.law
 
@@ -55,16 +57,31 @@ def test_adam(dtype, numel, bias_step):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("numel", SIZES)
-def test_local_step_and_proposal(dtype, numel):
-    p, g, m, u, divisor, z = vectors(6, numel, dtype)
-    divisor.abs_().add_(0.1)
+@pytest.mark.parametrize("eps", [(0.0, 0.1), (0.1, 0.0)])
+def test_local_step_and_proposal(dtype, numel, eps):
+    p, g, m, u, v, z = vectors(6, numel, dtype)
+    divisor = adam_math.divisor(v.abs_(), *eps)
     h, keep = hyper(numel), 1 - 1e-5
     m2 = m + (1 - h.beta1) * (g - m)
     u2, p2 = keep * u + h.lr * m2, keep * p - h.lr * m2 / divisor
     updates.propose_(z, g, m, u, h, keep)
     assert_close(z, u2)
-    updates.local_(p, g, m, u, divisor, h, keep)
+    first_p, first_m, first_u, begun, first_z = (
+        p.clone(),
+        m.clone(),
+        torch.full_like(u, torch.nan),
+        u.clone(),
+        z.clone(),
+    )
+    updates.first_proposal_(first_z, g, m, h)
+    updates.first_local_(first_p, g, first_m, first_u, begun, v, h, keep, eps)
+    assert torch.equal(begun, p)
+    updates.local_(p, g, m, u, v, h, keep, eps)
     assert torch.equal(u, z), "what a rank proposes is what it would have done"
+    assert torch.equal(first_u, first_z)
+    assert torch.equal(first_u, h.lr * m2) or (first_u - h.lr * m2).abs().max() <= torch.finfo(dtype).eps
+    assert torch.equal(first_p, p), "the first step of a round moves x as any other"
+    assert torch.equal(first_m, m)
     assert_close(m, m2)
     assert_close(p, p2)
 
@@ -74,84 +91,46 @@ def test_local_step_and_proposal(dtype, numel):
 @pytest.mark.parametrize("longest", [float("inf"), 0.5])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_receiving_a_sum(dtype, numel, longest, in_place):
-    p, start, z, divisor, m, u = vectors(6, numel, dtype)
-    divisor.abs_().add_(0.1)
+    p, start, z, v, m = vectors(5, numel, dtype)
+    eps = (0.0, 0.1)
+    divisor = adam_math.divisor(v.abs_(), *eps)
     z[3] = float("nan")
     if in_place:
         start = p
-    cut = z.clone()
+    cut = -z
     if longest < float("inf"):
-        cut_(cut, divisor, longest, torch.empty_like(cut))
+        cut_(cut, divisor, longest)
     expected_m, expected_p = cut / 0.25, 0.999 * start - cut / divisor
-    updates.receive_(p, start, z, divisor, m, u, 0.25, longest, 0.999)
+    updates.receive_(p, start, z, v, m, (-1.0, 0.25, longest, 0.999), eps)
     assert p[3].isnan()
     assert m[3].isnan()
     for x in (p, expected_p, m, expected_m):
         x[3] = 0
     assert torch.equal(m, expected_m)
     assert_close(p, expected_p)
-    assert not u.any()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_scaled_momentum(dtype):
-    z, g, m = vectors(3, 8 * 77, dtype)
-    updates.scaled_momentum_(z, g, m, 0.9, torch.tensor([2.5], dtype=dtype))
-    assert_close(z, 2.5 * (m + (1 - 0.9) * (g - m)))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("lengths", [(5,), (8, 3, TILE + 1), (2 * TILE, 1, 17)])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_what_lamb_measures_leaves_out_the_dead_elements(dtype, lengths, decay):
-    bounds, at = [], 0
-    for length in lengths:
-        bounds.append((at, at + length))
-        at += -(-length // 8) * 8
-    p, z, m, v, fresh = vectors(5, at, dtype)
-    v.abs_().add_(0.01)
-    fresh.abs_().add_(0.01)
-    live = torch.zeros(at, dtype=torch.bool)
-    for start, stop in bounds:
-        live[start:stop] = True
-    for x in (p, z, m, v, fresh):
-        x[~live] = 0
-    fresh[0] = float("inf")  # floored at the freeze
-    h, scaling = hyper(at, decay), torch.arange(1.0, 1 + len(lengths), dtype=dtype)
-    tiles = Tiles.of(tuple(bounds), p)
-    new_m, new_fresh = m.clone(), fresh.clone()
-    updates.lamb_measure_(tiles, p, z, new_m, v, new_fresh, scaling, h)
-    found = [tiles.largest_t(0, len(lengths)), *(tiles.norms_t(row, len(lengths)) for row in (1, 2, 3))]
-    for t, (start, stop) in enumerate(bounds):
-        part = slice(start, stop)
-        expected_m = z[part] / scaling[t]
-        implied = (expected_m - h.beta1 * m[part]) / (1 - h.beta1)
-        expected_fresh = h.beta2 * fresh[part] + (1 - h.beta2) * implied * implied
-        root = v[part].sqrt() + h.eps
-        direction = expected_m / root
-        assert torch.equal(new_m[part], expected_m)
-        finite = expected_fresh.isfinite()
-        assert_close(new_fresh[part][finite], expected_fresh[finite])
-        expected = [
-            (root / (expected_fresh.sqrt() + h.eps)).max(),
-            direction.norm(),
-            (direction + decay * p[part]).norm(),
-            p[part].norm(),
-        ]
-        for one, other in zip(found, expected, strict=True):
-            assert one[t] == pytest.approx(float(other), rel=1e-5 if dtype == torch.float32 else 1e-12)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_lamb_moves_each_tensor_at_its_rate(dtype):
-    p, m, v = vectors(3, 48, dtype)
-    v.abs_().add_(0.01)
-    before, h = p.clone(), hyper(48, 0.1)
-    updates.lamb_move_(Tiles.of(((0, 13), (16, 48)), p), p, m, v, torch.tensor([0.5, 0.25], dtype=dtype), h)
-    rates = torch.cat([torch.full((16,), 0.5, dtype=dtype), torch.full((32,), 0.25, dtype=dtype)])
-    expected = before - rates * (m / (v.sqrt() + h.eps) + 0.1 * before)
-    assert_close(p[:13], expected[:13])
-    assert_close(p[16:], expected[16:])
+@pytest.mark.parametrize("longest", [float("inf"), 0.5])
+def test_receiving_rows_is_receiving_what_they_say_bit_for_bit(dtype, longest):
+    numel, dead = 8 * 41, [13, 14, 15]
+    p, start, v, m, z = vectors(5, numel, dtype)
+    v.abs_()
+    table = BlockTable.from_spans([[(0, 16), (16, 200), (200, numel)]], dead, p)
+    rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
+    z[dead] = 0
+    fused_reference.encode_sum(torch.zeros_like(z), torch.zeros(3, dtype=dtype), z, table, rows)
+    said = torch.zeros_like(z)
+    fused_reference.decode(rows, table, said)
+    p2, m2, numbers, eps = p.clone(), m.clone(), (1.0, 0.25, longest, 0.999), (0.0, 0.1)
+    for x in (p, p2, start, m, m2):
+        x[dead] = 0
+    updates.receive_rows_(p, start, v, m, rows, numbers, eps, table)
+    updates.receive_(p2, start, said, v, m2, numbers, eps)
+    assert torch.equal(p, p2)
+    assert torch.equal(m, m2)
+    assert not p[dead].any()
+    assert not m[dead].any()
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
@@ -163,9 +142,7 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         mine = [x.clone() for x in (p, m, v)]
         updates.adam_(mine[0], g, mine[1], mine[2], hyper(numel), 3)
-        tiles = Tiles.of(((0, numel),), p)
-        updates.lamb_measure_(tiles, mine[0], g, mine[1], mine[2], v.clone(), torch.ones(1), hyper(numel))
-        found.append([*mine, tiles.found_4k.clone()])
+        found.append(mine)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -173,9 +150,9 @@ def test_slices_that_do_not_fit_are_refused():
     x = torch.zeros(16)
     for bad in (torch.zeros(8), torch.zeros(16, dtype=torch.float64), torch.zeros(32)[::2]):
         with pytest.raises(ValueError, match="must be alike, contiguous"):
-            updates.scaled_momentum_(x, bad, x, 0.9, torch.ones(1))
+            updates.propose_(x, bad, x, x, hyper(16), 1.0)
     with pytest.raises(ValueError, match="multiples of 8"):
-        updates.scaled_momentum_(*[torch.zeros(9)] * 3, 0.9, torch.ones(1))
+        updates.propose_(*[torch.zeros(9)] * 4, hyper(9), 1.0)
     with pytest.raises(ValueError, match="threads = 0"):
         Threads(0)
 
@@ -189,15 +166,13 @@ def test_what_has_no_loop_is_left_to_the_chain():
 def test_what_is_written_has_a_new_version_and_nothing_else_has():
     p, g, m, v, divisor, u = vectors(6, 64, torch.float32)
     v.abs_()
-    tiles = Tiles.of(((0, 64),), p)
     calls = [
         (lambda: updates.adam_(p, g, m, v, hyper(64), 1), [p, m, v]),
-        (lambda: updates.local_(p, g, m, u, divisor, hyper(64), 1.0), [p, m, u]),
+        (lambda: updates.first_local_(p, g, m, u, divisor, v, hyper(64), 1.0, (0.0, 1.0)), [p, m, u, divisor]),
+        (lambda: updates.local_(p, g, m, u, v, hyper(64), 1.0, (0.0, 1.0)), [p, m, u]),
+        (lambda: updates.first_proposal_(v, g, m, hyper(64)), [v]),
         (lambda: updates.propose_(v, g, m, u, hyper(64), 1.0), [v]),
-        (lambda: updates.receive_(p, p, g, divisor, m, u, 1.0, 1.0, 1.0), [p, m, u]),
-        (lambda: updates.scaled_momentum_(u, g, m, 0.9, torch.ones(1)), [u]),
-        (lambda: updates.lamb_measure_(tiles, p, g, m, v, u, torch.ones(1), hyper(64)), [m, u]),
-        (lambda: updates.lamb_move_(tiles, p, m, v, torch.ones(1), hyper(64)), [p]),
+        (lambda: updates.receive_(p, p, g, divisor, m, (1.0,) * 4, (0.0, 1.0)), [p, m]),
     ]
     for call, written in calls:
         everything = [p, g, m, v, divisor, u]

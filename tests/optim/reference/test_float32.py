@@ -51,7 +51,7 @@ def state_of(optimizer):
     found = {
         name: in_pieces(optimizer, getattr(s, name))
         for name in ("m_N", "v_N", "u_N", "x_s_N", "fresh_v_N")
-        if hasattr(s, name)
+        if getattr(s, name, None) is not None
     }
     found["x"] = in_pieces(optimizer, space.p_N)
     found["worker"] = laid_end_to_end(in_pieces(optimizer, memory.worker_N))
@@ -78,7 +78,9 @@ def put(reference, name, states, optimizer, before):
             for t in optimizer.space.tensors
         ]
         rounds = [first["rounds"][at] for at in groups]
-        reference.x, reference.m, reference.u = ([state[key] for state in states] for key in ("x", "m_N", "u_N"))
+        reference.x, reference.m = ([state[key] for state in states] for key in ("x", "m_N"))
+        new = [[torch.zeros_like(x) for x in state["x"]] for state in states]
+        reference.u = new if first["at_sync"] else [state["u_N"] for state in states]
         begun = first["x"] if first["at_sync"] else first["x_s_N"]
         reference.x_s = [r.kept * x for r, x in zip(rounds, begun, strict=True)]
         reference.S, reference.divisor = [r.weight for r in rounds], [first["divisors"][at] for at in groups]

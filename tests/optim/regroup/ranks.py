@@ -62,8 +62,11 @@ def until(holds, limit_s=20.0):
         time.sleep(0.001)
 
 
-def together(ranks, work, timeout_s=20.0):
-    """work(rank, group) on every rank of one new group; what each returns. PeerLost ends a rank's work, and is kept."""
+def together(ranks, work, timeout_s=20.0, boxes=None):
+    """work(rank, group) on every rank of one new group; what each returns. PeerLost ends a rank's work, and is kept.
+
+    boxes: where each is, as in run_threads.
+    """
 
     def one(group):
         rank = ranks[group.rank]
@@ -76,4 +79,4 @@ def together(ranks, work, timeout_s=20.0):
             rank.lost = error
             return None
 
-    return run_threads(len(ranks), one, timeout_s)
+    return run_threads(len(ranks), one, timeout_s, boxes)

@@ -71,7 +71,7 @@ def test_at_construction_rank_0_says_when_compression_can_begin(made, caplog):
     run_threads(1, lambda group: made(network().parameters(), group=group))
     assert lines(caplog, "compression_begins") == [
         "compression_begins earliest_step=1006 latest_step=None warmup=auto total_steps=None",
-        "compression_begins earliest_step=31 latest_step=76 warmup=auto total_steps=300",
+        "compression_begins earliest_step=31 latest_step=61 warmup=auto total_steps=300",
         "compression_begins earliest_step=8 latest_step=8 warmup=7 total_steps=None",
     ]
 
@@ -144,7 +144,7 @@ def test_a_scheduler_that_knows_the_length_of_the_run_tells_it(name, overlap, ca
     assert (first[1] is None) == (length is None)
     told = lines(caplog, "compression_begins")
     assert told[1:] == (
-        [f"compression_begins earliest_step=16 latest_step=16 warmup=auto total_steps={length}"] * bool(length)
+        [f"compression_begins earliest_step=13 latest_step=13 warmup=auto total_steps={length}"] * bool(length)
     )
 
 
@@ -207,4 +207,4 @@ def test_what_was_learnt_is_saved_and_a_resumed_run_ends_its_warm_up_at_the_same
             ends.append((optimizer.frozen_at, optimizer.stability.total_steps))
         return ends
 
-    assert run_threads(2, work) == [[(15, 60)] * 3] * 2
+    assert run_threads(2, work) == [[(12, 60)] * 3] * 2

@@ -52,6 +52,11 @@ def bits(*tensors):
     return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
 
 
+def everywhere(optimizer):
+    """What steps are divided by, of all elements."""
+    return optimizer.divisor(slice(0, len(optimizer.space.p_N)))
+
+
 def errors(optimizer):
     memory = optimizer.vectors.update_error
     return torch.cat([memory.worker_N, memory.server_c])
@@ -61,13 +66,15 @@ def assert_errors_undone(optimizer, before):
     """To 4 ulp of the largest sum that was kept on the way: an error and what the exchange added to it."""
     after = errors(optimizer)
     gradients = optimizer.settings.gradient_stage and optimizer.frozen_at is None
-    given = (optimizer.space.g_N if gradients else optimizer.vectors.z_N).nan_to_num(0, 0, 0)
+    s, g_N = optimizer.vectors, optimizer.space.g_N.nan_to_num(0, 0, 0)
+    u_N = torch.zeros_like(g_N) if s.u_N is None else s.u_N
+    given = g_N if gradients else u_N.abs() + HYPER["lr"] * (s.m_N.abs() + g_N.abs())
     largest = float(before.abs().max() + given.abs().max())
     assert (after - before).abs().max() <= 4 * torch.finfo(before.dtype).eps * largest
 
 
 def snapshot(optimizer, *, with_errors=True):
     s = optimizer.vectors
-    tensors = [optimizer.space.p_N, s.m_N, s.v_N, s.u_N, s.divisor_N]
+    tensors = [optimizer.space.p_N, s.m_N, s.v_N, s.used, *([] if optimizer.at_sync else [s.u_N, s.x_s_N])]
     tensors += [errors(optimizer)] if with_errors else []
     return bits(*tensors), copy.deepcopy(optimizer.saved), optimizer.num_steps, optimizer.frozen_at

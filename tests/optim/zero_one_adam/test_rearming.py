@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.optim.zero_one_adam.problem import backward, bits, make, synced, train
+from tests.optim.zero_one_adam.problem import backward, bits, everywhere, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS
@@ -40,13 +40,13 @@ def test_at_first_nothing_changes_but_that_ranks_agree_and_steps_are_divided_by_
     def work(group):
         _, optimizer = rearmed(group)
         assert not optimizer.at_sync
-        mean_x, divisor = optimizer.space.p_N.clone(), optimizer.vectors.divisor_N.clone()
+        mean_x, divisor = optimizer.space.p_N.clone(), everywhere(optimizer)
         group.mean_(mean_x)
         residual = optimizer.vectors.update_error.residual()
         assert optimizer.set_global_batch(32)
         assert torch.equal(optimizer.vectors.update_error.residual(), residual)
         torch.testing.assert_close(optimizer.space.p_N, mean_x, rtol=0, atol=1e-13)
-        torch.testing.assert_close(optimizer.vectors.divisor_N, divisor, rtol=1e-2, atol=0)
+        torch.testing.assert_close(everywhere(optimizer), divisor, rtol=1e-2, atol=0)
         return bits(optimizer.space.p_N, optimizer.vectors.m_N)
 
     first, *others = run_threads(3, work)

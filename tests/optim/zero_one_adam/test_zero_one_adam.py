@@ -8,7 +8,18 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.reference.written_out import buckets_of
-from tests.optim.zero_one_adam.problem import FREEZE, HYPER, MODELS, SIZES, backward, bits, make, synced, train
+from tests.optim.zero_one_adam.problem import (
+    FREEZE,
+    HYPER,
+    MODELS,
+    SIZES,
+    backward,
+    bits,
+    everywhere,
+    make,
+    synced,
+    train,
+)
 from thinwire.comm import run_threads
 from thinwire.optim.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
 from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
@@ -92,7 +103,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
                 moves = (optimizer.space.p_N - start).abs()
                 assert float(moves.max()) <= bound * (1 + 1e-12)
                 if step > FREEZE:  # the divisor of this step is still there
-                    assert float((s.m_N / s.divisor_N).abs().max()) <= longest * (1 + 1e-12)
+                    assert float((s.m_N / everywhere(optimizer)).abs().max()) <= longest * (1 + 1e-12)
                 cut += int((moves > bound * (1 - 1e-9)).sum())
         assert synced(optimizer)
         return cut, bits(optimizer.space.p_N, s.m_N)
@@ -115,15 +126,16 @@ def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged
         s, worst = optimizer.vectors, 0.0
         lr, beta1 = HYPER["lr"], HYPER["betas"][0]
         train(model, optimizer, FREEZE, group.rank)
+        divisor = everywhere(optimizer)
         for step in range(FREEZE + 1, 41):
             backward(model, optimizer, step, group.rank)
             m = beta1 * s.m_N + (1 - beta1) * optimizer.space.g_N
-            x = (1 - lr * weight_decay) * optimizer.space.p_N - lr * m / s.divisor_N
+            x = (1 - lr * weight_decay) * optimizer.space.p_N - lr * m / divisor
             group.mean_(x)
-            before = x - s.update_error.residual() / s.divisor_N
+            before = x - s.update_error.residual() / divisor
             optimizer.step()
             if synced(optimizer):
-                after = optimizer.space.p_N - s.update_error.residual() / s.divisor_N
+                after = optimizer.space.p_N - s.update_error.residual() / divisor
                 worst = max(worst, float((after - before).abs().max()))
         return worst
 
@@ -160,7 +172,7 @@ def test_one_rank_equals_the_uncompressed_algorithm():
     """Local steps and syncs of one rank are descent along the momentum, v fixed; a sync makes m the round's mean."""
     model, optimizer = make()
     train(model, optimizer, FREEZE, rank=0)
-    p, m, d = optimizer.space.p_N.clone(), optimizer.vectors.m_N.clone(), optimizer.vectors.divisor_N.clone()
+    p, m, d = optimizer.space.p_N.clone(), optimizer.vectors.m_N.clone(), everywhere(optimizer)
     since = []
     for step in range(FREEZE + 1, 40):
         backward(model, optimizer, step, rank=0)

@@ -23,11 +23,14 @@ TINY = {"elements": 1000, "forward_s": 1e-6, "backward_s": 1e-6, "update_s": 1e-
 
 
 def test_a_run_by_hand():
-    """fp32: 0.23 s of work and 100 MB over 12.5 MB/s. One bit: 3.125 MB and 6104 scales of 4 bytes, twice 0.2 ms."""
+    """fp32: 0.23 s of work and 100 MB over 12.5 MB/s. One bit: 3.125 MB and 6104 scales of 4 bytes, twice 0.2 ms.
+
+    DDP has four buckets: half of three quarters of 0.12 s of backward is hidden, with one core.
+    """
     found = plan(SPEC)
     dense, half, adam = (found.method(name) for name in ("dense_fp32", "dense_bf16", "onebit_adam"))
-    assert dense.step_s == pytest.approx(0.23 + 8.0 + 4 * 2 * 1e-4)  # DDP has four buckets
-    assert half.step_s == pytest.approx(0.24 + 4.0 + 4 * 2 * 1e-4)
+    assert dense.step_s == pytest.approx(0.23 + 8.0 + 4 * 2 * 1e-4 - 0.045)
+    assert half.step_s == pytest.approx(0.24 + 4.0 + 4 * 2 * 1e-4 - 0.045)
     assert adam.warmup_step_s == pytest.approx(0.25 + 8.0 + 2e-4)
     assert adam.step_bytes == 3_125_000 + 4 * 6104
     assert adam.step_s == pytest.approx(0.23 + adam.step_bytes / 12.5e6 + 2e-4)

@@ -40,6 +40,8 @@ def kinds_that_ran(spec):
         {**ZERO_ONE, "local_step_scaler": 7, "var_update_scaler": 2, "dense_steps": 3, "var_freeze": 0.5},
         {"name": "onebit_adam", "warmup": 30},
         {"name": "onebit_lamb", "warmup": 0.25},
+        {"name": "onebit_adam", "warmup": 0.2, "refresh": 0.4},
+        {**ZERO_ONE, "var_freeze": 0.3, "refresh": 0.25},
     ],
 )
 def test_kinds_are_those_that_the_optimizer_makes(optimizer):
@@ -53,10 +55,10 @@ def test_kinds_are_those_that_the_optimizer_makes(optimizer):
 
 def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may():
     kinds = schedule.one_bit(small_spec(steps=1000, optimizer={"name": "onebit_adam"}, lr_schedule={"warmup": 50}))
-    assert (kinds.full - kinds.refreshes, kinds.full + kinds.compressed, kinds.latest_warmup) == (104, 1000, 250)
+    assert (kinds.full - kinds.refreshes, kinds.full + kinds.compressed, kinds.latest_warmup) == (104, 1000, 200)
     age, refreshes = 104, 0
-    while age + max(age // 16, 8) <= 1000:
-        age, refreshes = age + max(age // 16, 8), refreshes + 1
+    while age + max(age // 16, 10) <= 1000:
+        age, refreshes = age + max(age // 16, 10), refreshes + 1
     assert kinds.refreshes == refreshes
 
 

@@ -158,6 +158,17 @@ def test_arguments_folder_and_secrets_are_those_of_the_job(tmp_path, monkeypatch
     assert failure.message.startswith("recipe.secrets.ONE: the environment of Ray on this box has no NOWHERE")
 
 
+@pytest.mark.parametrize(
+    "end", ["raise OSError(f'401: https://host?t={os.environ[\"ONE\"]}')", "sys.exit(os.environ['ONE'])"]
+)
+def test_a_failure_does_not_tell_the_value_of_a_secret(tmp_path, monkeypatch, end):
+    monkeypatch.setenv("ON_THIS_BOX", "hidden-from-all")
+    monkeypatch.setenv("ONE", "")
+    failure = run(tmp_path, f"import os, sys\n{end}\n", secrets={"ONE": {"env": "ON_THIS_BOX"}})
+    assert "hidden" not in failure.message
+    assert "*** (the secret ONE)" in failure.message
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     failure = run(tmp_path, script(), entry="other.py")
     assert failure.message.startswith("recipe.entry = 'other.py' is no file below")

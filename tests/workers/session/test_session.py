@@ -325,6 +325,35 @@ def test_any_number_may_be_reported_and_be_a_batch(tmp_path, kind):
     assert on_threads(tmp_path, 1, script) == [3]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        1 + 2j,
+        np.complex64(1),
+        torch.tensor(1j),
+        torch.zeros(1, device="meta"),
+        torch.zeros(1).to_sparse(),
+        np.array("text"),
+        np.array(["2020"], dtype="datetime64[D]"),
+        10**400,
+        "x" * 10**6,
+    ],
+    ids=["complex", "numpy", "complex tensor", "meta", "sparse", "array of text", "date", "large int", "long text"],
+)
+def test_what_is_no_real_number_is_refused_at_the_report_by_its_name_in_few_words(tmp_path, value):
+    def script(run, model):
+        for x, y in run.batches(DATA, global_batch=6, steps=1):
+            with pytest.raises(
+                TypeError, match=r"(?s)^run\.report\(rate=\.\.\.\): got .{1,103}; give a real number"
+            ) as raised:
+                run.report(rate=value)
+            run.report(rate=np.array([2.0]))
+            run.step((model(x) - y).square().mean())
+        return str(raised.value)
+
+    assert on_threads(tmp_path, 1, script)
+
+
 def wrong(what):
     with session() as run:
         model = net()

@@ -95,7 +95,7 @@ def state_cleared(loop: Loop) -> None:
         "was written after the warm-up",
         "make the optimizer anew",
         when=(When.COMPRESSED,),
-        optimizers=("onebit_adam",),
+        optimizers=("onebit_adam", "onebit_lamb"),
     ),
 )
 def momentum_cleared(loop: Loop) -> None:

@@ -1,0 +1,150 @@
+"""Does the quickstart end where dense Adam does? Its job with other seeds, and with one line of it changed.
+
+    python -m benchmarks.quickstart_loss               # five seeds, one core, five minutes a run: an hour; resumable
+    python -m benchmarks.quickstart_loss --size small  # half of its width, context and batch: twenty seconds a run
+    python -m benchmarks.quickstart_loss --table-only
+
+The two workers are threads that compute in turns (convergence/turns.py): the same arithmetic and the same bytes as in
+the job, in less time. The rule is the convergence study's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.convergence.paired import interval, judge
+from benchmarks.convergence.provenance import provenance
+from benchmarks.convergence.study import ROOT
+from benchmarks.convergence.turns import Turns, run_in_turns
+from thinwire.contract.spec import TrainSpec
+from thinwire.workers.build import build
+from thinwire.workers.step import evaluate, train_step
+from thinwire.workers.telemetry.meter import Meter
+
+RESULTS = ROOT / "benchmarks" / "results" / "quickstart"
+JOB = ROOT / "examples" / "quickstart.yaml"
+SEEDS = 5
+SMALL: dict[str, Any] = {"layers": 3, "width": 96, "heads": 3, "context": 64}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("dense Adam in fp32", {"name": "adam", "lr": 2e-3, "betas": [0.9, 0.99]}),
+    "quickstart": ("1-bit Adam as the quickstart has it", {}),
+    "kept": ("v stays as it was frozen (`refresh: null`)", {"refresh": None}),
+    "fp32": ("that, and the warm-up in fp32", {"refresh": None, "full_exchange": "fp32"}),
+}
+"""The title of a way, and what it changes in the job's optimizer; dense Adam replaces it."""
+BY_SIZE = {"full": ("adam", "quickstart"), "small": tuple(WAYS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run: the validation loss every 50 steps, and bytes of a ring in fp32 over bytes sent, all steps together."""
+
+    size: str
+    way: str
+    seed: int
+    curve: list[float]
+    ratio: float
+
+
+def spec_of(size: str, way: str, seed: int) -> TrainSpec:
+    """The job."""
+    job = yaml.safe_load(JOB.read_text())
+    changed = WAYS[way][1]
+    job["optimizer"] = changed if "name" in changed else job["optimizer"] | changed
+    job["seed"] = seed
+    job["workers"] = {"min": 2, "max": 2, "device": "cpu"}
+    if size == "small":
+        job["recipe"] |= SMALL
+        job["global_batch"] //= 2
+    return TrainSpec.model_validate(job)
+
+
+def ended(size: str, way: str, seed: int) -> Ended:
+    """Train it. Sets torch's threads to one."""
+    torch.set_num_threads(1)
+    spec = spec_of(size, way, seed)
+
+    def train(group: Turns) -> tuple[list[float], float]:
+        training, meter, sent = build(spec, group, torch.device("cpu")), Meter(group.stats), 0
+        curve: list[float] = []
+        for step in range(1, spec.steps + 1):
+            before = group.stats.sent_bytes
+            train_step(training, step, meter)
+            sent += group.stats.sent_bytes - before
+            if step == spec.steps:
+                training.optimizer.prepare_to_save()
+            if step % 50 == 0:
+                curve.append(evaluate(training, meter))
+        # A ring of two sends the vector once.
+        return curve, 4 * training.optimizer.space.layout.num_live * spec.steps / sent
+
+    curve, ratio = run_in_turns(2, train)[0]
+    return Ended(size, way, seed, [round(loss, 6) for loss in curve], round(ratio, 2))
+
+
+def table(found: Sequence[Ended]) -> list[str]:
+    """A row a size and a way: the paired difference from dense Adam, its interval, the verdict, the bytes."""
+    columns = ("size", "optimizer", "seeds", "loss", "worse than Adam by, %", "verdict", "fp32 / sent", "bf16 / sent")
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for size, ways in BY_SIZE.items():
+        base = {one.seed: one.curve[-1] for one in found if (one.size, one.way) == (size, "adam")}
+        for way in ways:
+            own = [one for one in found if (one.size, one.way) == (size, way) and one.seed in base]
+            if not own:
+                continue
+            loss, told, verdict = sum(one.curve[-1] for one in own) / len(own), "-", "-"
+            if way != "adam":
+                worse = interval([100 * (one.curve[-1] / base[one.seed] - 1) for one in own])
+                told, verdict = f"{worse.mean:+.2f} +- {worse.half:.2f}", str(judge(worse))
+            ratio = own[0].ratio
+            row = (size, WAYS[way][0], str(len(own)), f"{loss:.4f}", told, verdict, f"{ratio:.2f}", f"{ratio / 2:.2f}")
+            lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, then write the table. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="The quickstart's loss beside dense Adam's, seed by seed.")
+    parser.add_argument("--table-only", action="store_true", help="write the table of the runs that are there")
+    parser.add_argument("--size", choices=sorted(BY_SIZE), default="full", help="of the model and its batch")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    file, made_by = given.out / "runs.json", provenance()
+    kept = json.loads(file.read_text()) if file.exists() else {**asdict(made_by), "runs": []}
+    found = [Ended(**one) for one in kept["runs"]]
+    there = {(one.size, one.way, one.seed) for one in found}
+    for seed in range(0 if given.table_only else given.seeds):
+        for way in BY_SIZE[given.size]:
+            if (given.size, way, seed) not in there:
+                found.append(ended(given.size, way, seed))
+                print(found[-1], flush=True)
+                kept["runs"] = [asdict(one) for one in found]
+                file.write_text(json.dumps(kept, indent=1) + "\n")
+    hardware = ", ".join(f"{key} {value}" for key, value in (kept["hardware"] | kept["versions"]).items())
+    head = [
+        "# The quickstart's loss beside dense Adam's",
+        "",
+        f"`python -m benchmarks.quickstart_loss`, also with `--size small`, at commit {kept['commit']}; {hardware}. "
+        "Final validation losses in nats a byte, two workers, equal seeds; the interval is of the mean of paired "
+        "differences.",
+        "",
+    ]
+    text = "\n".join([*head, *table(found), ""])
+    (given.out / "README.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What a kernel is told of the blocks of a bucket and of the gradients that it reads, as structures of C.
+
+A block's record is 32 bytes, made at a table's first call and kept on the device. Where gradients lie may change in
+each step: that goes with the launch, by value, so nothing is copied for it and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.cuda.launch import Array, Structure
+
+BLOCK: Structure = np.dtype(
+    [
+        ("at", "i8"),
+        ("size", "u4"),
+        ("scale", "u4"),
+        ("bits", "u4"),
+        ("dead", "u4"),
+        ("dead_stop", "u4"),
+        ("live", "f4"),
+    ]
+)
+MOST_PARTS = 128
+PARTS: Structure = np.dtype(
+    [
+        ("part", [("base", "u8"), ("stop", "u4"), ("narrow", "u4")], (MOST_PARTS,)),
+        ("count", "u4"),
+        ("unused", "u4"),
+    ]
+)
+"""One less than 4096 bytes of a kernel's arguments leave room for."""
+
+NARROW = torch.bfloat16
+"""What a gradient may be beside the dtype of the vector: widened where it is read, which is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Of a table, on its device. blocks: its records as bytes. dead: int64[d]. bounds: number of a block by its end."""
+
+    blocks: Tensor
+    dead: Tensor
+    bounds: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks [first, first + blocks) of a table, for one launch, and where their gradients lie."""
+
+    first: int
+    blocks: int
+    parts: Array
+
+
+_known: WeakKeyDictionary[BlockTable, Records] = WeakKeyDictionary()
+
+
+def records_of(table: BlockTable) -> Records:
+    """Made at a table's first call, which waits for the device."""
+    found = _known.get(table)
+    if found is None:
+        found = _known.setdefault(table, _made(table))
+    return found
+
+
+def runs_of(parts: Sequence[Tensor], table: BlockTable) -> Iterator[Run]:
+    """Launches for gradients in these parts, which lie end to end: one, unless there are more than MOST_PARTS.
+
+    Raises: ValueError for a part that does not end where a block does.
+    """
+    bounds = records_of(table).bounds
+    begin = first = 0
+    for at in range(0, len(parts), MOST_PARTS):
+        filled: Array = np.zeros(1, PARTS)
+        stop = first
+        for number, part in enumerate(parts[at : at + MOST_PARTS]):
+            base = part.data_ptr() - begin * part.element_size()
+            begin += part.numel()
+            if begin not in bounds:
+                raise ValueError(f"a part that ends at {begin} must end where a block does")
+            stop = bounds[begin]
+            filled["part"][0, number] = base % 2**64, stop, part.dtype == NARROW
+        filled["count"] = len(parts[at : at + MOST_PARTS])
+        yield Run(first, stop - first, filled)
+        first = stop
+
+
+def _made(table: BlockTable) -> Records:
+    blocks = np.zeros(table.num_blocks, BLOCK)
+    starts, dead_starts = table.starts.cpu().numpy(), table.dead_starts.cpu().numpy()
+    blocks["at"], blocks["size"] = starts[:-1], np.diff(starts)
+    blocks["dead"], blocks["dead_stop"] = dead_starts[:-1], dead_starts[1:]
+    blocks["scale"], blocks["bits"] = table.scale_at.cpu().numpy(), table.bits_at.cpu().numpy()
+    blocks["live"] = table.live.cpu().numpy()
+    on_device = torch.from_numpy(blocks.view(np.uint8)).to(table.starts.device)
+    return Records(on_device, table.dead, {end: number for number, end in enumerate(starts.tolist())})

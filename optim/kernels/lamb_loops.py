@@ -1,0 +1,301 @@
+"""The loops of 1-bit LAMB's compressed step over tiles of tensors, compiled by numba: float32 and float64.
+
+What they compute is said in optim.onebit_lamb; every vector is read and written once a loop. A tile lies in one tensor
+and begins at a multiple of 8. Rounding is as written, without a fused multiply-add. m is what was received over k, a
+number for each tensor: as rows a sign an element and a size a block, so that what depends on sizes alone is found once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thinwire.comm.kernels.arrays import Blocks, Rows
+from thinwire.comm.kernels.compiled import Array, compiled
+from thinwire.comm.kernels.vectors import (
+    BYTE,
+    any_below,
+    chosen_by_bits,
+    folded,
+    lane,
+    larger,
+    load8,
+    root,
+    signed_by_bits,
+    splat8,
+    store,
+)
+
+SLACK = 1e-5
+"""A ratio d / (sqrt(f) + eps) is worked out where it may be the largest so far, r: where f < (d / r - eps)^2, with so
+much slack for rounding. Elsewhere a root and a quotient are saved, half of all, and no bit changes."""
+LEAST_EPS = 1e-12
+"""With less the squares would underflow: then every ratio is worked out."""
+
+
+@compiled
+def lamb_measure_rows(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    tensors: Array,
+    block_of: Array,
+    p: Array,
+    v: Array,
+    fresh_v: Array,
+    scaling: Array,
+    scaling_before: Array,
+    now: Rows,
+    before: Rows,
+    blocks: Blocks,
+    beta1: float,
+    weight1: float,
+    beta2: float,
+    weight2: float,
+    eps: float,
+    decay: float,
+    found: Array,
+    u: Array,
+    u_start: int,
+) -> None:
+    """v_fresh, and what LAMB's factors need, of the tiles [first, stop), m before and now being in rows.
+
+    found: float[4, tiles]: the largest ratio of roots, and the sums of squares of the direction u_0 = m / (sqrt(v) +
+    eps), of u = u_0 + decay p and of p. block_of: of each tile, the number of the block that it begins in. u: modified
+    where it has room: it begins with element u_start.
+    """
+    zero = beta1 - beta1
+    one_above, infinite = p.dtype.type(1 + SLACK), p.dtype.type(np.inf)
+    betas2, all_eps, decays, zeros = splat8(beta2), splat8(eps), splat8(decay), splat8(zero)
+    keeps_u, tensor, most, above = u.size > 0, -1, zero, splat8(infinite)
+    for tile in range(first, stop):
+        if tensors[tile] != tensor:  # a tile's largest is that of what comes before it, too
+            tensor, most, above = tensors[tile], zero, splat8(infinite)
+        end, at, block = stops[tile], starts[tile], block_of[tile]
+        whole = end // BYTE * BYTE
+        direction, update, size = zeros, zeros, zeros
+        last_direction = last_update = last_size = zero
+        k, k_before = scaling[tensors[tile]], scaling_before[tensors[tile]]
+        while at < end:
+            m, m_before = now.values[blocks.scale_at[block]] / k, before.values[blocks.scale_at[block]] / k_before
+            agreed, turned = (m - beta1 * m_before) / weight1, (m + beta1 * m_before) / weight1
+            steady, moving = splat8(weight2 * agreed * agreed), splat8(weight2 * turned * turned)
+            sizes, shift = splat8(m), blocks.bits_at[block] - blocks.starts[block] // BYTE
+            high = min(blocks.starts[block + 1], end)
+            while at < high:
+                said, said_before = now.bytes[shift + at // BYTE], before.bytes[shift + at // BYTE]
+                p8 = load8(p, at)
+                d8 = root(load8(v, at)) + all_eps
+                fresh = betas2 * load8(fresh_v, at) + chosen_by_bits(np.uint8(said ^ said_before), moving, steady)
+                store(fresh_v, at, fresh)
+                u0 = signed_by_bits(said, sizes) / d8
+                u8 = u0 + decays * p8
+                if keeps_u:
+                    store(u, at - u_start, u8)
+                bound = d8 * above - all_eps
+                exceeds = any_below(fresh, bound * bound)
+                if at < whole:
+                    direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
+                    if exceeds:
+                        ratio = d8 / (root(fresh) + all_eps)
+                        for index in range(BYTE):
+                            most = max(most, lane(ratio, index))
+                        above = splat8(one_above / most) if eps > LEAST_EPS else above
+                else:  # of the dead elements behind a tensor nothing is counted, and they stay 0
+                    ratio = d8 / (root(fresh) + all_eps)
+                    for index in range(end - at):
+                        most = max(most, lane(ratio, index))
+                        last_direction += lane(u0, index) * lane(u0, index)
+                        last_update += lane(u8, index) * lane(u8, index)
+                        last_size += lane(p8, index) * lane(p8, index)
+                    for index in range(end, at + BYTE):
+                        fresh_v[index] = 0
+                        if keeps_u:
+                            u[index - u_start] = 0
+                at += BYTE
+            block += 1
+        found[0, tile], found[1, tile] = most, folded(direction) + last_direction
+        found[2, tile], found[3, tile] = folded(update) + last_update, folded(size) + last_size
+
+
+@compiled
+def lamb_move_rows(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    tensors: Array,
+    block_of: Array,
+    p: Array,
+    v: Array,
+    scaling: Array,
+    now: Rows,
+    blocks: Blocks,
+    eps: float,
+    decay: float,
+    rates: Array,
+) -> None:
+    """p <- p - rate (m / (sqrt(v) + eps) + decay p), with each tensor's rate, of the tiles [first, stop)."""
+    all_eps, decays = splat8(eps), splat8(decay)
+    for tile in range(first, stop):
+        rate, k = splat8(rates[tensors[tile]]), scaling[tensors[tile]]
+        end, at, block = stops[tile], starts[tile], block_of[tile]
+        while at < end:
+            sizes, shift = (
+                splat8(now.values[blocks.scale_at[block]] / k),
+                blocks.bits_at[block] - blocks.starts[block] // BYTE,
+            )
+            high = min(blocks.starts[block + 1], end)
+            while at < high:
+                m8, p8 = signed_by_bits(now.bytes[shift + at // BYTE], sizes), load8(p, at)
+                store(p, at, p8 - rate * (m8 / (root(load8(v, at)) + all_eps) + decays * p8))
+                at += BYTE
+            block += 1
+        for index in range(end, at):
+            p[index] = 0
+
+
+@compiled
+def lamb_measure(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    tensors: Array,
+    p: Array,
+    z: Array,
+    before: Array,
+    v: Array,
+    fresh_v: Array,
+    scaling: Array,
+    scaling_before: Array,
+    beta1: float,
+    weight1: float,
+    beta2: float,
+    weight2: float,
+    eps: float,
+    decay: float,
+    found: Array,
+    u: Array,
+    u_start: int,
+) -> None:
+    """As lamb_measure_rows, of floats: m is z over its k, m before is `before` over its own."""
+    zero = beta1 - beta1
+    betas1, weights1, betas2, weights2 = splat8(beta1), splat8(weight1), splat8(beta2), splat8(weight2)
+    all_eps, decays, zeros = splat8(eps), splat8(decay), splat8(zero)
+    for tile in range(first, stop):
+        k, k_before = splat8(scaling[tensors[tile]]), splat8(scaling_before[tensors[tile]])
+        most, direction, update, size = zeros, zeros, zeros, zeros
+        last = last_direction = last_update = last_size = zero
+        for at in range(starts[tile], stops[tile], BYTE):
+            m8, p8 = load8(z, at) / k, load8(p, at)
+            implied = (m8 - betas1 * (load8(before, at) / k_before)) / weights1
+            fresh = betas2 * load8(fresh_v, at) + weights2 * implied * implied
+            d8 = root(load8(v, at)) + all_eps
+            store(fresh_v, at, fresh)
+            ratio = d8 / (root(fresh) + all_eps)
+            u0 = m8 / d8
+            u8 = u0 + decays * p8
+            if u.size > 0:
+                store(u, at - u_start, u8)
+            if at + BYTE <= stops[tile]:
+                most = larger(most, ratio)
+                direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
+            else:  # of the dead elements behind a tensor nothing is counted
+                for index in range(stops[tile] - at):
+                    last = max(last, lane(ratio, index))
+                    last_direction += lane(u0, index) * lane(u0, index)
+                    last_update += lane(u8, index) * lane(u8, index)
+                    last_size += lane(p8, index) * lane(p8, index)
+        for index in range(BYTE):
+            last = max(last, lane(most, index))
+        found[0, tile], found[1, tile] = last, folded(direction) + last_direction
+        found[2, tile], found[3, tile] = folded(update) + last_update, folded(size) + last_size
+
+
+@compiled
+def lamb_move(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    tensors: Array,
+    p: Array,
+    z: Array,
+    v: Array,
+    scaling: Array,
+    eps: float,
+    decay: float,
+    rates: Array,
+) -> None:
+    """As lamb_move_rows, of floats: m is z over its k."""
+    all_eps, decays = splat8(eps), splat8(decay)
+    for tile in range(first, stop):
+        rate, k = splat8(rates[tensors[tile]]), splat8(scaling[tensors[tile]])
+        for at in range(starts[tile], stops[tile], BYTE):
+            p8 = load8(p, at)
+            store(p, at, p8 - rate * (load8(z, at) / k / (root(load8(v, at)) + all_eps) + decays * p8))
+
+
+@compiled
+def lamb_move_along(
+    first: int, stop: int, starts: Array, stops: Array, tensors: Array, p: Array, u: Array, u_start: int, rates: Array
+) -> None:
+    """p <- p - rate u, as lamb_move_rows, u being what was measured; it begins with element u_start."""
+    for tile in range(first, stop):
+        rate = splat8(rates[tensors[tile]])
+        for at in range(starts[tile], stops[tile], BYTE):
+            store(p, at, load8(p, at) - rate * load8(u, at - u_start))
+
+
+@compiled
+def lamb_rates(
+    tensors: Array,
+    found: Array,
+    coeff: Array,
+    factor: Array,
+    least_factor: float,
+    most_factor: float,
+    slower: float,
+    faster: float,
+    least_coeff: float,
+    most_coeff: float,
+    longest: float,
+    lr: float,
+    weighs: bool,
+    follows: bool,
+    sums: Array,
+    rates: Array,
+) -> None:
+    """rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; r is written to `factor`.
+
+    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. follows: rates <- lr q c
+    where `factor` is a q other than 1, else c_avg in place of c_avg r; it is not written. sums: scratch.
+    """
+    zero, one = lr - lr, factor.dtype.type(1)
+    sums[:] = 0
+    for tile in range(tensors.size):
+        at = tensors[tile]
+        sums[0, at] = max(sums[0, at], found[0, tile])
+        for row in range(1, 4):
+            sums[row, at] += found[row, tile]
+    for at in range(rates.size):
+        r = sums[0, at] if sums[0, at] > zero else one  # 0: every element was floored
+        direction, update, size = np.sqrt(sums[1, at]), np.sqrt(sums[2, at]), np.sqrt(sums[3, at])
+        if weighs:
+            part = direction / update
+            part = part if part < one else one
+            r = r * part + (one - part)
+        r = min(max(r, least_factor), most_factor)
+        r = min(max(r, factor[at] * slower), factor[at] * faster)
+        trust = min(max(size / update, least_coeff), most_coeff) if size > zero and update > zero else one
+        if follows:
+            r = one
+        else:
+            factor[at] = r
+        rate = coeff[at] * r
+        if np.isfinite(longest):
+            rate = min(rate, longest * trust)
+        if follows and factor[at] != one:
+            rate = factor[at] * trust
+        rates[at] = rate * lr

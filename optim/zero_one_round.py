@@ -1,0 +1,250 @@
+"""One round of 0/1 Adam on flat vectors, in place: local steps, and the sync that ends it. Nothing here communicates.
+
+Shapes: N elements of the flat vectors, b of one bucket. The algorithm, with its symbols and its source, is in
+zero_one_adam.py. d is nowhere kept: it is formed from v, as that is used, in the pass that divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import decoded
+from thinwire.optim import adam_math
+from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
+from thinwire.optim.kernels import updates
+from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
+
+PIECE = 1 << 22
+"""Elements for which there is scratch, where a pass is a chain of operations."""
+
+
+@dataclass(slots=True)
+class ZeroOneAdamState:
+    """Vectors of 0/1 Adam. m is a rank's own between syncs and common at each.
+
+    used_N: v as it is used, corrected and floored; None where that is v itself, as from the freeze on.
+    lost: bool, a local gradient of this rank since the last sync was not finite and counted as zero.
+    u, x_s: None until the first step without communication; at a sync they are worth nothing.
+
+    An element in fp32 takes 8 bytes as parameter and gradient, 4 each as m and v, 4 + 4 / ranks of error memory, half a
+    byte as rows of signs; between the dense start and the freeze 4 more (used), and from the first step without
+    communication on 8 more (u, x_s).
+    """
+
+    m_N: Replicated
+    v_N: Replicated
+    update_error: Residual
+    lost: Local
+    used_N: Scratch | None = None
+    u_N: Local | None = None
+    x_s_N: Local | None = None
+
+    @property
+    def used(self) -> Tensor:
+        """v as it is used."""
+        return self.v_N if self.used_N is None else self.used_N
+
+    def of_round(self) -> tuple[Tensor, Tensor]:
+        """u and x_s, made where they are not there."""
+        if self.u_N is None or self.x_s_N is None:
+            self.u_N, self.x_s_N = torch.empty_like(self.m_N), torch.empty_like(self.m_N)
+        return self.u_N, self.x_s_N
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What the steps of one group since the last sync add up to: K and S above. The same on every rank."""
+
+    kept: float = 1.0
+    weight: float = 0.0
+
+    def after(self, h: AdamHyper, decay: Decay) -> Round:
+        """One step more."""
+        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
+        return Round(self.kept * keep, self.weight * keep + h.lr)
+
+    @property
+    def is_new(self) -> bool:
+        """Has nothing moved since the last sync? Then u and x_s are worth nothing."""
+        return self.weight == 0
+
+
+def local_step(
+    p_N: Tensor,
+    g_N: Tensor,
+    s: ZeroOneAdamState,
+    groups: Sequence[AdamHyper],
+    rounds: Sequence[Round],
+    settings: ZeroOneSettings,
+) -> None:
+    """A step without communication, in place. p, s, g: modified. rounds: so far. Does not wait for the device.
+
+    A gradient that is not finite counts as zero, and is told to all at the next sync: to raise here would leave the
+    peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
+    """
+    finite = torch.isfinite(torch.linalg.vector_norm(g_N))
+    s.lost.logical_or_(~finite)
+    _fill_where_(g_N, ~finite, 0.0)
+    vectors = p_N, g_N, s.m_N, s.used, *s.of_round()
+    for h, done in zip(groups, rounds, strict=True):
+        p, g, m, v, u, x_s = (x[h.span] for x in vectors)
+        if h.lr and settings.decay is Decay.OF_SUM and updates.in_one_pass(p):
+            eps, keep = settings.eps_of(h.eps), kept_by(h)
+            if done.is_new:
+                updates.first_local_(p, g, m, u, x_s, v, h, keep, eps)
+            else:
+                updates.local_(p, g, m, u, v, h, keep, eps)
+            continue
+        if done.is_new:
+            x_s.copy_(p)
+            u.zero_()
+        if h.lr:
+            adam_math.momentum_(m, g, h.beta1)
+            for low in range(0, len(p), PIECE):
+                at = slice(low, low + PIECE)
+                _move_(p[at], m[at], v[at], u[at], h, settings)
+
+
+def _move_(p: Tensor, m: Tensor, v: Tensor, u: Tensor, h: AdamHyper, settings: ZeroOneSettings) -> None:
+    divisor = adam_math.divisor(v, *settings.eps_of(h.eps))
+    if h.weight_decay:
+        if settings.decay is Decay.OF_SUM:
+            u.mul_(kept_by(h))
+        else:
+            u.addcmul_(divisor, p, value=h.lr * h.weight_decay)
+        p.mul_(kept_by(h))
+    p.addcdiv_(m, divisor, value=-h.lr)
+    u.add_(m, alpha=h.lr)
+
+
+def propose_(
+    z_s: Tensor, g_s: Tensor, s: ZeroOneAdamState, at: slice, h: AdamHyper, done: Round, settings: ZeroOneSettings
+) -> None:
+    """z <- what u_i will be after this step, of elements `at` of one group. z: modified. done: the round so far.
+
+    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
+    """
+    m, u = s.m_N[at], None if s.u_N is None or done.is_new else s.u_N[at]
+    if h.lr == 0:
+        if u is None:
+            z_s.zero_()
+        else:
+            z_s.copy_(u)
+        return
+    keep = kept_by(h) if settings.decay is Decay.OF_SUM else 1.0
+    if updates.in_one_pass(z_s):
+        if u is None:
+            updates.first_proposal_(z_s, g_s, m, h)
+        else:
+            updates.propose_(z_s, g_s, m, u, h, keep)
+        return
+    adam_math.momentum_into(z_s, m, g_s, h.beta1)
+    z_s.mul_(h.lr)
+    if u is not None:
+        z_s.add_(u, alpha=keep)
+
+
+def add_decay_(z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, settings: ZeroOneSettings) -> None:
+    """z <- z + lr wd d x, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified."""
+    if settings.decay is Decay.IN_SUM and h.lr and h.weight_decay:
+        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=h.lr * h.weight_decay)
+
+
+def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
+    """z <- NaN where this rank has lost a gradient since the last sync, for all to learn. Does not wait."""
+    _fill_where_(z_b, s.lost, torch.nan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receipt:
+    """One group takes the sum z that all ranks have received: the end of a round, in one pass over what came. A Reader.
+
+    z <- cut(z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. kept: K.
+    start: x_s, float[N], may be p. p, s.m: modified where they are read.
+    """
+
+    p_N: Tensor
+    start_N: Tensor
+    s: ZeroOneAdamState
+    h: AdamHyper
+    settings: ZeroOneSettings
+    weight: float
+    longest: float
+    kept: float
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """The bounds of this group's elements as they are to be read: in pieces where there is scratch for each."""
+        start, stop = self.h.span.start, self.h.span.stop
+        step = stop - start if self._has_loop else PIECE
+        for low in range(start, stop, max(step, 1)):
+            yield low, min(low + step, stop)
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """z as rows of signs."""
+        if not self._has_loop:
+            z = decoded(rows, table)
+            z[table.dead] = 0
+            self._take(at, z)
+            return
+        p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
+        numbers = self._sign, self.weight, self.longest, self.kept
+        updates.receive_rows_(p, start, v, m, rows, numbers, self.settings.eps_of(self.h.eps), table)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """z as floats, 0 where dead."""
+        if not self._has_loop:
+            self._take(at, values.clone())
+            return
+        p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
+        numbers = self._sign, self.weight, self.longest, self.kept
+        updates.receive_(p, start, values, v, m, numbers, self.settings.eps_of(self.h.eps))
+
+    @property
+    def _has_loop(self) -> bool:
+        return self.weight != 0 and updates.in_one_pass(self.p_N)
+
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self.settings.negated else 1.0
+
+    def _take(self, at: slice, z: Tensor) -> None:
+        z.mul_(self._sign)
+        divisor = adam_math.divisor(self.s.used[at], *self.settings.eps_of(self.h.eps))
+        if self.weight and isfinite(self.longest):
+            cut_(z, divisor, self.longest)
+        if self.weight:
+            torch.div(z, self.weight, out=self.s.m_N[at])
+        agree_(self.p_N[at], self.start_N[at], z, divisor, self.kept)
+
+
+def cut_(u_N: Tensor, divisor_N: Tensor, longest: float) -> None:
+    """u <- u where |u / d| <= longest, else +-longest d. u: modified. NaN stays."""
+    bound_N = divisor_N * longest
+    torch.minimum(u_N, bound_N, out=u_N)
+    torch.maximum(u_N, bound_N.neg_(), out=u_N)
+
+
+def agree_(p_s: Tensor, start_s: Tensor, u_s: Tensor, divisor_s: Tensor, kept: float) -> None:
+    """x <- K x_s - u / d, bit-equal on every rank. start: x_s; it or u may be p. p: modified."""
+    moved_s = u_s / divisor_s
+    torch.mul(start_s, kept, out=p_s).sub_(moved_s)
+
+
+def kept_by(h: AdamHyper) -> float:
+    """What one step's decay leaves of x: 1 - a."""
+    return 1 - h.lr * h.weight_decay
+
+
+def _fill_where_(x_N: Tensor, condition: Tensor, value: float) -> None:
+    """x <- value where the condition, one bool, holds. Does not wait for the device."""
+    if x_N.device.type != "cpu":
+        x_N.masked_fill_(condition, value)
+    elif bool(condition):  # a pass over x is saved
+        x_N.fill_(value)

@@ -1,0 +1,67 @@
+"""What NVIDIA's compiler makes of the CUDA sources: they need nothing beside them, and round as they say."""
+
+import pytest
+
+from tests.conftest import missing
+from tests.emulation.compiled import ARCHITECTURES, BYTES, SOURCES, Missing, compiled, inexact, instructions_an_element
+
+MOST_REGISTERS = {"exchange.cu": 48, "updates.cu": 64}
+"""Of a thread. A multiprocessor has 65536: 1280 and 1024 threads are there at once."""
+MOST_INSTRUCTIONS = {
+    "encode_sum": 45,
+    "encode_lerp": 60,
+    "serve": 125,
+    "decode": 20,
+    "descend": 55,
+    "adam": 80,
+    "local": 45,
+    "propose": 15,
+    "receive": 60,
+}
+"""For an element, of all threads."""
+ALWAYS = "sm_90"
+
+
+def made(name, architecture):
+    try:
+        return compiled(SOURCES[name](), architecture)
+    except Missing as error:
+        missing(str(error))
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(one, marks=() if one == ALWAYS else pytest.mark.slow) for one in ARCHITECTURES]
+)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_compiles_by_itself_within_its_bounds(name, architecture):
+    """No header, no define; no float operation whose last bit is open; no memory of a thread's own; wide loads."""
+    found = made(name, architecture)
+    assert inexact(found.ptx) == set()
+    for kernel in found.kernels.values():
+        assert kernel.registers <= MOST_REGISTERS[name]
+        assert (kernel.spilled_bytes, kernel.stack_bytes, kernel.shared_bytes) == (0, 0, 0)
+        assert not [one for one in kernel.operations if one.startswith(("LDL", "STL"))]
+        if kernel.name in BYTES:
+            assert kernel.operations["STG.E.128"] >= 1
+            assert kernel.operations["LDG.E.128"] >= 1 or kernel.name == "decode"
+            assert 1 < instructions_an_element(kernel) <= MOST_INSTRUCTIONS[kernel.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["a * b + c", "__fdividef(a, b)", "__fmaf_rn(a, b, c)", "sqrtf(a) / b"])
+def test_a_result_that_the_standard_leaves_open_is_seen(operator):
+    source = f'extern "C" __global__ void f(float* x) {{ float a = x[0], b = x[1], c = x[2]; x[3] = {operator}; }}'
+    try:
+        found = compiled(source.replace("--", ""), ALWAYS)
+    except Missing as error:
+        missing(str(error))
+    exact = operator in ("a * b + c", "sqrtf(a) / b")  # with --fmad=false, and without --use_fast_math
+    assert (inexact(found.ptx) == set()) == exact
+
+
+def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words():
+    try:
+        with pytest.raises(ValueError, match="undefined"):
+            compiled('extern "C" __global__ void f(float* x) { x[0] = y; }', ALWAYS)
+    except Missing as error:
+        missing(str(error))

@@ -1,0 +1,191 @@
+"""The kernels of exchange.cu, emulated, equal the plain torch ones bit for bit, whatever order lanes run in."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.comm.kernels.cases import KERNELS, POISON, WEIGHT, Case, assert_same, run
+from tests.emulation.emulator import Emulator, kernels_in, require_compiler
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.cpu import CpuKernels
+from thinwire.comm.kernels.cuda import kernels as cuda
+from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.kernels.cuda.launch import THREADS
+from thinwire.comm.kernels.cuda.tables import BLOCK, MOST_PARTS, PARTS
+
+LAUNCHED = [name for name in KERNELS if "scaled" not in name]
+"""The rest is plain torch."""
+KERNEL_ARGUMENT_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    require_compiler()
+
+
+def emulated(seed=1, resident=2):
+    return CudaKernels(Emulator(cuda.source(), seed, resident))
+
+
+def tame(case):
+    """Without values so large that the square of one is all of a sum."""
+    for name in ("c", "x"):
+        case.slice(name).clamp_(-8, 8)
+    return case
+
+
+@st.composite
+def cases(draw, most):
+    sizes = st.sampled_from([n for n in [8, 16, 24, 56, 64, 72, 120, 128, 136, 1000, 2056, 4096, 5000] if n <= most])
+    spans = draw(st.lists(sizes, min_size=1, max_size=5))
+    case = Case(
+        spans,
+        sorted(draw(st.sets(st.integers(0, sum(spans) - 1), max_size=12))),
+        num_rows=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        seed=draw(st.integers(0, 2**32)),
+        poison=draw(st.dictionaries(st.integers(0, len(spans) - 1), st.sampled_from(sorted(POISON)), max_size=2)),
+        cuts=tuple(sorted(draw(st.lists(st.integers(1, len(spans)), max_size=3)))),
+    )
+    return tame(case) if draw(st.booleans()) and not case.poison else case
+
+
+SEEDS, RESIDENT = st.integers(0, 1000), st.sampled_from([1, 3])
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", LAUNCHED)
+@settings(max_examples=5)
+@given(case=cases(most=1000), seed=SEEDS, resident=RESIDENT)
+def test_equal_to_the_reference_bit_for_bit(name, case, seed, resident):
+    assert_same(run(emulated(seed, resident), name, case), run(fused_reference, name, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHED)
+@settings(max_examples=60)
+@given(case=cases(most=5000), seed=SEEDS, resident=RESIDENT)
+def test_equal_to_the_reference_bit_for_bit_on_larger_blocks(name, case, seed, resident):
+    assert_same(run(emulated(seed, resident), name, case), run(fused_reference, name, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_equal_to_numba_on_many_blocks(name):
+    sizes = [8, 16, 64, 56, 72, 4096, 1000, 128, 2048, 8] * 10
+    case = tame(Case(sizes, [5, 77, 30_000], num_rows=3, cuts=(30, 65)))
+    case.slice("x")[4000] = case.poisonous("huge")
+    assert_same(run(emulated(7, 4), name, case), run(CpuKernels(), name, case))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_empty_bucket_is_left_alone(name):
+    case = Case([], [], num_rows=2, cuts=(0,))
+    assert_same(run(emulated(), name, case), case)
+
+
+@pytest.mark.parametrize("name", ["encode_lerp", "undo_lerp"])
+@pytest.mark.parametrize("kernels", ["emulated", "numba"])
+def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, kernels):
+    """Parts of float32 that no sixteen bytes begin with, parts of bfloat16, and both in one call."""
+    case = tame(Case([8, 72, 1000, 64, 120, 16], [5, 77, 1100], num_rows=1, cuts=(2,), seed=3))
+    first, second, third = case.slice("x").tensor_split([80, 1144])
+    moved = torch.zeros(first.numel() + 1)[1:].copy_(first)
+    odd = torch.zeros(third.numel() + 3, dtype=torch.bfloat16)[3:].copy_(third)
+
+    def do(kernels, parts):
+        other = case.clone()
+        c, s, last, out = other.slice("c"), other.scale(), other.wire("last"), other.wire("out")
+        if name == "encode_lerp":
+            kernels.encode_lerp(c, s, parts, WEIGHT, last, other.table, out)
+        else:
+            kernels.undo_lerp(c, s, parts, WEIGHT, last, out, other.table)
+        return other
+
+    for parts in ([moved, second, third], [moved, second.bfloat16(), odd], [case.slice("x").bfloat16()]):
+        ours = emulated() if kernels == "emulated" else CpuKernels()
+        assert_same(do(ours, parts), do(fused_reference, [part.float() for part in parts]))
+        assert_same(do(fused_reference, parts), do(fused_reference, [part.float() for part in parts]))
+
+
+def test_more_parts_than_a_launch_has_room_for_are_several_launches():
+    sizes = [8] * (MOST_PARTS + 5)
+    case = Case(sizes, [3, 1050], num_rows=1)
+    launcher = Emulator(cuda.source())
+    ends = list(range(8, case.numel, 8))
+    assert_same(run(CudaKernels(launcher), "encode_lerp", case, ends), run(fused_reference, "encode_lerp", case))
+    assert launcher.launched == ["encode_lerp", "encode_lerp", "flag_rows"]
+
+
+def test_a_call_is_one_launch_for_all_blocks_and_one_for_flags():
+    case, launcher = Case([64, 8, 1000], [3], num_rows=2, cuts=(1,)), Emulator(cuda.source())
+    for name in LAUNCHED:
+        run(CudaKernels(launcher), name, case)
+    encodes = ["encode_sum", "encode_lerp", "serve"]
+    assert launcher.launched == [
+        one for name in LAUNCHED for one in ([name, "flag_rows"] if name in encodes else [name])
+    ]
+
+
+@pytest.mark.parametrize("span", [(0, 152), (8, 144), (80, 88), (72, 72)])
+def test_what_is_read_of_any_span_is_that_part_of_the_whole(span):
+    case = Case([64, 8, 80], [3, 70], num_rows=1, cuts=(2,))
+    whole = run(fused_reference, "decode", case).slice("out_c")
+    found = torch.full((span[1] - span[0],), 7.0)
+    emulated().decode(case.wire("last"), BlockTable.over([(case.table, 0, 0)], *span), found)
+    assert torch.equal(found, whole[slice(*span)])
+
+
+def test_blocks_too_large_for_shared_memory_are_encoded_in_plain_torch(caplog):
+    cuda._say_large.cache_clear()
+    case, launcher = Case([12_296, 8], [], num_rows=1), Emulator(cuda.source())
+    kernels = CudaKernels(launcher)
+    for name in KERNELS:
+        assert_same(run(kernels, name, case), run(fused_reference, name, case))
+    assert launcher.launched == ["decode", "undo_sum", "undo_lerp", "undo_serve"]
+    assert caplog.text.count("blocks_in_plain_torch largest=12296 most=12284") == 1
+
+
+def test_what_does_not_fit_the_table_is_refused_before_anything_is_launched():
+    case, launcher = Case([64], [], num_rows=2), Emulator(cuda.source())
+    kernels = CudaKernels(launcher)
+    c, x, s, t, out = case.slice("c"), case.slice("x"), case.scale(), case.table, case.wire("out")
+    with pytest.raises(ValueError, match=r"strides \(2,\) .* must be contiguous torch.float32"):
+        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out)
+    with pytest.raises(ValueError, match=r"shape \(56,\), .* of shape \(64,\)"):
+        kernels.encode_sum(c, s, x[:56], t, out)
+    with pytest.raises(ValueError, match="at a multiple of 16"):
+        kernels.encode_sum(torch.zeros(65)[1:], s, x, t, out)
+    with pytest.raises(ValueError, match=r"of 16 bytes .* at least 24"):
+        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B[:16], torch.float32))
+    with pytest.raises(ValueError, match="for reading only"):
+        kernels.encode_sum(c, s, x, BlockTable.over([(t, 0, 0)], 0, 64), out)
+    with pytest.raises(ValueError, match="2 rows in 48 bytes, of a table with 1 rows of 40"):
+        kernels.serve(c, s, RowMemory.of(case.wire("rows").bytes_B[:48], torch.float32), 2, case.chunk, out)
+    for parts, told in (
+        ([x[:32], x[32:]], "ends at 32 must end where a block does"),
+        ([x.double()], r"torch.float64\[64\]"),
+        ([x[:56]], "must cover 64 elements"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, out)
+    assert launcher.launched == []
+
+
+def test_structures_are_laid_out_as_the_source_says():
+    """Fields in the source's order, no gaps, and room for them among a kernel's arguments."""
+    source = cuda.source()
+    assert int(re.search(r"#define THREADS (\d+)", source)[1]) == THREADS
+    assert int(re.search(r"#define PARTS (\d+)u", source)[1]) == MOST_PARTS
+    assert int(re.search(r"#define TOLD (\d+)u", source)[1]) == cuda.TOLD
+    for record, name in ((BLOCK, "Block"), (PARTS["part"].base, "Part"), (PARTS, "Parts")):
+        fields = re.search(rf"struct {name} {{(.*?)}};", source, re.S)[1]
+        assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", fields) == list(record.names)
+        assert record.itemsize == sum(record[field].itemsize for field in record.names)
+        assert record.itemsize % 8 == 0
+    assert PARTS.itemsize + 16 * np.dtype("u8").itemsize <= KERNEL_ARGUMENT_BYTES
+    assert set(kernels_in(source)) == {*LAUNCHED, "flag_rows"}

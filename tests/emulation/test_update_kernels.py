@@ -1,0 +1,121 @@
+"""The kernels of updates.cu, emulated, equal the compiled loops bit for bit; descend equals plain torch too."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.comm.kernels.cases import NASTY, Case, assert_same_floats
+from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_compiler
+from thinwire.comm.kernels.cuda.launch import THREADS
+from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.cuda import launches
+from thinwire.optim.kernels.cuda.launches import SPAN, CudaUpdates
+from thinwire.optim.kernels.descend import in_torch_
+
+HYPER = AdamHyper(slice(0, 8), 1.7e-3, 0.9, 0.997, 1e-8, 0.013)
+EPS, INF = (1e-16, 1e-8), float("inf")
+UPDATES = {
+    "adam": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, 3),
+    "adam, not corrected": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, None),
+    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999, EPS),
+    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999, EPS),
+    "first_proposal": lambda x: updates.first_proposal_(x[0], x[1], x[2], HYPER),
+    "propose": lambda x: updates.propose_(x[0], x[1], x[2], x[3], HYPER, 0.999),
+    "receive": lambda x: updates.receive_(x[0], x[1], x[2], x[3].abs_(), x[4], (-1.0, 3e-3, 0.7, 0.999), EPS),
+    "receive in place": lambda x: updates.receive_(x[0], x[0], x[2], x[3].abs_(), x[4], (1.0, 3e-3, INF, 1.0), EPS),
+}
+SIZES = [8, 1016, 1024, 1032, SPAN - 8, SPAN, SPAN + 8, 2 * SPAN + 1032]
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    require_compiler()
+
+
+def vectors(numel, seed):
+    """Six in the middle of one, so that what is written beside them is seen; NaN and infinities among their values."""
+    random = torch.Generator().manual_seed(seed)
+    whole = torch.randn((6, numel + 16), generator=random)
+    nasty = torch.tensor([*NASTY, float("nan"), float("inf"), -float("inf")])
+    at = torch.rand(whole.shape, generator=random) < 0.1
+    whole[at] = nasty[torch.randint(0, len(nasty), (int(at.sum()),), generator=random)]
+    return whole
+
+
+def updated(update, whole, cuda, monkeypatch):
+    monkeypatch.setattr(updates, "_on_cuda", lambda _: cuda)
+    mine = whole.clone()
+    UPDATES[update]([x[8:-8] for x in mine])
+    return mine
+
+
+def emulated(seed=1):
+    return CudaUpdates(Emulator(launches.source(), seed))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_equal_to_the_compiled_loop_bit_for_bit(update, numel, monkeypatch):
+    whole = vectors(numel, seed=numel)
+    ours = updated(update, whole, emulated(), monkeypatch)
+    assert_same_floats(ours, updated(update, whole, None, monkeypatch), update)
+
+
+@pytest.mark.law
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.sampled_from([8, 16, 24, 56, 64, 120, 1000, 2056]), min_size=0, max_size=5),
+    dead=st.sets(st.integers(0, 3000), max_size=12),
+    seed=st.integers(0, 2**32),
+    decay=st.sampled_from([0.0, 1.3e-4]),
+    order=st.integers(0, 100),
+)
+def test_descending_equals_plain_torch_bit_for_bit(sizes, dead, seed, decay, order):
+    case = Case(sizes, sorted(dead), num_rows=1, seed=seed)
+
+    def run(descend):
+        p = case.buffers["c"].clone()
+        p_c, v_c = p[8 : 8 + case.numel], case.slice("x").abs()
+        descend(p_c, v_c, case.wire("last"), 1.7e-3, decay, 1e-8, case.table)
+        return p
+
+    assert_same_floats(run(emulated(order).descend), run(in_torch_), "p")
+
+
+def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launched():
+    launcher, case = Emulator(launches.source()), Case([64], [], num_rows=1)
+    cuda, odd = CudaUpdates(launcher), torch.zeros(65)[1:]
+    with pytest.raises(ValueError, match="must begin at a multiple of 16"):
+        cuda.run("propose", (odd, odd, odd, odd), (1.0, 1.0, 1.0))
+    for wrong in (odd, torch.zeros(56)):
+        with pytest.raises(ValueError, match=r"of shape \(64,\), at a multiple of 16"):
+            cuda.descend(wrong, torch.zeros(64), case.wire("last"), 1.0, 0.0, 1e-8, case.table)
+    assert launcher.launched == []
+
+
+def test_a_planted_fault_is_found(monkeypatch):
+    source = launches.source()
+    told = [
+        ("if (next < stop) load(next, 1);", "load(next, 1);", "outside of its memory"),
+        (
+            "put_four(m, i, m4[r]), put_four(v, i, v4[r]), put_four(p, i, p4[r]);",
+            "put_four(m, i + 1, m4[r]);",
+            "aligned",
+        ),
+    ]
+    for old, new, found in told:
+        assert source.count(old) == 1
+        with pytest.raises(KernelFault, match=found):
+            updated("adam", vectors(1032, 1), CudaUpdates(Emulator(source.replace(old, new))), monkeypatch)
+
+
+def test_the_source_is_what_the_launches_take_it_for():
+    source = launches.source()
+    assert int(re.search(r"#define THREADS (\d+)", source)[1]) == THREADS
+    assert SPAN == 2 * 4 * THREADS
+    assert {name.split(",")[0].split(" ")[0] for name in UPDATES} | {"descend"} == set(kernels_in(source))

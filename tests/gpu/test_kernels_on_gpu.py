@@ -1,0 +1,109 @@
+"""The CUDA kernels on a GPU are plain torch on the CPU, bit for bit, and after the first call they do not wait."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.comm.kernels.cases import KERNELS, WEIGHT, Case, assert_same, assert_same_floats, run
+from tests.emulation.test_update_kernels import SIZES, UPDATES, vectors
+from tests.emulation.test_whole_exchange import exchanged
+from thinwire.comm.keeps import Keeps
+from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.cpu import CpuKernels
+from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.optim.kernels.descend import descend_, in_torch_
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+GPU = torch.device("cuda")
+BLOCKS = [8, 16, 64, 56, 72, 4096, 1000, 128, 2048, 8] * 20
+
+
+@pytest.fixture
+def kernels():
+    found = kernels_for(GPU, torch.float32)
+    assert isinstance(found, CudaKernels), "install thinwire[cuda12] or thinwire[cuda13]"
+    return found
+
+
+def moved(table, device):
+    values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    return BlockTable(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in values.items()})
+
+
+def on(device, case):
+    other = case.clone()
+    other.buffers = {name: buffer.to(device) for name, buffer in case.buffers.items()}
+    other.table, other.chunk = moved(case.table, device), moved(case.chunk, device)
+    return other
+
+
+def case_of(seed):
+    return Case(BLOCKS, [5, 77, 30_000], num_rows=3, seed=seed, poison={4: "nan", 150: "huge"}, cuts=(60, 130))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_to_the_reference_on_the_cpu_bit_for_bit(name, seed, kernels):
+    case = case_of(seed)
+    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(fused_reference, name, case))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_plain_torch_is_the_same_on_the_gpu_bit_for_bit(name):
+    case = case_of(0)
+    assert_same(on("cpu", run(fused_reference, name, on(GPU, case))), run(fused_reference, name, case))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("numel", [*SIZES, 1 << 20])
+def test_updates_are_those_of_the_cpu_bit_for_bit(update, numel, kernels):
+    mine = vectors(numel, seed=numel)
+    theirs = mine.to(GPU)
+    UPDATES[update]([x[8:-8] for x in mine])
+    UPDATES[update]([x[8:-8] for x in theirs])
+    assert_same_floats(theirs.cpu(), mine, update)
+
+
+def test_descending_is_plain_torch_on_the_cpu_bit_for_bit(kernels):
+    case = case_of(0)
+    there = on(GPU, case)
+    for one, descend in ((case, in_torch_), (there, descend_)):
+        descend(one.slice("c"), one.slice("x").abs(), one.wire("last"), 1.7e-3, 1e-4, 1e-8, one.table)
+    assert_same_floats(there.buffers["c"].cpu(), case.buffers["c"], "p")
+
+
+@pytest.mark.parametrize("keeps", [Keeps.REPLICA, Keeps.NOTHING])
+def test_the_exchange_is_that_of_the_cpu_bit_for_bit(keeps, kernels, monkeypatch):
+    ours = exchanged(kernels, 3, 3, keeps, monkeypatch, GPU)
+    theirs = exchanged(CpuKernels(), 3, 3, keeps, monkeypatch)
+    for (our_results, our_residual), (results, residual) in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(our_results, results, strict=True))
+        assert torch.equal(our_residual.cpu(), residual)
+
+
+def test_a_call_neither_waits_nor_allocates_after_the_first(kernels):
+    case = on(GPU, Case([64, 4096], [3], num_rows=2, cuts=(1,)))
+    t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
+    last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
+
+    def every_kernel():
+        kernels.encode_sum(c, s, x, t, out)
+        kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
+        kernels.serve(c, s, rows, 2, case.chunk, served)
+        kernels.undo_serve(c, s, rows, 2, served, case.chunk)
+        kernels.undo_lerp(c, s, [x], WEIGHT, last, out, t)
+        kernels.undo_sum(c, s, x, out, t)
+        kernels.decode(last, t, x)
+
+    every_kernel()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        every_kernel()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
