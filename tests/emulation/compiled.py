@@ -37,7 +37,10 @@ BYTES = {
     "adam": 28,
     "local": 32,
     "propose": 16,
-    "receive": 24,
+    "first_local": 32,
+    "first_proposal": 12,
+    "receive": 20,
+    "receive_rows": 16 + 1 / 8,
 }
 """That a kernel moves for an element of what it does, with gradients in float32."""
 DEVICES = {  # architecture, multiprocessors, GHz, TB/s of memory, as their data sheets say

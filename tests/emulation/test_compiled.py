@@ -14,9 +14,12 @@ MOST_INSTRUCTIONS = {
     "decode": 20,
     "descend": 55,
     "adam": 80,
-    "local": 45,
+    "local": 65,
     "propose": 15,
-    "receive": 60,
+    "first_local": 65,
+    "first_proposal": 12,
+    "receive": 80,
+    "receive_rows": 90,
 }
 """For an element, of all threads."""
 ALWAYS = "sm_90"

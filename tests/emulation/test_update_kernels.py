@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.kernels.cases import NASTY, Case, assert_same_floats
+from tests.comm.kernels.cases import NASTY, Case, assert_same, assert_same_floats
 from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_compiler
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -84,7 +84,25 @@ def test_descending_equals_plain_torch_bit_for_bit(sizes, dead, seed, decay, ord
         descend(p_c, v_c, case.wire("last"), 1.7e-3, decay, 1e-8, case.table)
         return p
 
-    assert_same_floats(run(emulated(order).descend), run(in_torch_), "p")
+    def descend(p_c, v_c, rows, lr, decay, eps, table):
+        emulated(order).over_rows("descend", (p_c, v_c), rows, (eps, lr, 1 - decay), table)
+
+    assert_same_floats(run(descend), run(in_torch_), "p")
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("sizes", [[], [8], [2056, 64, 1000], [4096, 24]])
+def test_receiving_rows_equals_the_compiled_loop_bit_for_bit(sizes, monkeypatch):
+    case = Case(sizes, [3, 2060, 2061], num_rows=1, seed=4)
+
+    def received(cuda):
+        monkeypatch.setattr(updates, "_on_cuda", lambda _: cuda)
+        mine = case.clone()
+        p, start, v, m = (mine.slice(name) for name in ("c", "x", "x", "out_c"))
+        updates.receive_rows_(p, start, v.abs(), m, mine.wire("last"), (-1.0, 3e-3, 0.7, 0.999), EPS, mine.table)
+        return mine
+
+    assert_same(received(emulated()), received(None))
 
 
 def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launched():
@@ -94,7 +112,7 @@ def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launc
         cuda.run("propose", (odd, odd, odd, odd), (1.0, 1.0, 1.0))
     for wrong in (odd, torch.zeros(56)):
         with pytest.raises(ValueError, match=r"of shape \(64,\), at a multiple of 16"):
-            cuda.descend(wrong, torch.zeros(64), case.wire("last"), 1.0, 0.0, 1e-8, case.table)
+            cuda.over_rows("descend", (wrong, torch.zeros(64)), case.wire("last"), (1e-8, 1.0, 1.0), case.table)
     assert launcher.launched == []
 
 
@@ -118,4 +136,6 @@ def test_the_source_is_what_the_launches_take_it_for():
     source = launches.source()
     assert int(re.search(r"#define THREADS (\d+)", source)[1]) == THREADS
     assert SPAN == 2 * 4 * THREADS
-    assert {name.split(",")[0].split(" ")[0] for name in UPDATES} | {"descend"} == set(kernels_in(source))
+    assert {name.split(",")[0].split(" ")[0] for name in UPDATES} | {"descend", "receive_rows"} == set(
+        kernels_in(source)
+    )

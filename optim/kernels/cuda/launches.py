@@ -43,7 +43,7 @@ class CudaUpdates:
     def over_rows(
         self, name: str, vectors: tuple[Tensor, ...], rows: RowMemory, numbers: tuple[float, ...], table: BlockTable
     ) -> None:
-        """The kernel of this name, along what rows say of the table's blocks. Raises: ValueError for what does not fit."""
+        """The kernel of this name, along what rows say of the table's blocks. Raises: ValueError."""
         for x in vectors:
             fits = x.shape == (table.numel,) and x.dtype == table.live.dtype and x.is_contiguous()
             if not fits or x.data_ptr() % ALIGNMENT:
@@ -55,5 +55,6 @@ class CudaUpdates:
             raise ValueError(f"wire memory of {rows.bytes_B.numel()} bytes must have at least {table.wire_bytes}")
         if table.num_blocks:
             records, given = records_of(table), map(np.float32, numbers)
-            arguments = *vectors, rows.values_V, rows.bytes_B, *given, records.blocks, records.dead
+            wire: tuple[Argument, ...] = (rows.values_V, rows.bytes_B)
+            arguments: tuple[Argument, ...] = (*vectors, *wire, *given, records.blocks, records.dead)
             self._launcher.launch(name, table.num_blocks, 0, arguments)
