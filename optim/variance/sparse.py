@@ -413,7 +413,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.derive_used()
 
     def _groups(self) -> list[AdamHyper]:
-        return [self.hyper(group, span) for group, span in zip(self.param_groups, self.space.spans, strict=True)]
+        spans = self.space.spans  # without a group that is just being added
+        return [self.hyper(group, span) for group, span in zip(self.param_groups[: len(spans)], spans, strict=True)]
 
     def _rose_at(self, step: int) -> int:
         """The last step, `step` with the rates of now included, at which a group's rate rose."""

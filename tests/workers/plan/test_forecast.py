@@ -85,7 +85,7 @@ def test_a_run_that_is_warm_up_for_the_most_part_is_too_short():
 
 def test_the_assumed_end_of_an_automatic_warmup_is_told():
     spec = small_spec(steps=1000, optimizer={"name": "onebit_adam"})
-    assert "the earliest that its rule allows; it may last to step 250" in plan(spec).assumed[0]
+    assert "the earliest that its rule allows; it may last to step 200" in plan(spec).assumed[0]
     assert "automatic" not in " ".join(plan(SPEC).assumed)
 
 
