@@ -50,6 +50,9 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], int]] = {
     "Adam": (Adam, {}, 3),
     "LAMB": (Lamb, {}, 3),
     "1-bit Adam": (OneBitAdam, {"warmup": 3}, 6),
+    "1-bit Adam both bf16": (OneBitAdam, {"warmup": 3, "variance": "bf16", "error_memory": "bf16"}, 6),
+    "1-bit Adam variance bf16": (OneBitAdam, {"warmup": 3, "variance": "bf16"}, 6),
+    "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "error_memory": "bf16"}, 6),
     "1-bit LAMB": (OneBitLamb, {"warmup": 3}, 6),
     "0/1 Adam": (ZeroOneAdam, {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2}, 14),
 }

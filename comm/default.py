@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -40,6 +41,7 @@ def default_reducer(
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
     full: FullWire = "fp32",
+    sums: torch.dtype | None = None,
     topology: Topology = "flat",
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
@@ -48,6 +50,7 @@ def default_reducer(
     bucket_elements, none across one of `cuts`, keeping of the others what it is asked to
     (comm/keeps.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent. topology: "node_first"
     gets NodeFirst, which keeps nothing of the others; "auto" where that can be, and a line of the log where not.
+    sums: as in BucketedAllReduce, with "flat" only; of one rank, which keeps none, nothing follows from it.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
@@ -55,6 +58,8 @@ def default_reducer(
     if group.size == 1:
         return SoloReducer(group, layout, like)
     if topology != "flat":
+        if sums is not None:
+            raise ValueError(f'topology = "{topology}": must be "flat" where kept sums are of {sums}')
         nodes = _nodes(group, like, scale, full)
         if isinstance(nodes, Nodes):
             if keeps is not Keeps.NOTHING and group.rank == 0:
@@ -67,6 +72,8 @@ def default_reducer(
         if group.rank == 0:
             logger.warning("topology_flat ranks=%d reason=%s", group.size, nodes)
     if scale != "l2":
+        if sums is not None:
+            raise ValueError(f'scale = {scale!r}: must be "l2" where kept sums are of {sums}')
         return CompressedAllReduce(group, layout, SignCodec(block, scale), like, full=full)
     return BucketedAllReduce(
         group,
@@ -77,6 +84,7 @@ def default_reducer(
         cuts=cuts,
         keeps=keeps,
         full=full,
+        sums=sums,
     )
 
 

@@ -294,7 +294,12 @@ class Reducer(Protocol):
     begin(memory)    launch_*(0) ... launch_*(K-1)    finish()    read the result    commit()
                                                       raises: everything is undone, nothing is open
     abandon()        at any point: everything is undone
+
+    draw: which numbers the next exchange rounds by, where error memory is kept in few bits. Whoever saves and loads
+    sets it, the same on every rank; else it counts up with each exchange.
     """
+
+    draw: int
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.bf16 import Noise, narrow
 from thinwire.comm.kernels.fused_reference import root
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
@@ -65,3 +66,14 @@ def step_(p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias
     variance_(v_N, g_N, h.beta2)
     for p, m, v in zip(*(torch.split(x, PIECE) for x in (p_N, m_N, v_N)), strict=True):
         descend_(p, m, v, h, bias_step, torch.empty_like(p))
+
+
+def step_narrow_(
+    p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, noise: Noise
+) -> None:
+    """step_ of a slice whose v is bfloat16, rounded at random by `noise`, so that small changes are not lost to it."""
+    parts = (torch.split(x, PIECE) for x in (p_N, g_N, m_N, v_N))
+    for number, (p, g, m, v) in enumerate(zip(*parts, strict=True)):
+        wide = v.float()
+        step_(p, g, m, wide, h, bias_step)
+        narrow(wide, noise.at(noise.start + number * PIECE), v)

@@ -57,6 +57,7 @@ class Adam(DenseOptimizer[AdamState]):
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
     group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
     overlap, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options).
+    variance, error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -89,7 +90,7 @@ class Lamb(DenseOptimizer[AdamState]):
 
     max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
     params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model,
-    full_exchange, topology: as in Adam.
+    full_exchange, topology, variance, error_memory: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -148,7 +149,7 @@ class SGD(DenseOptimizer[SgdState]):
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
     params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology: as in
-    Adam.
+    Adam. variance, error_memory: None.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

@@ -33,8 +33,8 @@ class OneBitAdamState:
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 as v, 4 + 4 / ranks of error memory, and half a byte
     as rows of signs, which hold m in the compressed phase: 4 more where m is in floats, in warm-up and from a load or
-    state_dict() to the end of the next step. With overlap 4 more from backward to zero_grad(): the gradient that
-    backward made, which compressed steps read there.
+    state_dict() to the end of the next step. In bfloat16 v, once frozen, and error memory take half of that. With
+    overlap 4 more from backward to zero_grad(): the gradient that backward made, which compressed steps read there.
     """
 
     momentum: Momentum
@@ -64,10 +64,12 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     refresh: the part of its age after which a frozen variance is brought up to date (variance/refresh.py), or None.
     bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
     block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology: as in
-    CheckedOptions (optim.engine.options).
+    max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology, variance, error_memory:
+    as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
+
+    narrows = ("variance", "error_memory")
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         memory = self.reduce.new_memory()
         return OneBitAdamState(
             momentum=Momentum(self.new_vector(), self.reduce, memory),
-            v_N=self.new_vector(),
+            v_N=self.new_vector(self.dtype_of("v_N", self.frozen_at)),
             momentum_error=memory,
         )
 
@@ -98,7 +100,11 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             m_N = s.momentum.written()
             for h in groups:  # Adam on g
                 p, g, m, v = (x[h.span] for x in (p_N, g_N, m_N, s.v_N))
-                adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
+                if v.dtype == p.dtype:
+                    adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
+                else:  # a refresh
+                    noise = self.variance_noise.at(h.span.start)
+                    adam_math.step_narrow_(p, g, m, v, h, plan.bias_of(h.seen), noise)
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
         for h in groups:  # x <- x - lr (m / (sqrt(v) + eps) + wd x)

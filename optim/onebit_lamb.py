@@ -202,7 +202,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
     bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange,
-    topology, refresh: as in OneBitAdam.
+    topology, refresh: as in OneBitAdam. variance, error_memory: None.
     max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
     bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.

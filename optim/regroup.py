@@ -80,7 +80,7 @@ class _Standing:
     """What a rank brings.
 
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
-    whose server error is here. rebuilds: whether it has rows of the last exchange.
+    whose server error is here. rebuilds: whether it has rows of the last exchange. narrowed: what it keeps in bf16.
     """
 
     has_state: bool
@@ -90,6 +90,7 @@ class _Standing:
     seat: tuple[int, int]
     keeps: list[int]
     rebuilds: bool
+    narrowed: list[str]
     bucket_elements: int
     plain: dict[str, Any]
 
@@ -105,6 +106,7 @@ class _Standing:
             (group.rank, group.size),
             [rank for rank in range(group.size) if all(memory.kept_of(rank) for memory in errors)],
             bool(errors) and all(optimizer.reduce.rebuilds(memory) for memory in errors),
+            optimizer.narrowed,
             optimizer.bucket_elements,
             plain,
         )
@@ -192,7 +194,7 @@ def _regroup(
     if group.rank in received:
         parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
     if group.rank in received:
-        settled = _room(optimizer, has_state)
+        settled = _room(optimizer, has_state, all_n[source].plain["frozen_at"])
     before = optimizer.vectors
     try:
         if received:
@@ -232,7 +234,7 @@ def _tensors(parked: dict[str, Any]) -> list[Tensor]:
 
 
 def _refuse_other_frozen(all_n: list[_Standing]) -> None:
-    """All ranks have laid out the same parameters. Raises: WireMismatch."""
+    """All ranks have laid out the same parameters, and keep what goes with them alike. Raises: WireMismatch."""
     for rank, one in enumerate(all_n):
         mine, theirs = all_n[0].plain["frozen"], one.plain["frozen"]
         if mine != theirs:
@@ -240,6 +242,11 @@ def _refuse_other_frozen(all_n: list[_Standing]) -> None:
                 f"rank 0 was made with, or last stepped with, parameters {mine} frozen (their numbers in flat order), "
                 f"rank {rank} with {theirs}: freeze the same ones in the model of a new rank before its optimizer is "
                 "made; nothing was changed"
+            )
+        if one.narrowed != all_n[0].narrowed:
+            raise WireMismatch(
+                f'rank 0 keeps {all_n[0].narrowed} in "bf16", rank {rank} {one.narrowed}: give the optimizers of all '
+                "ranks the same variance= and error_memory=; nothing was changed"
             )
 
 
@@ -341,13 +348,17 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
     return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
 
 
-def _room(optimizer: FlatOptimizer[Any], has_state: bool) -> dict[str, Tensor]:
-    """Vectors for what another rank has. Those of a rank that has no state, and its gradient, are room themselves."""
-    space = optimizer.space
-    if not has_state:
-        return {PARAMETERS: space.g_N, **replicated(optimizer.vectors)}
-    found = {name: space.p_N.new_empty(size) for name, size in sizes(optimizer.vectors, space.p_N.numel()).items()}
-    return {PARAMETERS: torch.empty_like(space.p_N), **found}
+def _room(optimizer: FlatOptimizer[Any], has_state: bool, frozen_at: int | None) -> dict[str, Tensor]:
+    """Vectors for what another rank has. Those of a rank that has no state, and its gradient, are room themselves.
+
+    frozen_at: of that rank, for what is of another type then.
+    """
+    space, own = optimizer.space, {} if has_state else replicated(optimizer.vectors)
+    found = {PARAMETERS: torch.empty_like(space.p_N) if has_state else space.g_N}
+    for name, size in sizes(optimizer.vectors, space.p_N.numel()).items():
+        dtype, mine = optimizer.dtype_of(name, frozen_at), own.get(name)
+        found[name] = mine if mine is not None and mine.dtype == dtype else space.p_N.new_empty(size, dtype=dtype)
+    return found
 
 
 def _begin_anew(optimizer: FlatOptimizer[Any], room: dict[str, Tensor]) -> None:

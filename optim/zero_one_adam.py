@@ -93,7 +93,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     non_finite, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
     buffers go at syncs. overlap: as there; the sum at a sync is formed of each bucket when backward has made its
     gradients, with the rates of then. Where one is changed before step(), what was sent is undone, and later syncs wait
-    for step().
+    for step(). variance, error_memory: None.
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.

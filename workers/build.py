@@ -91,7 +91,7 @@ def rehearse(training: Training) -> None:
     For a newcomer, before its peers wait for it. Its gradient is thrown away. Local.
     """
     optimizer = training.optimizer
-    compile_all(optimizer.space.p_N.dtype)
+    compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
     batch = training.feed.share(1, 0, training.spec.global_batch).batch  # the share of one of so many ranks
     with optimizer.no_sync():
         training.recipe.loss(training.model, moved(batch, training.device)).backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,8 @@ for it, serves and starts the all-gather on the group's second communicator, so 
 
 The same collective as CompressedAllReduce, for scale x sign with the 2-norm, whose errors are never written to memory
 (kept_sums.py). Kept sums are written in place on the way, and undone where the exchange fails: c <- c' - z, exact to
-rounding (4 ulp of the largest |c|). The result takes the place of the last one only at commit().
+rounding (4 ulp of the largest |c|; of sums in bfloat16 1 of its ulp). The result takes the place of the last one only
+at commit().
 
 A signal is handled where others are waited for (comm/signals.py). What it raises, as any error of this rank alone,
 undoes the exchange too, and this rank leaves the group, so that nobody waits for it. Where an error comes while sums
@@ -30,7 +31,7 @@ from torch import Tensor
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
-from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.exchange.kept_sums import SERVER, WORKER, Kept, KeptSums, noise_for
 from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for
@@ -39,6 +40,7 @@ from thinwire.comm.exchange.rows import BucketRows, Crossing, Received, rows_of
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
+from thinwire.comm.kernels.bf16 import Noise
 from thinwire.comm.kernels.blocks import Pieces
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
@@ -75,7 +77,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     parameter groups whose weights differ. threads: cores that a kernel may use.
     keeps: what each rank keeps of the others, for the death of one. REPLICA: the server error of the rank before it, so
     that phase 1 sends each row twice. full: how the mean of a gradient is sent, in steps that send it in full
-    (exchange/narrow_mean.py).
+    (exchange/narrow_mean.py). sums: the type that kept sums have, where it is not the vector's: bfloat16, for vectors
+    of float32 (kept_sums.py).
     Collective: every rank constructs it, alike. Raises: ValueError; WireMismatch, PeerLost.
     """
 
@@ -91,19 +94,24 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         threads: int = 1,
         keeps: Keeps = Keeps.NOTHING,
         full: FullWire = "fp32",
+        sums: torch.dtype | None = None,
     ) -> None:
+        if sums not in (None, like.dtype) and (sums, like.dtype) != (torch.bfloat16, torch.float32):
+            raise ValueError(f"sums = {sums}: must be torch.bfloat16 for vectors of torch.float32, or {like.dtype}")
         if not isinstance(codec, SignCodec) or codec.scale != "l2":
             raise ValueError(f'codec = {codec}: must be SignCodec with scale "l2"; CompressedAllReduce takes any')
         buckets = Buckets.cut(layout, bucket_elements, cuts)
         facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "keeps": keeps.value}
+        if sums is not None:
+            facts["kept sums"] = str(sums)
         agree(group, facts, like)
         super().__init__(group, buckets, KeptSums)
         self.full_wire = full
         self._second_communicator = group.second_communicator()
-        self._like = like.new_empty(0)
-        self._kernels = kernels_for(like.device, like.dtype, threads)
+        self._like, self._sums = like.new_empty(0), sums
+        self._kernels = kernels_for(like.device, like.dtype, threads, sums)
         if like.device.type == "cpu":
-            warm_up(like.dtype)  # not in the first exchange, where peers would wait for it
+            warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
         self._rows = self._make_rows(codec.block, like, keeps)
         self._results = [Received.of(self._rows, self._kernels, like) for _ in range(2)]
         self._parts: list[list[Part]] = [[] for _ in self._rows]
@@ -121,6 +129,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._error: BaseException | None = None
         self.means(full)
         self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
+        self._lost_sums: tuple[list[Kept], list[Kept]] | None = None
+        """As that exchange left them, where rounding lets nobody find them again."""
+        self._drawn = 0
+        """The draw of the exchange under way, or of the last one."""
         self._counts_again = False
         """Inside redone(): the memory stands at the exchange whose rows are those under way."""
 
@@ -136,15 +148,16 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def new_memory(self) -> KeptSums:
         """Error memory for one exchanged vector, empty."""
-        return KeptSums(self._rows, self._group, self._like)
+        return KeptSums(self._rows, self._group, self._like, self._sums)
 
     def begin(self, memory: ErrorMemory) -> None:
         """As Stepwise.begin; what was lost before can no longer be redone."""
         if isinstance(memory, KeptSums):
             memory.refuse_torn()
         super().begin(memory)
-        self._open().take_room()
-        self._lost = None
+        self._drawn = self.draw
+        self._open().take_room(self._drawn)
+        self._lost = self._lost_sums = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it. Buckets are launched in order, the same on every rank.
@@ -235,6 +248,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 rows.turn()
             if memory.outliers is not None:
                 memory.outliers.exchanges += 1
+            self.draw += 1
             self._close()
 
     def abandon(self) -> None:
@@ -289,9 +303,11 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if memory is None or not whole:
             yield False
             return
-        for k, one in enumerate(given):
-            self._encode(memory, k, one, self._sum_of(k, one))
-            self._serve_rows(memory, k)
+        undone = None if self._lost_sums is None else memory.swap(self._lost_sums)
+        if undone is None:
+            for k, one in enumerate(given):
+                self._encode(memory, k, one, self._sum_of(k, one))
+                self._serve_rows(memory, k)
         before = [(kept.sum_c.clone(), kept.scale_b.clone()) for kept in memory.replica]
         self._follow(memory)
         self._counts_again = True
@@ -302,7 +318,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             for kept, (sum_c, scale_b) in zip(memory.replica, before, strict=True):
                 kept.sum_c.copy_(sum_c)
                 kept.scale_b.copy_(scale_b)
-            self._undo_kept(memory, given, num_served)
+            if undone is None:
+                self._undo_kept(memory, given, num_served)
+            else:
+                memory.swap(undone)
 
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Are the rows of the last exchange of `memory` here, and has nobody restored that since?"""
@@ -346,9 +365,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         residual_k = memory.worker_N[at_k]
         given = self._like.new_zeros(1)
         for rows, worker, server in zip(self._rows, memory.worker, memory.server, strict=True):
-            worker_sums += alignment(worker.sum_c, worker.sent(rows.table))
+            worker_sums += alignment(worker.sum_c.to(self._like), worker.sent(rows.table))
             sent_c = server.sent(rows.own_table)
-            server_sums += alignment(server.sum_c, sent_c)
+            server_sums += alignment(server.sum_c.to(self._like), sent_c)
             result_c = torch.empty_like(sent_c)
             if rows.own_table.numel:
                 self._results[self._last].decode_(result_c, rows.own.start, rows.own.stop)
@@ -400,15 +419,23 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     def _encode(self, memory: KeptSums, k: int, given: Given, x_b: Tensor | None) -> None:
         """Add what was given to the kept sums of bucket k, and write its rows and their flags. x: as _sum_of()."""
         rows, kept = self._rows[k], memory.worker[k]
+        noise = self._worker_noise(rows)
         if x_b is not None:
-            self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent)
+            self._kernels.encode_sum(kept.sum_c, kept.scale_b, x_b, rows.table, rows.sent, noise)
             return
         assert given.weight is not None
         at = kept.sum_c, kept.scale_b, self._parts_of(k, given), given.weight, rows.gathered[self._last]
         if given.factor_r is None:
-            self._kernels.encode_lerp(*at, rows.table, rows.sent)
+            self._kernels.encode_lerp(*at, rows.table, rows.sent, noise)
         else:
             self._kernels.encode_scaled(*at, given.factor_r, self._pieces_of(k), rows.table, rows.sent)
+
+    def _worker_noise(self, rows: BucketRows) -> Noise:
+        return noise_for(self._drawn, WORKER, self._group.rank).at(rows.span.start)
+
+    def _server_noise(self, start: int) -> Noise:
+        """Of the chunk that begins there, whoever serves it or keeps a replica."""
+        return noise_for(self._drawn, SERVER).at(start)
 
     def _sum_of(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
@@ -463,7 +490,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         """
         rows, kept = self._rows[k], memory.server[k]
         if rows.own_table.numel:
-            self._kernels.serve(kept.sum_c, kept.scale_b, rows.collected, self.size, rows.own_table, rows.served)
+            table, served, noise = rows.own_table, rows.served, self._server_noise(rows.own.start)
+            self._kernels.serve(kept.sum_c, kept.scale_b, rows.collected, self.size, table, served, noise)
 
     def _follow(self, memory: KeptSums) -> None:
         """Do for the replica what the rank before has done for its server error: the same kernel on the same rows.
@@ -474,8 +502,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         for rows, kept in zip(self._rows, memory.replica, strict=False):
             replica = rows.replica
             if replica is not None and replica.table.numel:
-                table, served = replica.table, replica.served
-                self._kernels.serve(kept.sum_c, kept.scale_b, replica.collected, self.size, table, served)
+                table, served, noise = replica.table, replica.served, self._server_noise(replica.span.start)
+                self._kernels.serve(kept.sum_c, kept.scale_b, replica.collected, self.size, table, served, noise)
 
     def _parts_of(self, k: int, given: Given) -> list[Tensor]:
         """Bucket k of what was given, in tensors that lie end to end."""
@@ -509,6 +537,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     def _lose(self, memory: KeptSums) -> None:
         """Undo, and remember what was undone, for another rank may have the whole result (redone)."""
         self._lost = (memory, tuple(self._given), self._num_served)
+        if memory.is_narrow and self._num_served == len(self.buckets):  # else no rank can have the result
+            self._lost_sums = memory.exchanged_sums()
         self._undo(memory)
 
     def _break_off(self) -> None:
@@ -532,21 +562,22 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         for k in range(num_served):
             rows, kept = self._rows[k], memory.server[k]
             if rows.own_table.numel:
-                collected, table = rows.collected, rows.own_table
-                self._kernels.undo_serve(kept.sum_c, kept.scale_b, collected, self.size, rows.served, table)
+                collected, table, noise = rows.collected, rows.own_table, self._server_noise(rows.own.start)
+                self._kernels.undo_serve(kept.sum_c, kept.scale_b, collected, self.size, rows.served, table, noise)
         for k, one in enumerate(given):
             rows, kept = self._rows[k], memory.worker[k]
             if one.is_nothing:
                 continue
+            table, sent, noise = rows.table, rows.sent, self._worker_noise(rows)
             if (x_b := self._sum_of(k, one)) is not None:
-                self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, rows.sent, rows.table)
+                self._kernels.undo_sum(kept.sum_c, kept.scale_b, x_b, sent, table, noise)
                 continue
             assert one.weight is not None
             at = kept.sum_c, kept.scale_b, self._parts_of(k, one), one.weight, rows.gathered[self._last]
             if one.factor_r is None:
-                self._kernels.undo_lerp(*at, rows.sent, rows.table)
+                self._kernels.undo_lerp(*at, sent, table, noise)
             else:
-                self._kernels.undo_scaled(*at, one.factor_r, self._pieces_of(k), rows.sent, rows.table)
+                self._kernels.undo_scaled(*at, one.factor_r, self._pieces_of(k), sent, table)
 
     def _close(self) -> None:
         self._memory, self._error, self._finished, self._num_served = None, None, False, 0

@@ -10,7 +10,8 @@
 With topology node_first a rank exchanges slices of the vector, of which each box has a worker error: what moves do not
 name is not its part, and boxes stand for ranks.
 
-Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway.
+Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway. Where sums
+are kept in bfloat16 they are written, and the scales: an error has more bits than they have, and cannot be kept so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,55 @@ from thinwire.comm.layout import Span
 Move = tuple[int, int, int]
 """Elements [start, stop) of the model's vector stand in the exchanged one from the third number on."""
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exact:
+    """Kept sums bfloat16[c] and the scales that were sent of them float[b], which tell the errors.
+
+    size_b: int64[b], elements of each block. dead: int64[d], positions whose error is 0. Both on the host.
+    """
+
+    sum_c: Tensor
+    scale_b: Tensor
+    size_b: Tensor
+    dead: Tensor
+
+    def error_c(self) -> Tensor:
+        """c - s sgn(c), new."""
+        scale_c = self.scale_b.repeat_interleave(self.size_b.to(self.scale_b.device))
+        error_c = self.sum_c - torch.where(self.sum_c >= 0, scale_c, -scale_c)
+        error_c[self.dead.to(error_c.device)] = 0
+        return error_c
+
+    def to(self, device: torch.device) -> Exact:
+        """Sums and scales there."""
+        return Exact(self.sum_c.to(device), self.scale_b.to(device), self.size_b, self.dead)
+
+    def plain(self) -> dict[str, Tensor]:
+        """For of_plain; shares memory."""
+        return {"sums": self.sum_c, "scales": self.scale_b, "sizes": self.size_b, "dead": self.dead}
+
+    @classmethod
+    def of_plain(cls, what: str, plain: object) -> Self:
+        """What plain() gave. Raises: ValueError where it cannot be."""
+        names = ("sums", "scales", "sizes", "dead")
+        if not isinstance(plain, dict) or not all(isinstance(plain.get(name), Tensor) for name in names):
+            raise ValueError(f"{what} must be a dict of the tensors {list(names)}; it is damaged")
+        sums, scales, sizes, dead = (plain[name] for name in names)
+        types = sums.dtype, scales.dtype, sizes.dtype, dead.dtype
+        if types != (torch.bfloat16, torch.float32, torch.int64, torch.int64) or any(
+            x.dim() != 1 for x in plain.values()
+        ):
+            raise ValueError(f"{what} has tensors of {types}: it is damaged")
+        if len(scales) != len(sizes) or int(sizes.sum()) != len(sums) or bool((sizes < 0).any()):
+            raise ValueError(f"{what} has {len(scales)} scales of {int(sizes.sum())} in {len(sums)} elements: damaged")
+        if dead.numel() and not 0 <= int(dead.min()) <= int(dead.max()) < len(sums):
+            raise ValueError(f"{what} has dead elements outside of {len(sums)}: damaged")
+        return cls(sums, scales, sizes, dead)
+
+
+_EXACT = {"worker": "worker_sums", "server": "server_sums", "replica": "replica_sums"}
+"""What is written in the place of errors. Under other names, so that who does not know it says that it is not whole."""
 _KEYS = ("numel", "worker", "server", "served", "moves", "replica", "padding")
 
 
@@ -36,6 +86,7 @@ class Held:
     served: the spans of the exchanged vector whose server errors follow one another in server_c.
     replica_r: the server error of the rank before, where it is kept too; padding_q: as ArrangedErrors; else empty.
     workers: how many hold a worker error of an element; 0: all ranks.
+    exact: of worker, server and replica, where sums are kept in few bits: what tells their errors.
     """
 
     numel: int
@@ -46,6 +97,7 @@ class Held:
     replica_r: Tensor
     padding_q: Tensor
     workers: int = 0
+    exact: dict[str, Exact] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -82,18 +134,19 @@ class Held:
         """In the dtype and on the device of `like`."""
         moved = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q))
         worker_M, server_c, replica_r, padding_q = moved
-        return Held(self.numel, worker_M, server_c, self.served, self.moves, replica_r, padding_q, self.workers)
+        exact = None if self.exact is None else {name: one.to(like.device) for name, one in self.exact.items()}
+        where = self.served, self.moves
+        return Held(self.numel, worker_M, server_c, *where, replica_r, padding_q, self.workers, exact)
 
     def plain(self) -> dict[str, Any]:
         """A dict of numbers, lists and tensors, for of_plain; shares memory."""
+        errors = {"worker": self.worker_M, "server": self.server_c, "replica": self.replica_r}
         return {
             "numel": self.numel,
-            "worker": self.worker_M,
-            "server": self.server_c,
             "served": [list(span) for span in self.served],
             "moves": [list(move) for move in self.moves],
-            "replica": self.replica_r,
             "padding": self.padding_q,
+            **(errors if self.exact is None else {_EXACT[name]: one.plain() for name, one in self.exact.items()}),
             **({"workers": self.workers} if self.workers else {}),
         }
 
@@ -102,6 +155,10 @@ class Held:
         """What plain() gave. what: what messages call it. Raises: ValueError saying what cannot be."""
         if not isinstance(plain, dict):
             raise ValueError(f"{what} = {type(plain).__name__}: must be a dict of {list(_KEYS)}")
+        exact = None
+        if all(key in plain for key in _EXACT.values()):
+            exact = {name: Exact.of_plain(f"{what}[{key!r}]", plain[key]) for name, key in _EXACT.items()}
+            plain = {**plain, **{name: one.error_c() for name, one in exact.items()}}
         missing = [key for key in _KEYS if key not in plain]
         if missing:
             raise ValueError(f"{what} lacks {missing}: it is not whole; load another file")
@@ -123,8 +180,8 @@ class Held:
         ):
             raise ValueError(f"{what} has numel = {numel!r} and moves {moves} into {worker.numel()}: damaged")
         spans = tuple((a, b) for a, b in served)
-        moved = tuple((a, b, to) for a, b, to in moves)
-        return cls(numel, worker, server, spans, moved, plain["replica"], plain["padding"], workers)
+        where = spans, tuple((a, b, to) for a, b, to in moves)
+        return cls(numel, worker, server, *where, plain["replica"], plain["padding"], workers, exact)
 
     def _sizes(self) -> list[int]:
         return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q)]

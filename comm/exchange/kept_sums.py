@@ -5,21 +5,36 @@
 Rank i keeps the worker's sums of the whole vector and the server's of its own chunk of every bucket. As in
 error_feedback.py only R = mean_i e_i + server e has meaning; it alone is saved, and neither the number of ranks nor
 the cut into buckets is in it.
+
+Sums may be kept in bfloat16, half the memory, where everything else is float32. An exchange rounds each at random so
+that it is right on average (kernels/bf16.py), and sends of what it keeps: e = c - s sgn(c) as ever. What comes from
+elsewhere, R that is restored or errors that were written, stays in float32 until the next exchange begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.held import Held, in_place, nothing
+from thinwire.comm.exchange.held import Exact, Held, in_place, nothing
 from thinwire.comm.exchange.outliers import Outliers
 from thinwire.comm.exchange.rows import BucketRows
+from thinwire.comm.kernels.bf16 import Noise, narrow, noise_of
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.protocol import Errors, Group
+
+WORKER, SERVER, RESTORED = range(3)
+"""What numbers are drawn for: the two encodings of an exchange, and sums in float32 that it begins with."""
+
+
+def noise_for(draw: int, what: int, rank: int = 0) -> Noise:
+    """What exchange number `draw` draws. rank: of whose vector; what a chunk's server draws is the same on all."""
+    return noise_of(draw, what, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +51,10 @@ class Kept:
         sent_c[table.dead] = 0
         return sent_c
 
+    def error(self, table: BlockTable) -> Tensor:
+        """c - s sgn(c). A new tensor, in the type of the scales."""
+        return self.sum_c - self.sent(table)
+
 
 class KeptSums:
     """Error memory of one exchanged vector, an ErrorMemory. Made by BucketedAllReduce.new_memory().
@@ -47,6 +66,7 @@ class KeptSums:
     version: changes whenever the sums are written from outside of an exchange. torn: what was raised while they were
     being written, and where, after which nobody knows what they hold; "" where they are whole.
     is_behind: replicas are kept, and are not those of the errors now.
+    sums: the type that exchanges keep sums in, float32's or bfloat16; None: that of the vector.
     """
 
     __slots__ = (
@@ -57,6 +77,7 @@ class KeptSums:
         "_replica",
         "_rows",
         "_server",
+        "_sums",
         "_worker",
         "is_behind",
         "outliers",
@@ -64,10 +85,11 @@ class KeptSums:
         "version",
     )
 
-    def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor) -> None:
+    def __init__(self, rows: Sequence[BucketRows], group: Group, like: Tensor, sums: torch.dtype | None = None) -> None:
         self._rows = rows
         self._group = group
         self._like = like.new_empty(0)
+        self._sums = sums or like.dtype
         self.version, self.torn = 0, ""
         self._has_sums = self.is_behind = False
         self._numel = rows[0].layout.numel
@@ -77,30 +99,29 @@ class KeptSums:
         self.outliers = Outliers(rows, group, like) if rows[0].last is not None else None
 
     @property
+    def is_narrow(self) -> bool:
+        """Do exchanges keep sums in fewer bits than the vector has?"""
+        return self._sums != self._like.dtype
+
+    @property
     def worker(self) -> list[Kept]:
         """Of each bucket."""
         if self._worker is None:
-            sum_N, tables = self._like.new_zeros(self._numel), [one.table for one in self._rows]
-            scales = self._scales(tables)
-            self._worker = [Kept(sum_N[one.span], scale_b) for one, scale_b in zip(self._rows, scales, strict=True)]
+            self._worker = self._made(self._tables_of_worker(), self._like.dtype)
         return self._worker
 
     @property
     def server(self) -> list[Kept]:
         """Of each bucket."""
         if self._server is None:
-            tables = [one.own_table for one in self._rows]
-            sums = torch.split(self._like.new_zeros(sum(table.numel for table in tables)), [t.numel for t in tables])
-            self._server = [Kept(*pair) for pair in zip(sums, self._scales(tables), strict=True)]
+            self._server = self._made(self._tables_of_server(), self._like.dtype)
         return self._server
 
     @property
     def replica(self) -> list[Kept]:
         """Of each bucket, or of none."""
         if self._replica is None:
-            tables = [one.replica.table for one in self._rows if one.replica is not None]
-            made = [(self._like.new_zeros(table.numel), self._like.new_zeros(table.num_blocks)) for table in tables]
-            self._replica = [Kept(*pair) for pair in made]
+            self._replica = self._made(self._tables_of_replica(), self._like.dtype)
         return self._replica
 
     @property
@@ -108,10 +129,45 @@ class KeptSums:
         """All ranks hold a worker error of every element."""
         return self._group.size
 
-    def take_room(self) -> None:
-        """Have memory for all, before an exchange writes sums and scales to it."""
-        _ = self.worker, self.server, self.replica
+    def take_room(self, draw: int) -> None:
+        """Have memory for all, before an exchange writes sums and scales to it. draw: its number, where it rounds."""
+        workers, servers, replicas = self._tables_of_worker(), self._tables_of_server(), self._tables_of_replica()
+        spans = [rows.span for rows in self._rows]
+        self._worker = self._with_room(self._worker, workers, spans, noise_for(draw, RESTORED, 1 + self._group.rank))
+        served = noise_for(draw, RESTORED)
+        self._server = self._with_room(self._server, servers, [rows.own for rows in self._rows], served)
+        spans = [rows.replica.span for rows in self._rows if rows.replica is not None]
+        self._replica = self._with_room(self._replica, replicas, spans, served)
         self._has_sums = True
+
+    def _with_room(
+        self, kept: list[Kept] | None, tables: Sequence[BlockTable], spans: Sequence[slice], noise: Noise
+    ) -> list[Kept]:
+        """The same in the type that exchanges keep; where there was none, zeros."""
+        if kept is None:
+            return self._made(tables, self._sums)
+        if all(one.sum_c.dtype == self._sums for one in kept):
+            return kept
+        made = self._made(tables, self._sums)
+        for one, wide, span in zip(made, kept, spans, strict=True):  # nothing was sent of them: scales are 0
+            narrow(wide.sum_c, noise.at(span.start), one.sum_c)
+        return made
+
+    def _tables_of_worker(self) -> list[BlockTable]:
+        return [one.table for one in self._rows]
+
+    def _tables_of_server(self) -> list[BlockTable]:
+        return [one.own_table for one in self._rows]
+
+    def _tables_of_replica(self) -> list[BlockTable]:
+        return [one.replica.table for one in self._rows if one.replica is not None]
+
+    def _made(self, tables: Sequence[BlockTable], dtype: torch.dtype) -> list[Kept]:
+        """Zeros of one piece of memory, and of another the scales."""
+        sizes, blocks = [table.numel for table in tables], [table.num_blocks for table in tables]
+        sums = torch.split(self._like.new_zeros(sum(sizes), dtype=dtype), sizes) if tables else ()
+        scales = torch.split(self._like.new_zeros(sum(blocks)), blocks) if tables else ()
+        return [Kept(*pair) for pair in zip(sums, scales, strict=True)]
 
     def errors(self) -> Errors:
         """The errors, in the place of the sums, of which nothing was sent: to be read and written. Local.
@@ -119,17 +175,23 @@ class KeptSums:
         Replicas do not follow what is written there, and are not kept_of() any more until restore().
         """
         self.refuse_torn()
-        for rows, kept in zip(self._rows, self.worker if self._has_sums else (), strict=False):
-            kept.sum_c.sub_(kept.sent(rows.table))
-            kept.scale_b.zero_()
-        for rows, kept in zip(self._rows, self.server if self._has_sums else (), strict=False):
-            kept.sum_c.sub_(kept.sent(rows.own_table))
-            kept.scale_b.zero_()
+        if self._has_sums:
+            self._worker = self._as_errors(self.worker, self._tables_of_worker())
+            self._server = self._as_errors(self.server, self._tables_of_server())
         self._has_sums, self._replica = False, None
         self.version, self.is_behind = self.version + 1, self._keeps_replicas
         if self.outliers is not None:
             self.outliers.forget()
         return Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
+
+    def _as_errors(self, kept: list[Kept], tables: Sequence[BlockTable]) -> list[Kept]:
+        """In place, unless the sums have fewer bits than errors have."""
+        made = kept if all(one.sum_c.dtype == self._like.dtype for one in kept) else None
+        made = made or self._made(tables, self._like.dtype)
+        for one, to, table in zip(kept, made, tables, strict=True):
+            torch.sub(one.sum_c, one.sent(table), out=to.sum_c)
+            to.scale_b.zero_()
+        return made
 
     def scale_(self, factor_N: Tensor) -> None:
         """R <- factor R. Local."""
@@ -141,10 +203,6 @@ class KeptSums:
     @property
     def _keeps_replicas(self) -> bool:
         return any(rows.replica is not None for rows in self._rows)
-
-    def _scales(self, tables: Sequence[BlockTable]) -> Sequence[Tensor]:
-        sizes = [table.num_blocks for table in tables]
-        return torch.split(self._like.new_zeros(sum(sizes)), sizes)
 
     def refuse_torn(self) -> None:
         """Raises: RuntimeError where something was raised while the sums were written. restore() makes them whole."""
@@ -170,7 +228,7 @@ class KeptSums:
     def _server_errors(self) -> list[Tensor]:
         if self._server is None:
             return [self._like.new_zeros(one.own_table.numel) for one in self._rows]
-        return [kept.sum_c - kept.sent(rows.own_table) for rows, kept in zip(self._rows, self._server, strict=True)]
+        return [kept.error(rows.own_table) for rows, kept in zip(self._rows, self._server, strict=True)]
 
     @property
     def largest(self) -> float:
@@ -193,9 +251,9 @@ class KeptSums:
         part_N = self.worker_N.div_(holders)
         for rows, kept in zip(self._rows, self._replica or (), strict=False):
             if rows.replica is not None and rows.replica.before in missing:
-                part_N[rows.replica.span] += kept.sum_c - kept.sent(rows.replica.table)
+                part_N[rows.replica.span] += kept.error(rows.replica.table)
         for rows, kept in zip(self._rows, self._server or (), strict=False):
-            part_N[rows.own] += kept.sum_c - kept.sent(rows.own_table)
+            part_N[rows.own] += kept.error(rows.own_table)
         return part_N
 
     def kept_of(self, rank: int) -> bool:
@@ -206,8 +264,8 @@ class KeptSums:
     def restore(self, residual_N: Tensor) -> None:
         """Hold R: all of it in the server's sums, each rank its own chunks; nothing sent. Local; R is not modified.
 
-        Exact for any number of ranks and any buckets on either side. What was received last no longer counts as the
-        result (BucketedAllReduce.last). Raises: ValueError where R is of another length.
+        Exact for any number of ranks and any buckets on either side, until an exchange rounds it. What was received
+        last no longer counts as the result (BucketedAllReduce.last). Raises: ValueError where R is of another length.
         """
         if residual_N.shape != (self._numel,):
             raise ValueError(
@@ -235,12 +293,29 @@ class KeptSums:
         self.refuse_torn()
         server, served = torch.cat(self._server_errors()), tuple((one.own.start, one.own.stop) for one in self._rows)
         moves, none = in_place(self._numel), nothing(self._like)
-        return Held(self._numel, self.worker_N, server, served, moves, self._replica_errors(), none)
+        return Held(
+            self._numel, self.worker_N, server, served, moves, self._replica_errors(), none, exact=self._exact()
+        )
+
+    def _exact(self) -> dict[str, Exact] | None:
+        """Sums in few bits and their scales, from which alone the next exchange is the one that would have been."""
+        if not (self.is_narrow and self._has_sums):
+            return None
+        replica = [] if self.is_behind else self.replica
+        worker = self._in_place(self.worker), self._in_place(self._tables_of_worker())
+        sides = worker, (self.server, self._tables_of_server()), (replica, self._tables_of_replica()[: len(replica)])
+        return {name: _exact(self._like, *side) for name, side in zip(EXACT, sides, strict=True)}
+
+    def _in_place(self, of_bucket: Sequence[Any]) -> list[Any]:
+        """What there is of each bucket, in the order in which the buckets lie in the vector."""
+        starts = [rows.span.start for rows in self._rows]
+        return [of_bucket[k] for k in sorted(range(len(starts)), key=starts.__getitem__)]
 
     def hold(self, held: Held) -> bool:
         """Hold what held() of this rank of as many ranks gave; ErrorMemory.hold. Local. Raises: ValueError.
 
-        The errors become sums of which nothing was sent. What was received last no longer counts as the result.
+        The errors become sums of which nothing was sent, but where sums in few bits were held and are to be here.
+        What was received last no longer counts as the result.
         """
         mine = self.held()
         held.refuse_other_size(mine)
@@ -250,6 +325,9 @@ class KeptSums:
             held = replace(held, replica_r=torch.zeros_like(mine.replica_r))
         fits = held.as_laid_out(mine)
         self._forget()
+        if fits and held.exact is not None and self._take_exact(held.exact):
+            self.is_behind = behind
+            return True
         if fits:
             _copy(held.server_c, [kept.sum_c for kept in self.server])
             _copy(held.replica_r, [kept.sum_c for kept in self.replica])
@@ -259,10 +337,58 @@ class KeptSums:
         self.is_behind = behind
         return fits
 
+    def _take_exact(self, exact: dict[str, Exact]) -> bool:
+        """Hold these sums and scales, where they are of the same blocks and exchanges here keep such."""
+        workers = self._in_place(self._tables_of_worker())
+        every = workers, self._tables_of_server(), self._tables_of_replica()
+        if not self.is_narrow or not all(
+            exact[name].size_b.equal(_sizes(tables)) for name, tables in zip(EXACT, every, strict=True)
+        ):
+            return False
+        made = [self._made(tables, self._sums) for tables in (self._tables_of_worker(), *every[1:])]
+        for name, kept in zip(EXACT, (self._in_place(made[0]), *made[1:]), strict=True):
+            _copy(exact[name].sum_c, [one.sum_c for one in kept])
+            _copy(exact[name].scale_b, [one.scale_b for one in kept])
+        self._worker, self._server, self._replica = made
+        self._has_sums = True
+        return True
+
+    def exchanged_sums(self) -> tuple[list[Kept], list[Kept]]:
+        """Copies of the worker's and the server's sums and scales: those of an exchange that is about to be undone."""
+        return (
+            [Kept(one.sum_c.clone(), one.scale_b.clone()) for one in self.worker],
+            [Kept(one.sum_c.clone(), one.scale_b.clone()) for one in self.server],
+        )
+
+    def swap(self, sums: tuple[list[Kept], list[Kept]]) -> tuple[list[Kept], list[Kept]]:
+        """Hold these from here on. Returns what was held."""
+        held = self.worker, self.server
+        self._worker, self._server = sums
+        return held
+
     def _replica_errors(self) -> Tensor:
         kept = zip(self._rows, () if self.is_behind else self.replica, strict=False)
-        errors = [one.sum_c - one.sent(rows.replica.table) for rows, one in kept if rows.replica is not None]
+        errors = [one.error(rows.replica.table) for rows, one in kept if rows.replica is not None]
         return torch.cat([nothing(self._like), *errors])
+
+
+EXACT = ("worker", "server", "replica")
+
+
+def _sizes(tables: Sequence[BlockTable]) -> Tensor:
+    """Elements of each block: int64[b], on the host."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(table.starts.diff().cpu() for table in tables)])
+
+
+def _exact(like: Tensor, kept: Sequence[Kept], tables: Sequence[BlockTable]) -> Exact:
+    none, starts = nothing(like), [0, *accumulate(table.numel for table in tables)]
+    dead = [table.dead.cpu() + start for table, start in zip(tables, starts, strict=False)]
+    return Exact(
+        torch.cat([none.to(torch.bfloat16), *(one.sum_c for one in kept)]),
+        torch.cat([none, *(one.scale_b for one in kept)]),
+        _sizes(tables),
+        torch.cat([torch.zeros(0, dtype=torch.int64), *dead]),
+    )
 
 
 def _copy(from_c: Tensor, to: Sequence[Tensor]) -> None:

@@ -81,7 +81,7 @@ class Outliers:
         at, errors, begin = [], [], 0
         for rows, (sum_c, scale_b) in zip(self._rows, sums, strict=True):
             if sum_c.numel():
-                at_k, error_k = larger_than(sum_c, scale_b, rows.own_table, bound, 2 * self._most)
+                at_k, error_k = larger_than(sum_c.to(self._like), scale_b, rows.own_table, bound, 2 * self._most)
                 at.append(at_k + begin)
                 errors.append(error_k)
             begin += sum_c.numel()

@@ -29,9 +29,11 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
     """The part of a Reducer that all share: which exchange is open, and which of two results was committed last.
 
     group: the ranks. kind: of its error memory. full_wire: how the mean of a gradient is sent.
+    draw: as Reducer.draw; read where kept sums are rounded.
     """
 
     full_wire: FullWire = "fp32"
+    draw: int = 0
     topology: str = "flat"
 
     def __init__(self, group: Group, buckets: Buckets, kind: type[Memory]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
@@ -74,12 +75,19 @@ def blocks_of(table: BlockTable) -> Blocks:
 
 def values_of(vector_c: Tensor, table: BlockTable) -> Array:
     """A number an element."""
-    return _array(vector_c, table.numel, table)
+    return _checked(vector_c, table.numel, table.live.dtype).numpy()
+
+
+def sums_of(sum_c: Tensor, table: BlockTable) -> Array:
+    """A number an element; or uint16[c], those of bfloat16, where the table is of float32."""
+    if sum_c.dtype != torch.bfloat16 or table.live.dtype != torch.float32:
+        return values_of(sum_c, table)
+    return _checked(sum_c, table.numel, torch.bfloat16).view(torch.uint16).numpy()
 
 
 def scales_of(scale_b: Tensor, table: BlockTable) -> Array:
     """A number a block."""
-    return _array(scale_b, table.num_blocks, table)
+    return _checked(scale_b, table.num_blocks, table.live.dtype).numpy()
 
 
 def rows_of(wire: RowMemory, table: BlockTable) -> Rows:
@@ -130,14 +138,13 @@ def addresses_of(parts: Sequence[Tensor], table: BlockTable) -> Array:
     return addresses
 
 
-def _array(vector: Tensor, length: int, table: BlockTable) -> Array:
-    dtype = table.live.dtype
+def _checked(vector: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if vector.shape != (length,) or vector.dtype != dtype or not vector.is_contiguous():
         raise ValueError(
             f"a vector of {vector.dtype}, shape {tuple(vector.shape)} and strides {vector.stride()} must be contiguous "
             f"{dtype} of shape ({length},), as the table of its blocks says"
         )
-    return vector.numpy()
+    return vector
 
 
 def _require_room(wire: RowMemory, num_bytes: int, table: BlockTable) -> None:

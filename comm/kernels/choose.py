@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
@@ -23,7 +24,9 @@ CPU_DTYPES = (torch.float32, torch.float64)
 class Kernels(Protocol):
     """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+    def encode_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.encode_sum."""
 
     def encode_lerp(
@@ -35,6 +38,7 @@ class Kernels(Protocol):
         last: RowMemory,
         table: BlockTable,
         out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp."""
 
@@ -53,14 +57,23 @@ class Kernels(Protocol):
         """As fused_reference.encode_scaled."""
 
     def serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        table: BlockTable,
+        out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+    def undo_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.undo_sum."""
 
     def undo_lerp(
@@ -72,6 +85,7 @@ class Kernels(Protocol):
         last: RowMemory,
         written: RowMemory,
         table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
 
@@ -90,16 +104,26 @@ class Kernels(Protocol):
         """As fused_reference.undo_scaled."""
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        written: RowMemory,
+        table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_serve."""
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
-    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use."""
+def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
+    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
+
+    sums: of kept sums, where they are of another: there is no CUDA kernel for these.
+    """
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
-    return _on_cuda(device, dtype) or fused_reference
+    return (_on_cuda(device, dtype) if sums in (None, dtype) else None) or fused_reference
 
 
 @cache
@@ -126,29 +150,33 @@ def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Laun
         return None
 
 
-def warm_up(dtype: torch.dtype) -> None:
+def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     """Compile the kernels of the CPU for this dtype, or load them from numba's cache: seconds, or a part of one.
 
     Without it the first call of each compiles, which peers may take for a rank that is gone. The cache lies beside
     the modules where that can be written, else in the user's cache folder; NUMBA_CACHE_DIR names another.
+    sums: of kept sums, where they are of another.
     """
     if dtype not in CPU_DTYPES:
         return
     kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
     table = BlockTable.from_spans([[(0, BYTE)]], [], like)
     last, out = (RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
-    c_c, x_c, scale_b = like.clone(), like.clone(), like[:1].clone()
+    c_c, x_c, scale_b = like.to(sums or dtype, copy=True), like.clone(), like[:1].clone()
+    if c_c.dtype != dtype:
+        narrow(x_c, NONE, c_c)
     kernels.encode_sum(c_c, scale_b, x_c, table, out)
     kernels.undo_sum(c_c, scale_b, x_c, out, table)
     kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
     kernels.undo_lerp(c_c, scale_b, [x_c], 0.5, last, out, table)
     pieces = Pieces.of(table, 0, VectorLayout.single(BYTE))
-    kernels.encode_scaled(c_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
-    kernels.undo_scaled(c_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, out, table)
+    wide_c = like.clone()  # whoever has factors keeps sums in full
+    kernels.encode_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
+    kernels.undo_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, out, table)
     kernels.serve(c_c, scale_b, last, 1, table, out)
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
-    larger_than(c_c, scale_b, table, 0.0, 1)
+    larger_than(x_c, scale_b, table, 0.0, 1)
 
 
 @cache

@@ -22,9 +22,11 @@ from thinwire.comm.kernels.arrays import (
     cut_of,
     rows_of,
     scales_of,
+    sums_of,
     values_of,
     written_rows_of,
 )
+from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.compiled import Array
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
@@ -34,15 +36,20 @@ _of_thread = threading.local()
 
 
 class CpuKernels:
-    """Kernels for contiguous vectors of float32 or float64. threads: cores that one call may use."""
+    """Kernels for contiguous vectors of float32 or float64, kept sums of bfloat16 beside float32 too.
+
+    threads: cores that one call may use.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = Threads(threads)
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+    def encode_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.encode_sum."""
-        given = values_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
-        self._encode(cpu_loops.encode_sum, given, table, out)
+        given = sums_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
+        self._encode(cpu_loops.encode_sum, given, table, out, noise)
 
     def encode_lerp(
         self,
@@ -53,11 +60,12 @@ class CpuKernels:
         last: RowMemory,
         table: BlockTable,
         out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp."""
-        c, scale, x_parts = values_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, c_c)
-        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
-        self._encode(cpu_loops.encode_lerp, given, table, out)
+        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
+        given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
+        self._encode(cpu_loops.encode_lerp, given, table, out, noise)
 
     def encode_scaled(
         self,
@@ -78,21 +86,30 @@ class CpuKernels:
         self._encode(cpu_loops.encode_scaled, given, table, out)
 
     def serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        table: BlockTable,
+        out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
-        given = values_of(b_c, table), scales_of(scale_b, table), collected_of(rows, num_rows, table)
-        self._encode(cpu_loops.serve, given, table, out)
+        given = sums_of(b_c, table), scales_of(scale_b, table), collected_of(rows, num_rows, table)
+        self._encode(cpu_loops.serve, given, table, out, noise)
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
         given = rows_of(rows, table), blocks_of(table), values_of(out_c, table)
         self._split(table, lambda first, stop: cpu_loops.decode(first, stop, *given))
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+    def undo_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.undo_sum."""
-        given = values_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
-        tail = rows_of(written, table), blocks_of(table)
+        given = sums_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
+        tail = rows_of(written, table), blocks_of(table), noise
         self._split(table, lambda first, stop: cpu_loops.undo_sum(first, stop, *given, *tail))
 
     def undo_lerp(
@@ -104,11 +121,12 @@ class CpuKernels:
         last: RowMemory,
         written: RowMemory,
         table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
-        c, scale, x_parts = values_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, c_c)
-        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table)
-        tail = rows_of(written, table), blocks_of(table)
+        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
+        given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
+        tail = rows_of(written, table), blocks_of(table), noise
         self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
 
     def undo_scaled(
@@ -131,17 +149,27 @@ class CpuKernels:
         self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        written: RowMemory,
+        table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_serve."""
-        b, scale = values_of(b_c, table), scales_of(scale_b, table)
-        given = b, scale, collected_of(rows, num_rows, table), rows_of(written, table), blocks_of(table)
-        self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, b)))
+        b, scale = sums_of(b_c, table), scales_of(scale_b, table)
+        given = b, scale, collected_of(rows, num_rows, table), rows_of(written, table), blocks_of(table), noise
+        self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, scale)))
 
-    def _encode(self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory) -> None:
-        """The loop with what it is given, the first of which is c; then the flags of the rows that it wrote."""
+    def _encode(
+        self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory, *noise: Noise
+    ) -> None:
+        """The loop with what it is given, the second of which are scales; then the flags of the rows that it wrote."""
         blocks, rows = blocks_of(table), written_rows_of(out, table)
-        self._split(table, lambda first, stop: loop(first, stop, *given, blocks, rows, _scratch(table, given[0])))
+        tail = blocks, rows, *noise
+        self._split(table, lambda first, stop: loop(first, stop, *given, *tail, _scratch(table, given[1])))
         cpu_loops.write_flags(blocks, rows)
 
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:

@@ -2,6 +2,9 @@
 
 fused_reference says what each computes; these are equal to it bit for bit, for nothing is contracted or reassociated.
 
+Kept sums may be bfloat16 beside vectors of float32, as arrays of uint16 (vectors.py). Then they are rounded by `noise`
+(bf16.py), and the row says what is kept.
+
 A block is read from memory once. Its new sums are formed in `new`, scratch that stays in the cache, because whether
 they may be written is known only when all of them have been squared and added; then they are packed, and copied.
 """
@@ -13,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from thinwire.comm.kernels.arrays import Blocks, Collected, Cut, Rows
+from thinwire.comm.kernels.bf16 import Noise
+from thinwire.comm.kernels.bf16_vectors import nearest8, rounded8, unrounded8
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
@@ -42,6 +47,7 @@ def encode_sum(
     x: Array,
     blocks: Blocks,
     out: Rows,
+    noise: Noise,
     new: Array,
 ) -> None:
     """c <- e + x. new: scratch, float[largest + 64]."""
@@ -50,7 +56,7 @@ def encode_sum(
         sent = splat8(scale[block])
         for at in range(low, high, BYTE):
             kept = load8(c, at)
-            store(new, at - low, kept - signed_as(kept, sent) + load8(x, at))
+            store(new, at - low, rounded8(kept - signed_as(kept, sent) + load8(x, at), c, noise, at))
         _finish(block, new, blocks, c, scale, out)
 
 
@@ -65,6 +71,7 @@ def encode_lerp(
     last: Rows,
     blocks: Blocks,
     out: Rows,
+    noise: Noise,
     new: Array,
 ) -> None:
     """c <- e + m + weight (x - m). x: int64[b], where in memory each block of it begins."""
@@ -79,13 +86,13 @@ def encode_lerp(
             for byte in range(QUAD // BYTE):
                 at = quad + byte * BYTE
                 kept = load8(c, at)
-                z = _lerp(load8_from(x[block], at - low, c), weights, signed_by_word(word, byte, minus))
-                store(new, at - low, kept - signed_as(kept, sent) + z)
+                z = _lerp(load8_from(x[block], at - low, scale), weights, signed_by_word(word, byte, minus))
+                store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, c, noise, at))
         for at in range(whole, high, BYTE):
             kept = load8(c, at)
             m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
-            z = _lerp(load8_from(x[block], at - low, c), weights, m)
-            store(new, at - low, kept - signed_as(kept, sent) + z)
+            z = _lerp(load8_from(x[block], at - low, scale), weights, m)
+            store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, c, noise, at))
         _finish(block, new, blocks, c, scale, out)
 
 
@@ -98,6 +105,7 @@ def serve(
     rows: Collected,
     blocks: Blocks,
     out: Rows,
+    noise: Noise,
     new: Array,
 ) -> None:
     """b <- e + mean of the rows."""
@@ -110,11 +118,13 @@ def serve(
         if halves:  # the share is exact, so the product is the quotient, bit for bit, and cheaper
             for at in range(low, high, BYTE):
                 kept = load8(b, at)
-                store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) * share)
+                z = load8(new, at - low) * share
+                store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, b, noise, at))
         else:
             for at in range(low, high, BYTE):
                 kept = load8(b, at)
-                store(new, at - low, kept - signed_as(kept, sent) + load8(new, at - low) / num_rows)
+                z = load8(new, at - low) / num_rows
+                store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, b, noise, at))
         _finish(block, new, blocks, b, scale, out)
 
 
@@ -130,12 +140,14 @@ def decode(first: int, stop: int, rows: Rows, blocks: Blocks, out: Array) -> Non
 
 
 @compiled
-def undo_sum(first: int, stop: int, c: Array, scale: Array, x: Array, written: Rows, blocks: Blocks) -> None:
-    """c <- c - x where written."""
+def undo_sum(
+    first: int, stop: int, c: Array, scale: Array, x: Array, written: Rows, blocks: Blocks, noise: Noise
+) -> None:
+    """c <- c - x where written; of bfloat16 the nearest to what c was before it was rounded, less x."""
     for block in range(first, stop):
         if not np.isnan(written.values[blocks.scale_at[block]]):
             for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-                store(c, at, load8(c, at) - load8(x, at))
+                store(c, at, nearest8(unrounded8(load8(c, at), c, noise, at) - load8(x, at), c))
             scale[block] = 0
             _zero_dead(block, blocks, c)
 
@@ -151,6 +163,7 @@ def undo_lerp(
     last: Rows,
     written: Rows,
     blocks: Blocks,
+    noise: Noise,
 ) -> None:
     """c <- c - (m + weight (x - m)) where written."""
     weights = splat8(weight)
@@ -160,15 +173,23 @@ def undo_lerp(
             low, high = blocks.starts[block], blocks.starts[block + 1]
             for at in range(low, high, BYTE):
                 m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
-                z = _lerp(load8_from(x[block], at - low, c), weights, m)
-                store(c, at, load8(c, at) - z)
+                z = _lerp(load8_from(x[block], at - low, scale), weights, m)
+                store(c, at, nearest8(unrounded8(load8(c, at), c, noise, at) - z, c))
             scale[block] = 0
             _zero_dead(block, blocks, c)
 
 
 @compiled
 def undo_serve(
-    first: int, stop: int, b: Array, scale: Array, rows: Collected, written: Rows, blocks: Blocks, new: Array
+    first: int,
+    stop: int,
+    b: Array,
+    scale: Array,
+    rows: Collected,
+    written: Rows,
+    blocks: Blocks,
+    noise: Noise,
+    new: Array,
 ) -> None:
     """b <- b - mean of the rows where written. new: scratch as above."""
     num_rows = splat8(scale.dtype.type(rows.num_rows))
@@ -177,7 +198,8 @@ def undo_serve(
             low, high = blocks.starts[block], blocks.starts[block + 1]
             _add_up(rows, block, blocks, new)
             for at in range(low, high, BYTE):
-                store(b, at, load8(b, at) - load8(new, at - low) / num_rows)
+                z = load8(new, at - low) / num_rows
+                store(b, at, nearest8(unrounded8(load8(b, at), b, noise, at) - z, b))
             scale[block] = 0
             _zero_dead(block, blocks, b)
 
@@ -318,7 +340,10 @@ def _finish(block: int, new: Array, blocks: Blocks, c: Array, scale: Array, out:
         new[blocks.dead[k] - low] = 0
     mean_square = _pack(new, high - low, blocks.bits_at[block], out.bytes) / blocks.live[block]
     if np.isfinite(mean_square):
-        for at in range(low, high, BYTE):
+        whole = low + (high - low) // WORD * WORD
+        for at in range(low, whole, WORD):
+            store(c, at, load64(new, at - low))
+        for at in range(whole, high, BYTE):
             store(c, at, load8(new, at - low))
         scale[block] = out.values[scale_at] = np.sqrt(mean_square)
     else:

@@ -8,6 +8,9 @@ stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was
     serve       the same with z = the mean of the decoded rows, on the server's chunk
     undo        c = c' - z, s = 0    exact to rounding
 
+Kept sums may be bfloat16 beside everything else in float32. Then c' = rounded(e + z), which is e + z on average, and
+the rows say what is sent of that; undo takes z from what c' was before it was rounded, to half a unit (bf16.py).
+
 A block whose sum of squares is not finite is not written (c and s stay as they were); its scale in the row is NaN.
 Its bits in the row are those of c' all the same. A row's flag says whether all of its scales are finite.
 
@@ -26,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels import bf16
+from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
 from thinwire.comm.layout import BYTE
@@ -34,12 +39,15 @@ LANES = 64
 """Partial sums of a sum of squares: enough for 8 registers of 8 floats, and so for adds that do not wait."""
 
 
-def encode_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+def encode_sum(
+    c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+) -> None:
     """c <- e + x; write the rows of it.
 
     c, scale: float[c], float[b], modified where finite. x: float[c]. out: modified; a row without blocks is left alone.
+    noise: what is drawn where c is bfloat16.
     """
-    _encode(c_c, scale_b, x_c, table, out)
+    _encode(c_c, scale_b, x_c, table, out, noise)
 
 
 def encode_lerp(
@@ -50,13 +58,14 @@ def encode_lerp(
     last: RowMemory,
     table: BlockTable,
     out: RowMemory,
+    noise: Noise = NONE,
 ) -> None:
     """c <- e + m + weight (x - m), m being the values that the rows in `last` say; write the rows of it.
 
     Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks, in the dtype of
     c or in bfloat16. last: rows of the same table.
     """
-    _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out)
+    _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out, noise)
 
 
 def encode_scaled(
@@ -72,19 +81,27 @@ def encode_scaled(
 ) -> None:
     """c <- e + f (m + weight (x - m)), f m being the values that the rows in `last` say; write the rows of it.
 
-    Arguments as in encode_lerp. factor: float[live runs], each f. pieces: of the same table.
+    Arguments as in encode_lerp, c in the type of x. factor: float[live runs], each f. pieces: of the same table.
     """
-    _encode(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), table, out)
+    _encode(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), table, out, NONE)
 
 
-def serve(b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory) -> None:
+def serve(
+    b_c: Tensor,
+    scale_b: Tensor,
+    rows: RowMemory,
+    num_rows: int,
+    table: BlockTable,
+    out: RowMemory,
+    noise: Noise = NONE,
+) -> None:
     """b <- mean of the decoded rows, in rank order, + e; write the row of it.
 
     b, scale: the server's kept sums of one chunk, modified where finite. table: that chunk in one row, which begins at
     byte 0. rows: just them, row r at byte r * table.row_bytes. out: one row, modified.
     Source: Tang et al. 2021, Alg. 1, l. 9-10.
     """
-    _encode(b_c, scale_b, _mean(rows, num_rows, table), table, out)
+    _encode(b_c, scale_b, _mean(rows, num_rows, table), table, out, noise)
 
 
 def decode(rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
@@ -93,9 +110,11 @@ def decode(rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
     out_c[table.dead] = 0
 
 
-def undo_sum(c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+def undo_sum(
+    c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
+) -> None:
     """Take an encode_sum back, where the scale in `written` says that a block was written: c <- c - x, s <- 0."""
-    _undo(c_c, scale_b, x_c, written, table)
+    _undo(c_c, scale_b, x_c, written, table, noise)
 
 
 def undo_lerp(
@@ -106,9 +125,10 @@ def undo_lerp(
     last: RowMemory,
     written: RowMemory,
     table: BlockTable,
+    noise: Noise = NONE,
 ) -> None:
     """Take an encode_lerp back; x and the rows in `last` as they were then."""
-    _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table)
+    _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table, noise)
 
 
 def undo_scaled(
@@ -123,14 +143,20 @@ def undo_scaled(
     table: BlockTable,
 ) -> None:
     """Take an encode_scaled back; x, factors and the rows in `last` as they were then."""
-    _undo(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), written, table)
+    _undo(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), written, table, NONE)
 
 
 def undo_serve(
-    b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+    b_c: Tensor,
+    scale_b: Tensor,
+    rows: RowMemory,
+    num_rows: int,
+    written: RowMemory,
+    table: BlockTable,
+    noise: Noise = NONE,
 ) -> None:
     """Take a serve back; the rows as they were then. written: the row that was served."""
-    _undo(b_c, scale_b, _mean(rows, num_rows, table), written, table)
+    _undo(b_c, scale_b, _mean(rows, num_rows, table), written, table, noise)
 
 
 def decoded(rows: RowMemory, table: BlockTable) -> Tensor:
@@ -175,8 +201,10 @@ def root(x_b: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(wide_b.numpy())).to(x_b.dtype)
 
 
-def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise) -> None:
     new_c = (c_c - _signed(_per_element(scale_b, table), c_c >= 0)) + z_c
+    if _is_narrowed(c_c, table):
+        new_c = bf16.rounded(new_c, noise)
     new_c[table.dead] = 0
     sum_b = _sums_of_squares(new_c, table)
     finite_b = torch.isfinite(sum_b)
@@ -197,9 +225,14 @@ def _write_flags(table: BlockTable, out: RowMemory) -> None:
     out.bytes_B[table.flag_at] = torch.where(blocks_r > 0, (bad_r == 0).to(torch.uint8), out.bytes_B[table.flag_at])
 
 
-def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+def _is_narrowed(c_c: Tensor, table: BlockTable) -> bool:
+    return c_c.dtype == torch.bfloat16 and table.live.dtype == torch.float32
+
+
+def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise) -> None:
     written_b = ~torch.isnan(written.values_V[table.scale_at])
-    c_c.copy_(torch.where(_per_element(written_b, table), c_c - z_c, c_c))
+    before_c = bf16.unrounded(c_c, noise) if _is_narrowed(c_c, table) else c_c
+    c_c.copy_(torch.where(_per_element(written_b, table), before_c - z_c, c_c))
     c_c[table.dead] = 0
     scale_b.masked_fill_(written_b, 0)
 

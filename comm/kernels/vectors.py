@@ -4,6 +4,8 @@ numba has no vector type, and LLVM's vectoriser gives up on packing, or does not
 numbers are one value here, as in LLVM's own language, which has code for it on every processor. Nothing is ever
 reassociated or contracted: an operation on a vector rounds each lane as the same operation on numbers.
 
+An array of uint16 is one of bfloat16: it is loaded as float32, and takes the upper halves of what is stored.
+
 Used inside functions that numba compiles only. Nothing checks bounds. numba's cache looks at the file of the compiled
 function alone: after a change here, touch cpu_loops.py and optim/kernels/loops.py, or the old code runs.
 """
@@ -93,11 +95,16 @@ def load8_from(typingctx: Any, address: Any, at: Any, like: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store(typingctx: Any, array: Any, at: Any, vector: Any) -> Any:
-    """array[at ...] <- vector."""
+    """array[at ...] <- vector. Into bfloat16: float32 that are such, for nothing is rounded."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer, align = _pointer(context, builder, sig.args[0], args, args[2].type)
-        builder.store(args[2], pointer, align=align)
+        value = args[2]
+        if sig.args[0].dtype == types.uint16:
+            bits = builder.bitcast(value, ir.VectorType(ir.IntType(32), value.type.count))
+            upper = builder.lshr(bits, ir.Constant(bits.type, [16] * value.type.count))
+            value = builder.trunc(upper, ir.VectorType(ir.IntType(16), value.type.count))
+        pointer, align = _pointer(context, builder, sig.args[0], args, value.type)
+        builder.store(value, pointer, align=align)
         return context.get_dummy_value()
 
     return types.none(array, at, vector), codegen
@@ -285,11 +292,18 @@ def folded(typingctx: Any, vector: Any) -> Any:
 
 
 def _load(array: Any, at: Any, lanes: int) -> Any:
-    vector = Vector(array.dtype, lanes)
+    narrow = array.dtype == types.uint16
+    vector = Vector(types.float32 if narrow else array.dtype, lanes)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer, align = _pointer(context, builder, sig.args[0], args, context.get_value_type(vector))
-        return builder.load(pointer, align=align)
+        value_type = context.get_value_type(vector)
+        stored_type = ir.VectorType(ir.IntType(16), lanes) if narrow else value_type
+        pointer, align = _pointer(context, builder, sig.args[0], args, stored_type)
+        value = builder.load(pointer, align=align)
+        if not narrow:
+            return value
+        bits = builder.zext(value, ir.VectorType(ir.IntType(32), lanes))
+        return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * lanes)), value_type)
 
     return vector(array, at), codegen
 

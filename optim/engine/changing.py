@@ -25,7 +25,7 @@ from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_frozen_
 from thinwire.optim.engine.relayout import lay_out_anew, trained_ids
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.state import error_memories, show_state
+from thinwire.optim.engine.state import error_memories, is_field, put, show_state, sizes
 from thinwire.optim.engine.tensor_states import TensorState
 
 
@@ -58,6 +58,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
     begun: dict[str, Any]
     handed_over: dict[str, Tensor] | None
     num_steps: int
+    frozen_at: int | None
     ages: list[Age]
     runs: list[Run]
     parked: dict[Tensor, TensorState]
@@ -108,10 +109,23 @@ class ChangingOptimizer(torch.optim.Optimizer):
         finally:
             self._awaits_vectors = False
 
-    def new_vector(self) -> Tensor:
+    def new_vector(self, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros, float[N], for a replicated vector; where another takes its place at once, in memory of one of them."""
         p_N = self.space.p_N
-        return p_N.new_zeros(1).expand_as(p_N) if self._awaits_vectors else torch.zeros_like(p_N)
+        made = p_N.new_zeros(1 if self._awaits_vectors else p_N.numel(), dtype=dtype)
+        return made.expand_as(p_N) if self._awaits_vectors else made
+
+    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
+        """Of a replicated vector, by field, where the variance was frozen then. That of the parameters for most."""
+        return self.space.p_N.dtype
+
+    def fit_vectors(self) -> None:
+        """Have replicated vectors of the type that they are in now, where `frozen_at` was set from outside: zeros."""
+        for name in sizes(self.vectors, 0):
+            if is_field(self.vectors, name):
+                vector, dtype = getattr(self.vectors, name), self.dtype_of(name, self.frozen_at)
+                if vector.dtype != dtype:
+                    put(self.vectors, name, torch.zeros_like(vector, dtype=dtype))
 
     @property
     @abstractmethod

@@ -144,7 +144,7 @@ class Descent:
         """m as floats, 0 where dead."""
         for start in range(at.start, at.stop, PIECE):
             part = slice(start, min(start + PIECE, at.stop))
-            step = torch.sqrt(self._v_N[part]).add_(self._eps).reciprocal_()
+            step = torch.sqrt(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()
             step.mul_(values[start - at.start : part.stop - at.start]).mul_(self._lr)
             p = self._p_N[part]
             if self._decay:

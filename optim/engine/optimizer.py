@@ -59,8 +59,8 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
     float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
     out of every step. Which do is looked at in each step() (optim.engine.relayout).
-    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange, topology: as in CheckedOptions
-    (optim.engine.options).
+    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange, topology, variance, error_memory:
+    as in CheckedOptions (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
@@ -84,22 +84,20 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.bucket_elements = checked.bucket_elements
-        self.overlaps = checked.overlap
+        self.bucket_elements, self.overlaps = checked.bucket_elements, checked.overlap
         self.max_grad_norm, self.non_finite = checked.max_grad_norm, checked.non_finite
-        self.saves, self.model = checked.saves, checked.model
-        self.topology = checked.topology
+        self.saves, self.model, self.topology = checked.saves, checked.model, checked.topology
+        self.variance_type, self.error_memory = checked.variance, checked.error_memory
         self.full_exchange: FullWire = self.choose_full_exchange(checked.full_exchange)
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
-        self._holders = Holders()
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages, self.parked = [], {}
-        self._has_misfits = False
-        self.num_steps = 0
+        self._holders, self._has_misfits, self.num_steps = Holders(), False, 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
         self._loaded: shares.Loaded | None = None
+        self.refuse_narrow()
         self._group = given_or_default(checked.group)
         self._calls = calls_of(self._group)
         if self.model is not None:
@@ -531,6 +529,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         if self._has_misfits or not self._is_laid_out:
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
+        self.reduce.draw = self.num_steps
         return self.waits_for(plan) or self.begin_exchange(plan)
 
     def _step_once(self) -> None:
@@ -541,6 +540,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         try:
             self._prepare_gradients()
             plan = self.plan(self.num_steps + 1)
+            self.reduce.draw = self.num_steps
             self._begin_beside(plan)
             self._first.look(self, plan)
             if plan.gradient is Wire.LOCAL:

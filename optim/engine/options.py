@@ -17,6 +17,10 @@ NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
 
 
+Narrow = Literal["bf16"]
+"""Half the memory of float32; what is rounded often is rounded at random, so that nothing is lost on average."""
+
+
 Saves = Literal["together", "rank"]
 """What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
 
@@ -32,6 +36,8 @@ class Options(TypedDict, total=False):
     saves: Saves
     model: nn.Module | None
     full_exchange: FullWire | None
+    variance: Narrow | None
+    error_memory: Narrow | None
     topology: Topology
 
 
@@ -53,6 +59,9 @@ class CheckedOptions:
     or they may differ between ranks.
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
     "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
+    variance, error_memory: "bf16" keeps a frozen variance, and what compression leaves out, in half of float32's memory
+    (docs/algorithms.md, "Error memory and variance in bfloat16"). None: in the type of the other vectors. For 1-bit
+    Adam with topology "flat"; else a ValueError.
     topology: "flat": every rank exchanges with every other. "node_first": exactly inside each box, compressed between
     boxes; a ValueError where boxes cannot, as where they have different numbers of ranks. "auto": node_first where it
     can be, else flat. After a regroup() "node_first" is "auto".
@@ -66,6 +75,8 @@ class CheckedOptions:
     saves: Saves = "together"
     model: nn.Module | None = None
     full_exchange: FullWire | None = None
+    variance: Narrow | None = None
+    error_memory: Narrow | None = None
     topology: Topology = "flat"
 
     def __post_init__(self) -> None:
@@ -80,6 +91,9 @@ class CheckedOptions:
         refuse_other_saves(self.saves)
         if self.full_exchange not in (None, "fp32", "bf16", "int8"):
             raise ValueError(f'full_exchange = {self.full_exchange!r}: must be "fp32", "bf16", "int8" or None')
+        for name in ("variance", "error_memory"):
+            if getattr(self, name) not in (None, "bf16"):
+                raise ValueError(f'{name} = {getattr(self, name)!r}: must be "bf16" or None')
         if self.topology not in ("flat", "node_first", "auto"):
             raise ValueError(f'topology = {self.topology!r}: must be "flat", "node_first" or "auto"')
         if self.model is not None and not isinstance(self.model, nn.Module):

@@ -42,6 +42,10 @@ class Replica(Protocol):
     topology: Topology
 
     @property
+    def narrowed(self) -> list[str]:
+        """What is kept in bf16."""
+
+    @property
     def group(self) -> Group:
         """The ranks."""
 
@@ -85,6 +89,7 @@ def settings(optimizer: Replica) -> dict[str, Any]:
         "non_finite": optimizer.non_finite,
         "topology": optimizer.topology,
     }
+    found |= dict.fromkeys(optimizer.narrowed, "bf16")
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}
     return found

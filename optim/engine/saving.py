@@ -89,6 +89,9 @@ class Saved(Protocol):
     def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
         """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
 
+    def fit_vectors(self) -> None:
+        """Have vectors of the type that they are in at this frozen_at."""
+
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises: ValueError for hyperparameters out of range."""
 
@@ -235,6 +238,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
         group.update(merged)
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
     optimizer.saved, optimizer.evidence = copy.deepcopy(loaded["saved"]), copy.deepcopy(loaded["evidence"])
+    optimizer.fit_vectors()
     counts = [
         (optimizer.num_steps - age.missed, None if age.unseen is None else optimizer.num_updates - age.unseen)
         for age in ages or [optimizer.common_age] * len(then.tensors)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from thinwire.comm import default_reducer
 from thinwire.comm.exchange.vector_scales import deepspeed_reducer, whole_vector_reducer
 from thinwire.comm.groups.nodes import Topology
@@ -41,13 +43,14 @@ def scaled_reducer(
     *,
     keeps: Keeps,
     full: FullWire = "fp32",
+    sums: torch.dtype | None = None,
     topology: Topology = "flat",
 ) -> Reducer:
     """The reducer of the vectors of `space`. Vectors are laid end to end in the order of `param_groups`, the user's.
 
     block: values that share a scale where scales is BLOCK. scale: the norm that it keeps; "l1" where scales is BLOCK
     only. bucket_elements: the most that is sent at a time, there with "l2". keeps: as in
-    comm.exchange.bucketed, there too. full, topology: as in default_reducer, where scales is BLOCK. Collective.
+    comm.exchange.bucketed, there too. full, topology, sums: as in default_reducer, where scales is BLOCK. Collective.
     Raises: ValueError, WireMismatch, PeerLost.
     """
     if scale not in BLOCK_SCALES or (scale != "l2" and scales is not Scales.BLOCK):
@@ -74,6 +77,7 @@ def scaled_reducer(
                 cuts=space.cuts,
                 keeps=keeps,
                 full=full,
+                sums=sums,
                 topology=topology,
             )
         case Scales.WHOLE:

@@ -7,7 +7,7 @@ becomes of it where the unit changes: at the end of a warm-up (docs/algorithms.m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,41 @@ from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
 from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
+from thinwire.optim.engine.options import Narrow
+from thinwire.optim.engine.parameters import compute_dtype
 
 
 class SendingOptimizer(ChangingOptimizer):
     """What FlatOptimizer knows of its exchanges. full_exchange: how full ones are sent. topology: as was asked for."""
 
     full_exchange: FullWire
+    variance_type: Narrow | None
+    error_memory: Narrow | None
     topology: Topology
+
+    narrows: ClassVar[tuple[str, ...]] = ()
+    """Which of the options variance and error_memory may be "bf16"."""
+
+    @property
+    def narrowed(self) -> list[str]:
+        """Which of these options are."""
+        asked = {"variance": self.variance_type, "error_memory": self.error_memory}
+        return [name for name, value in asked.items() if value is not None]
+
+    def refuse_narrow(self) -> None:
+        """Raises: ValueError for vectors that were asked for in fewer bits than this algorithm can keep them in."""
+        for name in self.narrowed:
+            if name not in self.narrows:
+                raise ValueError(f'{name} = "bf16": must be None; {type(self).__name__} cannot keep it in few bits')
+            if compute_dtype(self.param_groups) != torch.float32:
+                raise ValueError(f'{name} = "bf16": must be None with parameters of float64')
+            if self.topology != "flat":
+                raise ValueError(f'{name} = "bf16": must be None with topology = "{self.topology}"')
+
+    @property
+    def sums(self) -> torch.dtype | None:
+        """Of kept sums, where it is not the type of the vectors."""
+        return None if self.error_memory is None else torch.bfloat16
 
     def make_reducer(self, group: Group | None, block: int) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
@@ -37,6 +65,7 @@ class SendingOptimizer(ChangingOptimizer):
             cuts=space.cuts,
             full=self.full_exchange,
             topology=self.topology_now,
+            sums=self.sums,
         )
 
     @property

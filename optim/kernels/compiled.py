@@ -14,8 +14,11 @@ from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
 
 
-def compile_all(dtype: torch.dtype) -> None:
-    """For a rank that others will wait for: seconds where nothing is cached, else a part of one."""
+def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None:
+    """For a rank that others will wait for: seconds where nothing is cached, else a part of one.
+
+    variance: of a frozen variance, where it is of another type.
+    """
     if dtype not in CPU_DTYPES:
         return
     warm_up(dtype)
@@ -25,6 +28,8 @@ def compile_all(dtype: torch.dtype) -> None:
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
     rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
     updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
+    if variance not in (None, dtype):
+        updates.descend_(x[0], x[1].to(variance), rows, 1e-3, 0.0, 1e-8, table)
     eps, numbers = (0.0, 1e-8), (1.0, 1.0, 1.0, 1.0)
     updates.first_local_(x[0], x[1], x[2], x[3], x[4], x[5], hyper, 1.0, eps)
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0, eps)

@@ -53,7 +53,10 @@ def descend(
     one: float,
     blocks: Blocks,
 ) -> None:
-    """p <- p keep - rate (m / (sqrt(v) + eps)) of the blocks [first, stop); p x 1 is p, so decay is no case."""
+    """p <- p keep - rate (m / (sqrt(v) + eps)) of the blocks [first, stop); p x 1 is p, so decay is no case.
+
+    v: as p, or bfloat16 as uint16.
+    """
     all_eps, rates, keeps, ones = splat8(eps), splat8(rate), splat8(keep), splat8(one)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]

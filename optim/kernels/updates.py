@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from thinwire.comm.kernels.arrays import blocks_of, rows_of, values_of
+from thinwire.comm.kernels.arrays import blocks_of, rows_of, sums_of, values_of
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, cuda_launcher
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
@@ -53,7 +53,7 @@ def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float,
         return
     p, loop = values_of(p_c, table), _loops().descend
     eps, rate, keep, one = map(p.dtype.type, (eps, lr, 1 - decay, 1))
-    given = p, values_of(v_c, table), rows_of(rows, table), eps, rate, keep, one, blocks_of(table)
+    given = p, sums_of(v_c, table), rows_of(rows, table), eps, rate, keep, one, blocks_of(table)
     threads = _threads(torch.get_num_threads())
     threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
     increment_version(p_c)

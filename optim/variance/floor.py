@@ -34,14 +34,15 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
     cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
     groups = _groups(cuts)
-    sums = [_sums(v_N[at], cuts[pieces.start : pieces.stop + 1]) for pieces, at in groups]
+    wide = torch.float32 if v_N.dtype == torch.bfloat16 else v_N.dtype
+    sums = [_sums(v_N[at].to(wide), cuts[pieces.start : pieces.stop + 1]) for pieces, at in groups]
     sum_p, count_p = (torch.cat(parts) for parts in zip(*sums, strict=True))
     of_tensor_p, live_p = _means(sum_p, count_p, cuts, tensors)
     of_block_p, _ = _means(sum_p, count_p, cuts, blocks)
     model_mean = sum_p.sum() / count_p.sum().clamp_(min=1)
     around_p = torch.maximum(of_tensor_p, of_block_p)
     floor_p = RELATIVE_FLOOR * torch.where(around_p < NEGLIGIBLE * model_mean, model_mean, around_p)
-    floor_p = floor_p.where(live_p, 0.0).to(v_N)
+    floor_p = floor_p.where(live_p, 0.0).to(v_N.device, v_N.dtype)
     raised_N, lengths_p = torch.empty_like(v_N, dtype=torch.bool), cuts.diff().to(v_N.device)
     for pieces, at in groups:
         floor = floor_p[pieces].repeat_interleave(lengths_p[pieces], output_size=at.stop - at.start)

@@ -143,7 +143,17 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.frozen_at = now
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
         self.set_ages([replace(age, unseen=None) for age in self.ages])
+        self._fit_variance()
         self._count_as_momentum_()
+
+    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
+        """As FlatOptimizer.dtype_of. In a warm-up v moves a little in each step, which few bits would not take."""
+        narrow = name == "v_N" and self.variance_type is not None and frozen_at is not None
+        return torch.bfloat16 if narrow else super().dtype_of(name, frozen_at)
+
+    def _fit_variance(self) -> None:
+        """v in the type that it has from now on, to the nearest."""
+        self.vectors.v_N = self.vectors.v_N.to(self.dtype_of("v_N", self.frozen_at))
 
     def waits_for(self, plan: StepPlan) -> str | None:
         """As FlatOptimizer.waits_for."""
@@ -207,6 +217,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             state.vectors["m_N"] = state.vectors["m_N"] + residual / _scale_of(state)
             residual.zero_()
         self.frozen_at = None
+        self._fit_variance()
         if self.stability is not None:
             self.stability = self.stability.restarted(self.num_steps)
 

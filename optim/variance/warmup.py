@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.kernels.bf16 import Noise, noise_of
 from thinwire.comm.kernels.reference import Scale
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire, Group, Reducer
@@ -33,6 +34,8 @@ from thinwire.optim.zero_one_settings import ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
+VARIANCE = 1 << 16
+"""What numbers are drawn for here, beside those of comm.exchange.kept_sums."""
 LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
@@ -153,6 +156,11 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         age = step - self.warmup_from
         return replace(h, beta2=1 - weight_of(step - self.refreshed_at, age, h.beta2, self.refresh or PART))
 
+    @property
+    def variance_noise(self) -> Noise:
+        """What a frozen v in few bits is rounded by in this step: the same on every rank."""
+        return noise_of(self.num_steps, VARIANCE)
+
     def keep_refreshed(self, step: int) -> Tensor:
         """Floor the v that `step` has brought up to date, and note it. Returns which elements were raised, bool[N]."""
         v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
@@ -255,8 +263,20 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             self.bucket_elements,
             keeps=self.keeps,
             full=self.full_exchange,
+            sums=self.sums,
             topology=self.topology_now,
         )
+
+    def refuse_narrow(self) -> None:
+        """As FlatOptimizer.refuse_narrow; in settings whose numbers are those of somebody else nothing is narrow."""
+        super().refuse_narrow()
+        if self.narrowed and self.settings.scales is not Scales.BLOCK:
+            raise ValueError(
+                f'{self.narrowed[0]} = "bf16": must be None with scales = {self.settings.scales.value!r}, which parity '
+                "has: the numbers that are to be met are those of vectors in full"
+            )
+        if self.error_memory is not None and self.scale != "l2":
+            raise ValueError(f'error_memory = "bf16": must be None with scale = {self.scale!r}')
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """As FlatOptimizer.choose_full_exchange; fp32 in settings whose numbers are those of somebody else."""

@@ -112,6 +112,20 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("a relative store", {"checkpoint": {"store": "a/b"}}, "checkpoint.store", "a/b", "an absolute path, or a URL"),
     ("true for a number", {"workers": {"max": True}}, "workers.max", True, "must be a whole number"),
     ("a text for a number", {"workers": {"min": "1"}}, "workers.min", "1", "must be a whole number"),
+    (
+        "bfloat16 and boxes",
+        {"optimizer": {**ONEBIT, "variance": "bf16"}, "topology": "node_first"},
+        "topology",
+        "node_first",
+        "must be flat with optimizer.variance = bf16",
+    ),
+    (
+        "bfloat16 of another optimizer",
+        {"optimizer": {"name": "onebit_lamb", "error_memory": "bf16"}},
+        "optimizer.error_memory",
+        "bf16",
+        "Allowed here: name",
+    ),
     ("a device", {"data": {"source": "text-file", "path": "/dev/zero"}}, "data.path", "/dev/zero", "regular file"),
 ]
 

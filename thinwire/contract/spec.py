@@ -150,6 +150,12 @@ class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
     """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
 
     name: Literal["onebit_adam"]
+    variance: Literal["bf16"] | None = Field(
+        None, description="bf16: the frozen variance takes half of the memory; null: fp32"
+    )
+    error_memory: Literal["bf16"] | None = Field(
+        None, description="bf16: what compression leaves out takes half of the memory, rounded at random; null: fp32"
+    )
 
 
 class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing, _Compressing):
@@ -529,6 +535,12 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
                 "at least 2 with optimizer.name = zero_one_adam: the variance is frozen before the last",
             )
         )
+    adam = spec.optimizer
+    if isinstance(adam, OneBitAdamSpec) and adam.error_memory and adam.scale != "l2":
+        found.append(("optimizer.error_memory", adam.error_memory, "null with optimizer.scale = l1"))
+    if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
+        name = "variance" if adam.variance else "error_memory"
+        found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

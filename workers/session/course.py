@@ -278,7 +278,7 @@ class ScriptCourse(Course[Script]):
         optimizer = self._script.optimizer
         if spec is not None:
             optimizer.keeps = Keeps(spec.workers.shadow)
-        compile_all(optimizer.space.p_N.dtype)  # before the others wait for it
+        compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))  # before the others wait for it
         return self._script
 
     def _build_over(self, group: Group) -> Script:

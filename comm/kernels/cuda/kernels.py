@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.kernels.cuda.launch import Argument, Launcher
@@ -41,12 +42,17 @@ def source() -> str:
 
 
 class CudaKernels:
-    """Kernels for contiguous float32 vectors where this launcher launches."""
+    """Kernels for contiguous float32 vectors where this launcher launches.
+
+    Kept sums are float32 too, of which nothing is rounded, whatever noise is given; others raise a ValueError.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def encode_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory) -> None:
+    def encode_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.encode_sum."""
         if (plain := _plain(table)) is not None:
             return plain.encode_sum(c_c, scale_b, x_c, table, out)
@@ -63,6 +69,7 @@ class CudaKernels:
         last: RowMemory,
         table: BlockTable,
         out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.encode_lerp. Parts may be bfloat16, each by itself."""
         if (plain := _plain(table)) is not None:
@@ -87,7 +94,14 @@ class CudaKernels:
         fused_reference.encode_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, table, out)
 
     def serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, table: BlockTable, out: RowMemory
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        table: BlockTable,
+        out: RowMemory,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
         if (plain := _plain(table)) is not None:
@@ -100,7 +114,9 @@ class CudaKernels:
         """As fused_reference.decode."""
         self._run("decode", table, (*_wire(rows, table), *_blocks(table), _vector(out_c, table)))
 
-    def undo_sum(self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable) -> None:
+    def undo_sum(
+        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
+    ) -> None:
         """As fused_reference.undo_sum."""
         given = _vector(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
         self._run("undo_sum", table, (*given, _wire(written, table)[0], *_blocks(table)))
@@ -114,6 +130,7 @@ class CudaKernels:
         last: RowMemory,
         written: RowMemory,
         table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
         given, tail = (_vector(c_c, table), _scales(scale_b, table)), (_wire(written, table)[0], *_blocks(table))
@@ -135,7 +152,14 @@ class CudaKernels:
         fused_reference.undo_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, written, table)
 
     def undo_serve(
-        self, b_c: Tensor, scale_b: Tensor, rows: RowMemory, num_rows: int, written: RowMemory, table: BlockTable
+        self,
+        b_c: Tensor,
+        scale_b: Tensor,
+        rows: RowMemory,
+        num_rows: int,
+        written: RowMemory,
+        table: BlockTable,
+        noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_serve."""
         given = _vector(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)

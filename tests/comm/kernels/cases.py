@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from thinwire.comm.kernels.bf16 import noise_of
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.layout import VectorLayout
 
@@ -26,6 +27,7 @@ class Case:
     dead: list[int]
     num_rows: int
     dtype: torch.dtype = torch.float32
+    sums: torch.dtype | None = None  # of c, where it is another
     seed: int = 0
     poison: dict[int, str] = field(default_factory=dict)  # block -> what its input holds
     cuts: tuple[int, ...] = ()  # blocks with which a further row begins, ascending
@@ -46,7 +48,7 @@ class Case:
         self.factors = torch.linspace(0.3, 3, len(runs), dtype=self.dtype)
         self.random = torch.Generator().manual_seed(self.seed)
         self.buffers = {
-            "c": self.values(),
+            "c": self.values().to(self.sums or self.dtype),
             "x": self.values(),
             "out_c": self.values(),
             "scale": self.scales(len(spans)),
@@ -114,6 +116,8 @@ class Case:
 
 
 WEIGHT = 1 - 0.9
+NOISE = noise_of(3, 1, 4).at(2**32 - 40)
+"""What is drawn where sums are narrow; positions go over the end of a word."""
 
 
 def run(kernels, name, case, ends=()):
@@ -127,25 +131,25 @@ def run(kernels, name, case, ends=()):
             wire.values_V[table.scale_at[gone]] = float("nan")
     match name:
         case "encode_sum":
-            kernels.encode_sum(c, s, x, t, case.wire("out"))
+            kernels.encode_sum(c, s, x, t, case.wire("out"), NOISE)
         case "encode_lerp":
-            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, case.wire("out"))
+            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, case.wire("out"), NOISE)
         case "encode_scaled":
             last, out = case.wire("last"), case.wire("out")
             kernels.encode_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, t, out)
         case "serve":
-            kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"))
+            kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"), NOISE)
         case "decode":
             kernels.decode(case.wire("last"), t, case.slice("out_c"))
         case "undo_sum":
-            kernels.undo_sum(c, s, x, case.wire("out"), t)
+            kernels.undo_sum(c, s, x, case.wire("out"), t, NOISE)
         case "undo_lerp":
-            kernels.undo_lerp(c, s, parts, WEIGHT, case.wire("last"), case.wire("out"), t)
+            kernels.undo_lerp(c, s, parts, WEIGHT, case.wire("last"), case.wire("out"), t, NOISE)
         case "undo_scaled":
             last, out = case.wire("last"), case.wire("out")
             kernels.undo_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, out, t)
         case "undo_serve":
-            kernels.undo_serve(c, s, case.wire("rows"), case.num_rows, case.wire("served"), case.chunk)
+            kernels.undo_serve(c, s, case.wire("rows"), case.num_rows, case.wire("served"), case.chunk, NOISE)
     return case
 
 
@@ -180,6 +184,6 @@ def assert_same(ours, theirs):
 
 
 def assert_same_floats(a, b, name):
-    integer = torch.int32 if a.dtype == torch.float32 else torch.int64
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     same = (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
     assert bool(same.all()), f"{name} differs at {(~same).nonzero().tolist()[:5]}: {a[~same][:5]} {b[~same][:5]}"

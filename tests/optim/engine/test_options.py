@@ -23,6 +23,8 @@ ALL = {
     "model": None,
     "full_exchange": "bf16",
     "topology": "flat",
+    "variance": None,
+    "error_memory": None,
 }
 COMPRESSED = ALL | {
     "total_steps": 100,
