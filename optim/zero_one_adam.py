@@ -34,7 +34,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import BYTE, round_up
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Result
 from thinwire.optim import adam_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FormedSum, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
@@ -495,8 +495,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if early:
             self.update_variance(groups)
         if exchange:
-            self._receive(groups, rounds)
-            self.reduce.commit()
+            result = self.reduce.result  # there until the next exchange, after the commit too
+            self.reduce.commit()  # first: where it is interrupted, nothing has moved
+            self._receive(groups, rounds, result)
             self.saved["num_syncs"] += 1
         elif plan.gradient is Wire.LOCAL:
             self.saved["rounds_skipped"] += 1
@@ -526,7 +527,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 kept.launch(k)
             kept.finish()
 
-    def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
+    def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""
         divisors, start_N = self.saved["divisors"], self.common_parameters
         for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
@@ -538,7 +539,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             longest = self.settings.longest_step * weight if weight else inf
             receipt = Receipt(self.space.p_N, start_N, self.vectors, h, self.settings, weight, longest, done.kept)
             for start, stop in receipt.parts():
-                self.reduce.result.read(receipt, start, stop)
+                result.read(receipt, start, stop)
 
     def _dense_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """A step of Adam on the mean gradient. Error memory, if a resumed run has any, waits for the first sync."""

@@ -159,6 +159,8 @@ class ThreadGroup(Blocking):
 
     def _show(self, collective: str, tensor: Tensor) -> list[Tensor]:
         meeting, calls = self._meeting, self.calls
+        if meeting.barrier.broken:  # others may still read what was shown
+            self._wait()
         at = Place(self._communicator, calls.begun[self._communicator] + 1, collective, tensor.nbytes)
         meeting.shown[self.rank], meeting.told[self.rank] = tensor, (at, calls.told(), calls.remedy)
         self._wait()
