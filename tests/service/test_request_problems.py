@@ -124,7 +124,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         {"optimizer": {"name": "onebit_lamb", "error_memory": "bf16"}},
         "optimizer.error_memory",
         "bf16",
-        "Allowed here: name",
+        "there is no such field; allowed here: ",
     ),
     ("a device", {"data": {"source": "text-file", "path": "/dev/zero"}}, "data.path", "/dev/zero", "regular file"),
 ]
