@@ -22,7 +22,7 @@ from thinwire.comm.default import given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BLOCK
-from thinwire.comm.protocol import FullWire, Group
+from thinwire.comm.protocol import Group
 from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
@@ -84,20 +84,23 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.bucket_elements, self.overlaps = checked.bucket_elements, checked.overlap
-        self.max_grad_norm, self.non_finite = checked.max_grad_norm, checked.non_finite
-        self.saves, self.model, self.topology = checked.saves, checked.model, checked.topology
-        self.variance_type, self.error_memory = checked.variance, checked.error_memory
-        self.full_exchange: FullWire = self.choose_full_exchange(checked.full_exchange)
+        self.bucket_elements = checked.bucket_elements
+        self.overlaps = checked.overlap
+        self.max_grad_norm = checked.max_grad_norm
+        self.non_finite = checked.non_finite
+        self.saves = checked.saves
+        self.model = checked.model
+        self.take_exchange(checked)
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages, self.parked = [], {}
-        self._holders, self._has_misfits, self.num_steps = Holders(), False, 0
+        self._holders = Holders()
+        self._has_misfits = False
+        self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
         self._loaded: shares.Loaded | None = None
-        self.refuse_narrow()
         self._group = given_or_default(checked.group)
         self._calls = calls_of(self._group)
         if self.model is not None:
@@ -141,12 +144,6 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def hypers(self, step: int) -> list[Any]:
         """The hyperparameters of now in step `step`, of every run of tensors of equal age; what `update` is given."""
         return [self.hyper(self.param_groups[run.group], run.span, run.seen(step)) for run in self.runs]
-
-    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
-        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
-        spans = zip(self.param_groups, self.space.spans, strict=True)
-        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
-        return [(part, group) for part, group in parts if part.start < part.stop]
 
     def note_evidence(self) -> None:
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""

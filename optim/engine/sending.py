@@ -17,7 +17,7 @@ from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
 from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
-from thinwire.optim.engine.options import Narrow
+from thinwire.optim.engine.options import CheckedOptions, Narrow
 from thinwire.optim.engine.parameters import compute_dtype
 
 
@@ -37,6 +37,14 @@ class SendingOptimizer(ChangingOptimizer):
         """Which of these options are."""
         asked = {"variance": self.variance_type, "error_memory": self.error_memory}
         return [name for name, value in asked.items() if value is not None]
+
+    def take_exchange(self, asked: CheckedOptions) -> None:
+        """Hold how exchanges are sent, and what they leave out is kept. Raises: ValueError for what cannot be."""
+        self.full_exchange = self.choose_full_exchange(asked.full_exchange)
+        self.topology = asked.topology
+        self.variance_type = asked.variance
+        self.error_memory = asked.error_memory
+        self.refuse_narrow()
 
     def refuse_narrow(self) -> None:
         """Raises: ValueError for vectors that were asked for in fewer bits than this algorithm can keep them in."""
@@ -95,6 +103,12 @@ class SendingOptimizer(ChangingOptimizer):
     def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
         """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
         return None
+
+    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
+        spans = zip(self.param_groups, self.space.spans, strict=True)
+        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
+        return [(part, group) for part, group in parts if part.start < part.stop]
 
     def gradient_weights(self) -> Tensor:
         """The same of every element: float[N], 0 where none is."""
