@@ -8,7 +8,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.engine.test_resume import everything, network, through_a_file, train, two_groups
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import Rank, new_ranks, together
+from tests.optim.regroup.ranks import Rank, new_ranks, together, until
 from tests.optim.seeded import seeded
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.errors import WireMismatch
@@ -254,6 +254,7 @@ def test_t6_survivors_of_a_death_hold_the_same_and_go_on(where, keeps):
         rank.optimizer.keeps = keeps
         rank.regroup(group)
         rank.train(group, step)
+        until(lambda: all(one.optimizer.num_steps >= step for one in ranks))  # else one may still be in its last wait
         buckets = len(rank.optimizer.reduce.buckets)
         call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
         group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
