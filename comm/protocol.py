@@ -194,6 +194,9 @@ class ErrorMemory(Protocol):
     def server_c(self) -> Tensor:
         """The error of re-encoding what this rank serves. For reading."""
 
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of the worker error and of the server error that are here. Local."""
+
     def errors(self) -> Errors:
         """The errors themselves, to be read and written: of means in few bits (exchange/narrow_mean.py). Local."""
 

@@ -157,6 +157,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         super().begin(memory)
         self._drawn = self.draw
         self._open().take_room(self._drawn)
+        for rows in self._rows:
+            rows.take_room()
         self._lost = self._lost_sums = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:

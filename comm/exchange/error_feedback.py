@@ -46,6 +46,10 @@ class ErrorFeedback:
         """All ranks hold a worker error of every element."""
         return self._group.size
 
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of both. Local."""
+        return torch.stack([torch.linalg.vector_norm(x) for x in (self.worker_N, self.server_c)]).square_()
+
     def errors(self) -> Errors:
         """Both, to be read and written."""
         self.version += 1

@@ -73,7 +73,7 @@ class BucketRows:
 
     chunks: the elements that each rank serves, counted from the start of the vector. span: of the bucket; own: of this
     rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
-    now: of the exchange under way; last: of the one committed last, None unless it is kept.
+    now: of the exchange under way; last: of the one committed last, None unless keeps_last, and before the first.
     gathered: the two sets, once they have been placed. replica: None unless it is asked for.
     row_bytes: of a row that is longer than this bucket's need.
     """
@@ -96,7 +96,8 @@ class BucketRows:
         self.table = BlockTable.of_rows(self.layout, self.chunks, block, like, row_bytes)
         self.own_table = BlockTable.of(self.layout, self.own.start, self.own.stop, block, like, self.table.row_bytes)
         self.now = Crossing.of(size, self.table.row_bytes, like)
-        self.last = Crossing.of(size, self.table.row_bytes, like) if keeps is Keeps.ROWS else None
+        self.keeps_last, self._like = keeps is Keeps.ROWS, like.new_empty(0)
+        self.last: Crossing | None = None
         self.served_B = torch.zeros_like(self.sent_nB[0])
         self.served = RowMemory.of(self.served_B, like.dtype)
         self.gathered: list[RowMemory] = []
@@ -123,6 +124,11 @@ class BucketRows:
     def collected(self) -> RowMemory:
         """All rows that are collected."""
         return self.now.collected
+
+    def take_room(self) -> None:
+        """Have memory for the last exchange too, before one begins: none before, as a regroup holds two of all this."""
+        if self.keeps_last and self.last is None:
+            self.last = Crossing.of(len(self.chunks), self.table.row_bytes, self._like)
 
     def turn(self) -> None:
         """What has crossed is the last exchange from now on, where that is kept."""
