@@ -16,6 +16,10 @@ TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 
+# Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
+# tests rewrites all of them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: run serve test test-fast test-all check manifests clean
 
 run: .venv/.worker
