@@ -113,7 +113,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
         self._rows = self._make_rows(codec.block, like, keeps)
-        self._results = [Received.of(self._rows, self._kernels, like) for _ in range(2)]
+        self._results: list[Received] = []
+        """Two, from the first begin() on: a warm-up needs none, and a regroup has the old ones too."""
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
@@ -159,6 +160,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._open().take_room(self._drawn)
         for rows in self._rows:
             rows.take_room()
+        if not self._results:
+            self._results = [Received.of(self._rows, self._kernels, self._like) for _ in range(2)]
         self._lost = self._lost_sums = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:

@@ -80,7 +80,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         self._between = Between(nodes.peers, codec, like, rows, nodes.number, threads=threads)
         kernels = kernels_for(like.device, like.dtype, threads)
         self._results = [rows.assembled(layout.numel, kernels, like) for _ in range(2)]
-        self._failed_B = torch.zeros_like(self._between.received(0))
+        self._failed_B = torch.zeros(rows.ends[-1], dtype=torch.uint8, device=like.device)
         self._own_M = like.new_zeros(self._slices.numel)
         """Of what was launched, the mean of the box on this rank's slices."""
         self._start_M: Tensor | None = None

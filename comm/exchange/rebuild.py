@@ -57,9 +57,9 @@ def add_rebuilt_(
                 part_N[start:stop].add_(sent_b[start - one.span.start : stop - one.span.start], alpha=SERVER / holders)
         _add_left(part_N, sent_b.mul_(len(missing) * WORKER / (holders * size)), one, missing)
         del sent_b
-        for rank in missing if result is not None else ():
+        for rank in missing:
             start, stop = one.chunks[rank]
-            if start < stop:
+            if result is not None and start < stop:
                 out_c = part_N.new_empty(stop - start)
                 result.decode_(out_c, start, stop)
                 part_N[start:stop].sub_(out_c, alpha=SERVER)

@@ -53,7 +53,6 @@ def test_a_job_that_runs_is_not_deleted(service: Service) -> None:
     answer = service.client.delete(f"/v1/jobs/{job}")
     assert answer.status_code == 409
     assert "CANCELLING: wait until it is over" in answer.text
-    assert "cancel it" in answer.json()["message"]
     assert service.run_dir(job).exists()
 
 
