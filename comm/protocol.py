@@ -53,7 +53,7 @@ class Pending(Protocol):
     """A collective that was started. Its tensors belong to it until `wait` returns."""
 
     def wait(self) -> None:
-        """Block, without the interpreter's lock, until the result is there (on a GPU: for this stream's next work).
+        """Block, without the interpreter's lock, until the result is there. comm.groups.watching.hold() does not block.
 
         Raises: PeerLost; then what was to be written is undefined.
         """

@@ -73,7 +73,7 @@ class ErrorFeedback:
 
     def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
-        part_N = self.worker_N / holders
+        part_N = self.worker_N / self.worker_N.new_full((), holders)
         start, stop = self._partition.bounds(self._group.rank)
         part_N[start:stop] += self.server_c
         return part_N

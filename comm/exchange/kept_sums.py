@@ -271,7 +271,8 @@ class KeptSums:
         missing: ranks that are gone: their server errors are added by those that keep them too.
         """
         self.refuse_torn()
-        part_N = self.worker_N.div_(holders)
+        part_N = self.worker_N
+        part_N.div_(part_N.new_full((), holders))
         for rows, kept in zip(self._rows, self._replica or (), strict=False):
             if rows.replica is not None and rows.replica.before in missing:
                 part_N[rows.replica.span] += kept.error(rows.replica.table)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span
 from thinwire.comm.protocol import Reader
@@ -105,6 +105,13 @@ class BucketRows:
         self.replica = ReplicaRows(self, block, rank, like) if keeps is Keeps.REPLICA else None
         self.served_B[0] = 1
 
+    def fuse(self) -> Tensor:
+        """What makes what this rank serves unusable, spoilt: the scales of the first collected row, or its own flag."""
+        if not self.own_table.numel:
+            return self.served_B[:1]
+        start = HEADER_BYTES // self.collected.values_V.element_size()
+        return self.collected.values_V[start : start + self.own_table.num_blocks]
+
     @property
     def sent_nB(self) -> Tensor:
         """Of the exchange under way, as the three that follow."""
@@ -184,11 +191,14 @@ class Received:
         flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
         return cls(RowMemory.of(bytes_B, like.dtype), parts, flag_at, rows[0].layout.numel, kernels)
 
-    def all_finite(self) -> bool:
-        """Whether every server could write all of its rows: the same on every rank. Waits for the device."""
+    def finite(self) -> Tensor:
+        """0-dim uint8: 1 where every server could write all of its rows, the same on every rank. Until the next call.
+
+        Waits for nothing.
+        """
         torch.index_select(self.wire.bytes_B, 0, self._flag_at, out=self._flags)
         torch.amin(self._flags, 0, out=self._finite)
-        return bool(self._finite)
+        return self._finite
 
     def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
         """out <- elements [start, stop) of the result, 0 where dead."""
