@@ -181,7 +181,12 @@ class BlockTable:
         tensors = starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at
         numbers = max(sizes_b.tolist(), default=0), int(starts[-1]), row_bytes, wire_bytes
         host = cls(*tensors, *numbers)
-        return host if like.device.type == "cpu" else cls(*(on_device(x, like.device) for x in tensors), *numbers, host)
+        if like.device.type == "cpu":
+            return host
+        starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at = (
+            on_device(x, like.device) for x in tensors
+        )
+        return cls(starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at, *numbers, host)
 
     @property
     def on_host(self) -> BlockTable:
@@ -218,8 +223,9 @@ class Pieces:
         starts = torch.tensor(sorted(bounds), dtype=torch.int64)
         run = torch.searchsorted(begin_r, starts[:-1], right=True).sub_(1).clamp_(min=0)
         first = torch.searchsorted(starts, at)
-        there = (on_device(x, table.starts.device) for x in (starts, first, run))
-        return cls(*there, len(layout.live), table.numel)
+        device = table.starts.device
+        places = on_device(starts, device), on_device(first, device), on_device(run, device)
+        return cls(*places, len(layout.live), table.numel)
 
     def spread(self, factor_r: Tensor) -> Tensor:
         """Each element's factor: float[c]. factor: float[live runs]."""

@@ -224,7 +224,8 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def note_evidence(self) -> None:
         """Put the evidence of the automatic rule among the saved values."""
         if self.stability is not None:
-            self.saved["stability"] = asdict(replace(self.stability, norms=self.stability.known_norms()))
+            self.stability.read_norms()
+            self.saved["stability"] = asdict(self.stability)
 
     def plain_state(self) -> dict[str, Any]:
         """As FlatOptimizer.plain_state, with the evidence of the automatic rule."""

@@ -137,9 +137,9 @@ class VarianceStability:
             return FrozenBy.RULE if self._may_freeze(step) else FrozenBy.CAP
         return FrozenBy.RULE if self._may_freeze(step) else None
 
-    def known_norms(self) -> list[float]:
-        """The norms as numbers, here and in the field from now on. Waits for the device where they are there."""
-        norms = [float(norm) for norm in self.norms]
+    def read_norms(self) -> list[float]:
+        """The norms, which are numbers in the field from now on. Waits for the device where they are there."""
+        norms = list(map(float, self.norms))
         self.norms = [*norms]
         return norms
 
@@ -150,7 +150,7 @@ class VarianceStability:
     def _ratio(self) -> float | None:
         if len(self.norms) <= self.window:
             return None
-        norms = self.known_norms()
+        norms = self.read_norms()
         old, new = norms[0], norms[-1]
         return min(old, new) / max(old, new) if max(old, new) > 0 else None
 

@@ -49,6 +49,8 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _waits: Counter[str] = Counter()
 _listening = [False]
+operations = [0]
+"""How many have been run."""
 _libraries: list[Any] = []
 
 
@@ -103,6 +105,7 @@ def _as(x: Tensor, kind: int) -> Tensor:
 
 
 def _run(op: Any, *given: Any, **named: Any) -> Any:
+    operations[0] += 1
     if _listening[0] and (why := _waits_for(op, given, named)):
         _note(why)
     leaves, form = tree_flatten((given, named))

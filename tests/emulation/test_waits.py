@@ -26,7 +26,7 @@ SELDOM = {
     "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed"},
     "0/1 Adam moves its variance": FLOOR
     | {"optim.variance.sparse.StaleVariance.use_", "optim.variance.sparse.StaleVariance.counts"},
-    "the automatic rule tests": {"optim.variance.when_to_freeze.VarianceStability.known_norms.<locals>.<listcomp>"},
+    "the automatic rule tests": {"optim.variance.when_to_freeze.VarianceStability.read_norms"},
     "buffers of model=": {
         "optim.engine.buffers.Buffers.equalise_",
         "optim.engine.buffers.Buffers._written",
