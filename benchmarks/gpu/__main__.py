@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = report.write(result, given.out or (REHEARSED if given.rehearse else RESULTS))
     print(report.table({**result, "parts": report.plain(found.parts)} if device.rehearsal else result))
     say(f"wrote {path}")
-    return 1 if found.failed else 0
+    return 1 if found.failed or any(one["exit"] for one in found.parts.get("tests", [])) else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 from benchmarks.convergence.provenance import ROOT
 from benchmarks.gpu import chain, kernels, nccl, steps
 from benchmarks.gpu.clock import Measured
+from benchmarks.gpu.echo import Echo
 
 SIZES = (25_000_000, 340_000_000, 1_300_000_000)
 TINY_SIZES = (4_096, 20_000, 1_300_000_000)
@@ -30,14 +31,13 @@ TESTS_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to measure. seconds: about; family: tasks of one cost by the value. needs_bytes: of the device."""
+    """One thing to measure. seconds: about. family: what is as much slower than that. needs_bytes: of the device."""
 
     part: str
     what: str
     seconds: float
     call: Callable[[], Any]
     family: str = ""
-    values: int = 0
     needs_bytes: int = 0
 
 
@@ -64,25 +64,24 @@ def tasks(device: Measured) -> list[Task]:
 
 
 def _of_size(device: Measured, numel: int) -> list[Task]:
-    name, room = f"{numel / 1e6:g} M values", 1.0 + numel / 25e6
+    name, room = f"{numel / 1e6:g} M values", numel / 25e6
     found = [
         Task(
             "kernels",
             f"each kernel, {name}",
-            4 * room,
+            3 + 0.4 * room,
             lambda: kernels.measured(device, numel),
             "kernels",
-            numel,
             kernels.BYTES_A_VALUE * numel,
         )
     ]
     for one in steps.OURS:
         what = f"{one.name} against fused Adam, {name}"
         call, needs = partial(_listed, partial(steps.measured, device, numel, one)), one.bytes_a_value * numel
-        found.append(Task("steps", what, 3 * room, call, one.name, numel, needs))
+        found.append(Task("steps", what, 4 + 0.6 * room, call, one.name, needs))
     needs = chain.BYTES_A_VALUE * numel
     what = f"DeepSpeed's chain against fused Adam, {name}"
-    found.append(Task("steps", what, 4 * room, lambda: [steps.measured_chain(device, numel)], "chain", numel, needs))
+    found.append(Task("steps", what, 4 + 0.6 * room, lambda: [steps.measured_chain(device, numel)], "chain", needs))
     return found
 
 
@@ -110,7 +109,6 @@ def _of_ranks(device: Measured, numel: int) -> list[Task]:
                 5.0 * ranks,
                 partial(_listed, partial(steps.measured_threads, device, numel, ranks)),
                 "threads",
-                numel * ranks,
                 needs,
             )
         )
@@ -139,7 +137,8 @@ def tests(device: Measured) -> list[dict[str, Any]]:
 def _one_rank(device: Measured, numel: int) -> list[Any]:
     if device.rehearsal:
         with nccl.one_rank("gloo") as group:
-            return nccl.collectives(group, numel, torch.device("cpu"))
+            found = nccl.collectives(group, numel, torch.device("cpu"))
+        return [*found, steps.measured(device, numel, steps.OURS[0], Echo(1))]
     with nccl.one_rank("nccl") as group:
         found = nccl.collectives(group, numel, device.device)
         return found + [steps.measured(device, numel, one, group) for one in steps.OURS]
@@ -157,15 +156,15 @@ class LeftOut(Exception):
 
 def run(device: Measured, minutes: float, say: Callable[[str], None]) -> Found:
     """Measure what fits. say: is told what is being done, and how long it may take."""
-    found, began, known = Found(), time.monotonic(), {}
+    found, began = Found(), time.monotonic()
+    known: dict[str, float] = {}  # how much slower than was thought, by family
     every = tasks(device)
 
     def left_s() -> float:
         return 60 * minutes - (time.monotonic() - began)
 
     for number, task in enumerate(every, 1):
-        a_value = known.get(task.family)
-        expected = task.seconds if a_value is None else 1.2 * a_value * task.values + 1.0
+        expected = task.seconds * known.get(task.family, 1.0)
         line, why = f"{number}/{len(every)} {task.part}: {task.what}", None
         if task.needs_bytes > (free := steps.SPARE * device.free_bytes()):
             why = f"it needs {task.needs_bytes / 1e9:.1f} GB of the device's memory, {free / 1e9:.1f} GB are free"
@@ -177,7 +176,7 @@ def run(device: Measured, minutes: float, say: Callable[[str], None]) -> Found:
             try:
                 found.parts.setdefault(task.part, []).extend(task.call())
                 if task.family:
-                    known[task.family] = (time.monotonic() - started) / task.values
+                    known[task.family] = min(max((time.monotonic() - started) / task.seconds, 0.5), 3.0)
             except LeftOut as error:
                 why = str(error)
             except torch.OutOfMemoryError as error:

@@ -16,6 +16,7 @@ from benchmarks.gpu import chain
 from benchmarks.gpu.clock import Call, Measured
 from benchmarks.gpu.echo import Echo
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.errors import PeerLost
 from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
 from thinwire.comm.protocol import Group, Reducer
@@ -156,6 +157,13 @@ def measured_threads(device: Measured, numel: int, ranks: int) -> dict[str, Any]
     meet, seconds = threading.Barrier(ranks, timeout=120), []
 
     def work(group: ThreadGroup) -> torch.Tensor:
+        try:
+            return trained(group)
+        except BaseException:
+            meet.abort()
+            raise
+
+    def trained(group: ThreadGroup) -> torch.Tensor:
         torch.manual_seed(group.rank)
         model = torch.nn.ParameterList(parameters(numel, device.device))
         optimizer = OneBitAdam(model.parameters(), group=group, lr=1e-6, warmup=1)
@@ -178,5 +186,8 @@ def measured_threads(device: Measured, numel: int, ranks: int) -> dict[str, Any]
 def _together(meet: threading.Barrier, device: Measured) -> Iterator[None]:
     """All ranks are here, and the device has done what they told it."""
     device.wait()
-    meet.wait()
+    try:
+        meet.wait()
+    except threading.BrokenBarrierError as error:
+        raise PeerLost("another rank did not come") from error
     yield

@@ -84,8 +84,8 @@ def test_what_fails_or_does_not_fit_is_kept_and_the_others_go_on(monkeypatch):
         parts.Task("steps", "that fails", 1.0, fails),
         parts.Task("steps", "too large", 1.0, lambda: [1], needs_bytes=101),
         parts.Task("steps", "too long", 61.0, lambda: [2]),
-        parts.Task("steps", "that fits", 1.0, lambda: [3], "family", 10),
-        parts.Task("steps", "as the one before it, which was quick", 61.0, lambda: [4], "family", 10),
+        parts.Task("steps", "that fits", 1.0, lambda: [3], "family"),
+        parts.Task("steps", "as the one before it, which was quick", 61.0, lambda: [4], "family"),
     ]
     monkeypatch.setattr(parts, "tasks", lambda device: tasks)
     said = []
@@ -95,7 +95,7 @@ def test_what_fails_or_does_not_fit_is_kept_and_the_others_go_on(monkeypatch):
     assert [one["what"] for one in found.left_out] == ["too large", "too long"]
     assert "memory" in found.left_out[0]["why"]
     assert "left of 1 minutes" in found.left_out[1]["why"]
-    assert any("about 1 s" in line for line in said)
+    assert any("quick, about 30 s" in line for line in said)
 
 
 def test_the_table_of_a_gpu_has_medians_spread_and_shares():
