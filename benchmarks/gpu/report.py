@@ -51,8 +51,8 @@ def table(result: dict[str, Any]) -> str:
         WARNING if rehearsal else f"# On a GPU: {cards}\n",
         f"`{result['command']}` at commit {result['commit']}, {result['began']}; GPUs: {cards}; driver: {driver}; "
         f"{versions}; {result['spent_s']:.0f} s of {result['minutes']:g} minutes. Raw times are in the JSON file "
-        "beside it. A figure is the median; in brackets is the spread: the least and the largest. The host's time is until "
-        "step() has returned, with the one wait in it.",
+        "beside it. A figure is the median; in brackets is the spread: the least and the largest. The host's time is "
+        "until step() has returned, with the one wait in it.",
         "",
     ]
     for one in parts.get("tests", []):
