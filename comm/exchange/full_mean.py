@@ -31,7 +31,7 @@ class FullMean:
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._peaks = list(self._peak_K.unbind())
         self._own_peak, self._peak = self._peak_K.new_zeros(()), self._peak_K.new_zeros(())
-        self._size = self._peak_K.new_tensor(group.size)  # a Python number would become a tensor in every division
+        self._size = self._peak_K.new_full((), group.size)  # a Python number would become a tensor in every division
         self._pending: list[Pending] = []
         self._launched: list[Tensor] = []
         self._error: CommError | None = None

@@ -401,12 +401,12 @@ EXACT = ("worker", "server", "replica")
 
 def _sizes(tables: Sequence[BlockTable]) -> Tensor:
     """Elements of each block: int64[b], on the host."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(table.starts.diff().cpu() for table in tables)])
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(table.on_host.starts.diff() for table in tables)])
 
 
 def _exact(like: Tensor, kept: Sequence[Kept], tables: Sequence[BlockTable]) -> Exact:
     none, starts = nothing(like), [0, *accumulate(table.numel for table in tables)]
-    dead = [table.dead.cpu() + start for table, start in zip(tables, starts, strict=False)]
+    dead = [table.on_host.dead + start for table, start in zip(tables, starts, strict=False)]
     return Exact(
         torch.cat([none.to(torch.bfloat16), *(one.sum_c for one in kept)]),
         torch.cat([none, *(one.scale_b for one in kept)]),

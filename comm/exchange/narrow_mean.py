@@ -73,7 +73,7 @@ class NarrowRows:
         self.sum_c.zero_()
         for row_B in self.collected_nB:
             self.codec.add(row_B[HEADER_BYTES:], self.sum_c)
-        self.sum_c.div_(self.sum_c.new_tensor(len(self.collected_nB)))
+        self.sum_c.div_(self.sum_c.new_full((), len(self.collected_nB)))
         if error_c is not None:
             self.sum_c.add_(error_c)
         finite = self.codec.encode(self.sum_c, self.served_B[HEADER_BYTES:])

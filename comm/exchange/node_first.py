@@ -332,7 +332,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         torch.add(first, second, out=own_c)
         for row in others:
             own_c.add_(row)
-        own_c.div_(own_c.new_tensor(self._slices.parts))
+        own_c.div_(own_c.new_full((), self._slices.parts))
         self._pipeline.admit(k, lambda: own_c)
         self._free(k)
         if given.weight is None:
