@@ -155,12 +155,14 @@ def step_(
     bounds: LambHyper,
     bias_step: int | None,
     times_T: Tensor | None = None,
+    seen_N: Tensor | None = None,
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
     times: q of all tensors, modified: how many times longer u of a decoded m is (lengthened), the geometric mean of
     what it was and of what is found now, where it was not exactly 1. None: q is 1.
+    seen: what v takes in the square of, in place of g.
     """
     found = []
     for part in parts:
@@ -170,7 +172,7 @@ def step_(
             times_t, longer_t = times_T[part.tensors], lengthened(p_s, g_s, m_s, v_s, h, part)
             times_t.copy_(torch.where(times_t == 1, longer_t, (times_t * longer_t).sqrt_()))
         adam_math.momentum_(m_s, g_s, h.beta1)
-        adam_math.variance_(v_s, g_s, h.beta2)
+        adam_math.variance_(v_s, g_s if seen_N is None else seen_N[part.span], h.beta2)
         u_s = adam_direction(m_s, v_s, h, bias_step).add_(p_s, alpha=h.weight_decay)
         found.append(trust_ratios(p_s, u_s, part, bounds))
         move_(p_s, u_s, found[-1] if times_t is None else times_t * found[-1], h.lr, part)
