@@ -50,6 +50,8 @@ BOUNDS = LambHyper()
 """By default: DeepSpeed's."""
 LEAST, MOST = 0.5, 8.0
 """Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
+CHANCE = 2.0
+"""Standard errors of the length that g and m share that do not count: noise is never below 0, so it would add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,8 @@ def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper,
     g: the mean gradient of the step after m; d = sqrt(v) + eps, with a v that has not seen g. What one bit leaves out
     or adds has nothing to do with g, and neither has the noise of the gradients that m is made of. So
 
-        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d
+        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d;
+            less CHANCE |g m / d^2|   as far as chance alone would give it, and at least 0
         |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)
         |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of the exact m
         q = |u| / sqrt(|u|^2 - (|m / d|^2 - |u_0|^2)),  u = m / d + wd x
@@ -194,10 +197,11 @@ def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper,
     """
     d_s = v_s.sqrt().add_(h.eps)
     gradient_s, u_s = g_s / d_s, m_s / d_s
+    chance_t = segments.norms(gradient_s * u_s).mul_(CHANCE)
     decoded_t, gradient_t = segments.norms(u_s).square_(), segments.norms(gradient_s).square_()
     both_t = segments.norms(gradient_s.add_(u_s)).square_()
     update_t = segments.norms(u_s.add_(p_s, alpha=h.weight_decay)).square_()
-    signal_t = ((both_t - gradient_t - decoded_t) / 2).clamp_(min=0)
+    signal_t = ((both_t - gradient_t - decoded_t) / 2).sub_(chance_t).clamp_(min=0)
     signal_t = torch.minimum(signal_t, gradient_t)
     exact_t = signal_t + (gradient_t - signal_t) * ((1 - h.beta1) / (1 + h.beta1))
     left_t = (1 - (decoded_t - exact_t) / update_t).clamp_(MOST**-2, LEAST**-2)
