@@ -3,6 +3,7 @@
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
 # make test-fast set up, run the laws, until the first that fails: about a minute
 # make check     formatting, lint, types, import rules, spelling
+# make bench-gpu on a machine with an NVIDIA GPU: all that is owed there, in ten minutes; ARGS="--minutes 20"
 # make manifests render deploy/chart with its own values into deploy/manifests/
 
 PYTHON ?= python3
@@ -16,7 +17,11 @@ TEST_JOBS ?= 4
 # Those of the one Ray run one at a time, and mostly wait; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 
-.PHONY: run serve test test-fast test-all check manifests clean
+# Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
+# tests rewrites all of them.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: run serve test test-fast test-all check bench-gpu manifests clean
 
 run: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
@@ -48,6 +53,10 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+
+# With what is installed: neither Ray nor the service is needed there.
+bench-gpu:
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 manifests: .venv/.dev
 	@$(BIN)/helm template thinwire deploy/chart --namespace thinwire > deploy/manifests/thinwire.yaml

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thinwire.comm.exchange.error_feedback import ErrorFeedback
     from thinwire.comm.exchange.plain import CompressedAllReduce
     from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
+    from thinwire.comm.groups.nccl import prepare_nccl
     from thinwire.comm.groups.threads import ThreadGroup, run_threads
     from thinwire.comm.keeps import Keeps
     from thinwire.comm.layout import VectorLayout
@@ -38,6 +39,7 @@ __all__ = [
     "VectorLayout",
     "WireMismatch",
     "default_reducer",
+    "prepare_nccl",
     "run_threads",
 ]
 
@@ -48,6 +50,7 @@ _MODULES = {
     "exchange.error_feedback": ("ErrorFeedback",),
     "exchange.plain": ("CompressedAllReduce",),
     "groups.distributed": ("SoloGroup", "TorchGroup"),
+    "groups.nccl": ("prepare_nccl",),
     "groups.threads": ("ThreadGroup", "run_threads"),
     "keeps": ("Keeps",),
     "layout": ("VectorLayout",),

@@ -53,7 +53,7 @@ class Pending(Protocol):
     """A collective that was started. Its tensors belong to it until `wait` returns."""
 
     def wait(self) -> None:
-        """Block, without the interpreter's lock, until the result is there (on a GPU: for this stream's next work).
+        """Block, without the interpreter's lock, until the result is there. comm.groups.watching.hold() does not block.
 
         Raises: PeerLost; then what was to be written is undefined.
         """
@@ -193,6 +193,9 @@ class ErrorMemory(Protocol):
     @property
     def server_c(self) -> Tensor:
         """The error of re-encoding what this rank serves. For reading."""
+
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of the worker error and of the server error that are here. Local."""
 
     def errors(self) -> Errors:
         """The errors themselves, to be read and written: of means in few bits (exchange/narrow_mean.py). Local."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.blocks import on_device
 from thinwire.comm.layout import BYTE, Span, round_up
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Run
@@ -74,8 +75,8 @@ class TensorSegments:
 
     def rms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 / sqrt(elements), float[t]."""
-        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype, device=x_s.device)
-        return self.norms(x_s).div_(counts.sqrt_())
+        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype)
+        return self.norms(x_s).div_(on_device(counts, x_s.device).sqrt_())
 
     def maxima(self, x_s: Tensor) -> Tensor:
         """The largest live element of each tensor, float[t]."""
@@ -124,7 +125,7 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
         span=span,
         tensors=slice(inside[0], inside[-1] + 1),
         live=live,
-        lengths_t=torch.tensor(lengths, dtype=torch.int64, device=space.p_N.device),
+        lengths_t=on_device(torch.tensor(lengths, dtype=torch.int64), space.p_N.device),
         tiles=Tiles(live, space.p_N) if updates.fits(space.p_N) else None,
     )
 

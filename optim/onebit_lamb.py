@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.kernels.blocks import spread
+from thinwire.comm.kernels.blocks import on_device, spread
 from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
@@ -349,7 +349,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s.factor_T.fill_(1)
         if self.settings.bias_correction:
             parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
-            s.coeff_T.div_(torch.tensor(parts, dtype=s.coeff_T.dtype, device=s.coeff_T.device))
+            s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype), s.coeff_T.device))
         sizes_T = torch.empty_like(s.scaling_T)
         for part in self._parts():
             sizes_T[part.tensors] = part.rms(s.m_N[part.span])

@@ -303,12 +303,11 @@ def _residuals(
             )
         for name, memory in errors.items():
             if has_state:
-                found[0] += torch.linalg.vector_norm(memory.worker_N) ** 2
-                found[1] += torch.linalg.vector_norm(memory.server_c) ** 2
+                found[:2] += memory.squares()
                 found[5] += memory.workers / len(errors)
-                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
                 if rebuilt_by is not None and not is_behind:
                     found[2:4] += optimizer.reduce.left_squares(memory)
+                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
                 if is_behind:
                     optimizer.catch_up_(part_N, *common)
             else:

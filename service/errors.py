@@ -243,7 +243,8 @@ class JobNotOver(Conflict):
     code = "job_not_over"
 
     def __init__(self, job_id: str, state: JobState) -> None:
-        super().__init__(f"job {job_id} is {state}: cancel it, wait until it is over, and then delete it")
+        first = "wait" if state is JobState.CANCELLING else "cancel it, wait"
+        super().__init__(f"job {job_id} is {state}: {first} until it is over, and then delete it")
 
 
 class JobNeeded(Conflict):

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from hypothesis import settings
 
-from thinwire.service.launch.local import LocalLauncher, worker_command
+if TYPE_CHECKING:  # imported where they are used: tests of kernels run where neither Ray nor the service is installed
+    from thinwire.service.launch.local import LocalLauncher
 
 _COMMAND_FILE = "command"
 
@@ -29,6 +30,8 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     chosen = run_dir / _COMMAND_FILE
     if chosen.exists():
         return shlex.split(chosen.read_text())
+    from thinwire.service.launch.local import worker_command
+
     return worker_command(run_dir, attempt)
 
 
@@ -76,6 +79,8 @@ def local_launcher(ray_home: Path) -> Iterator[LocalLauncher]:
     """The session's launcher over a real Ray. Runs the workers, or `run_dir/command` where that file exists."""
     if importlib.util.find_spec("ray") is None:
         missing("Ray is not installed: pip install 'thinwire[worker]'")
+    from thinwire.service.launch.local import LocalLauncher
+
     # A short lease: a test session that is killed leaves its head for a minute only.
     launcher = LocalLauncher(ray_home, command=_tiny_or_worker_command, lease_s=60.0)
     launcher.start()

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import thinwire
-from benchmarks.convergence.study import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 CODE = ("comm", "optim", "workers", "benchmarks", "tests/data/tinyshakespeare.txt", ":!benchmarks/results", ":!*.md")
 """What a figure depends on: local changes elsewhere do not mark a commit as changed."""
 

@@ -38,7 +38,7 @@ def cases(numel: int) -> list[Case]:
     random = torch.Generator().manual_seed(0)
     source, target = torch.randn(numel, generator=random), torch.zeros(numel)
     found = [Case("copy", "copy", threads, lambda: target.copy_(source)) for threads in _thread_counts()]
-    buffers = _Buffers(numel, random)
+    buffers = Buffers(numel, random)
     for threads in _thread_counts():
         compiled = buffers.calls(kernels_for(CPU, torch.float32, threads), updates.descend_)
         found += [Case(kernel, "numba", threads, call) for kernel, call in compiled.items()]
@@ -54,17 +54,22 @@ def _thread_counts() -> list[int]:
     return sorted({1, CORES})
 
 
-class _Buffers:
-    """One vector of everything that a kernel reads or writes: a bucket of as many chunks as rows are served."""
+class Buffers:
+    """One vector of everything that a kernel reads or writes: a bucket of as many chunks as rows are served.
 
-    def __init__(self, numel: int, random: torch.Generator) -> None:
-        self._c, self._x, self._p = (torch.randn(numel, generator=random) for _ in range(3))
-        self._variance, self._out_c = torch.rand(numel, generator=random), torch.zeros(numel)
+    random: of this device, or None for its default one. vectors: c, x, p, a variance, and one to write to.
+    """
+
+    def __init__(self, numel: int, random: torch.Generator | None, device: torch.device = CPU) -> None:
+        self._c, self._x, self._p = (torch.randn(numel, generator=random, device=device) for _ in range(3))
+        self._variance, self._out_c = self._p.square(), torch.zeros(numel, device=device)
+        self.vectors = self._c, self._x, self._p, self._variance, self._out_c
         layout, partition = VectorLayout.single(numel), Partition(numel, NUM_ROWS)
         chunks = [partition.bounds(rank) for rank in range(NUM_ROWS)]
         self._bucket = BlockTable.of_rows(layout, chunks, DEFAULT_BLOCK, self._c)
         self._chunk = BlockTable.of(layout, 0, numel, DEFAULT_BLOCK, self._c)
-        self._scale = torch.rand(max(self._bucket.num_blocks, self._chunk.num_blocks), generator=random)
+        most = max(self._bucket.num_blocks, self._chunk.num_blocks)
+        self._scale = torch.rand(most, generator=random, device=device)
         self._last, self._out = (_rows(self._bucket, 1, random) for _ in range(2))
         self._collected, self._served = _rows(self._chunk, NUM_ROWS, random), _rows(self._chunk, 1, random)
 
@@ -85,10 +90,11 @@ class _Buffers:
         }
 
 
-def _rows(table: BlockTable, times: int, random: torch.Generator) -> RowMemory:
+def _rows(table: BlockTable, times: int, random: torch.Generator | None) -> RowMemory:
     """Random bits, and scales that are such, of the table's rows so many times."""
-    memory = torch.randint(0, 256, (times, table.wire_bytes), generator=random, dtype=torch.uint8)
+    device = table.live.device
+    memory = torch.randint(0, 256, (times, table.wire_bytes), generator=random, dtype=torch.uint8, device=device)
     for rows in memory:
         values = RowMemory.of(rows, torch.float32).values_V
-        values[table.scale_at] = torch.rand(table.num_blocks, generator=random)
+        values[table.scale_at] = torch.rand(table.num_blocks, generator=random, device=device)
     return RowMemory.of(memory.view(-1), torch.float32)

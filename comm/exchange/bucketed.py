@@ -34,9 +34,10 @@ from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sample
 from thinwire.comm.exchange.kept_sums import SERVER, WORKER, Kept, KeptSums, noise_for
 from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
-from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for
+from thinwire.comm.exchange.pipeline import Pipeline, settle
 from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Received, rows_of
+from thinwire.comm.exchange.side import pipeline_for
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
@@ -113,7 +114,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
         self._rows = self._make_rows(codec.block, like, keeps)
-        self._results = [Received.of(self._rows, self._kernels, like) for _ in range(2)]
+        self._results: list[Received] = []
+        """Two, from the first begin() on: a warm-up needs none, and a regroup has the old ones too."""
         self._parts: list[list[Part]] = [[] for _ in self._rows]
         """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
@@ -157,6 +159,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         super().begin(memory)
         self._drawn = self.draw
         self._open().take_room(self._drawn)
+        for rows in self._rows:
+            rows.take_room()
+        if not self._results:
+            self._results = [Received.of(self._rows, self._kernels, self._like) for _ in range(2)]
         self._lost = self._lost_sums = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
@@ -197,7 +203,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._open()
         self._expect(k)
         self._refuses = True
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             self._rows[k].refuse()
             self._given.append(Given(None))
             self._send(k)
@@ -217,13 +223,13 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         with whole_or_left(self._group, self._break_off):
             began = time.perf_counter()
             self._settle()
+            is_finite = self._error is None and self._all_finite()
             self.stats.waited_s += time.perf_counter() - began
-            if self._error is not None:
-                error = self._error
+            if (error := self._error) is not None:
                 if isinstance(error, CommError):
                     self._lose(memory)
                 raise error
-            if not self._results[1 - self._last].all_finite():
+            if not is_finite:
                 own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
                 if self._refuses:
                     own.fill_(REFUSED)
@@ -265,10 +271,11 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             if self._finished:
                 self._undo(memory)
                 return
-            for k in range(len(self._given), len(self.buckets)):
-                self._rows[k].refuse()
-                self._given.append(Given(None))
-                self._send(k)
+            with self._pipeline.fed():
+                for k in range(len(self._given), len(self.buckets)):
+                    self._rows[k].refuse()
+                    self._given.append(Given(None))
+                    self._send(k)
             try:
                 self.finish()
             except NonFiniteInput:
@@ -391,7 +398,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         return rows_of(self.buckets, block, self._group.rank, self.size, like, keeps)
 
     def _make_pipeline(self) -> Pipeline:
-        return pipeline_for(self._group, self._second_communicator, self._like.device)
+        return pipeline_for(self._group, self._second_communicator, self._like, len(self.buckets))
 
     def _launch(self, k: int, given: Given) -> None:
         memory, x_N = self._open(), given.vector_N
@@ -402,7 +409,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         elif x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             began = time.perf_counter()
             x_b = self._sum_of(k, given)
             self._writing.add("launch")
@@ -467,14 +474,15 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def _serve(self, k: int) -> None:
         """The second half of bucket k. In the pipeline's thread, where it has one."""
-        pending, memory = self._first[k], self._memory
+        pending, memory, pipeline = self._first[k], self._memory, self._pipeline
         assert pending is not None
         assert memory is not None
-        pending.wait()
+        pipeline.hold(pending)
         self._first[k] = None
         if (replicated := self._replicated[k]) is not None:  # who has the result knows that all have these rows
-            replicated.wait()
+            pipeline.hold(replicated)
             self._replicated[k] = None
+        pipeline.admit(k, self._rows[k].fuse)
         self._writing.add("serving")
         self._serve_rows(memory, k)
         self._num_served = k + 1
@@ -523,21 +531,26 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
 
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
-        raised = self._pipeline.drain()
+        raised = settle(self._pipeline, self._first, self._replicated, self._second)
         self._error = self._error or raised
-        for pendings in (self._first, self._replicated, self._second):
-            for k, pending in enumerate(pendings):
-                if pending is not None:
-                    try:
-                        pending.wait()
-                    except CommError as error:
-                        self._error = self._error or error
-                    pendings[k] = None
+
+    def _all_finite(self) -> bool:
+        """Could every server write all of its rows? Waits for the device; a peer that is lost is noted in _error."""
+        try:
+            return bool(self._pipeline.host(self._results[1 - self._last].finite()))
+        except CommError as error:
+            self._error = error
+            return False
 
     def _lose(self, memory: KeptSums) -> None:
         """Undo, and remember what was undone, for another rank may have the whole result (redone)."""
-        self._lost = (memory, tuple(self._given), self._num_served)
-        if memory.is_narrow and self._num_served == len(self.buckets):  # else no rank can have the result
+        num_served = self._pipeline.admitted(self._num_served)
+        if num_served is None:  # a GPU that does not come back from an abort
+            memory.torn = "what was collected may be garbage of collectives that were aborted"
+            self._close()
+            return
+        self._lost = (memory, tuple(self._given), num_served)
+        if memory.is_narrow and num_served == len(self.buckets):  # else no rank can have the result
             self._lost_sums = memory.exchanged_sums()
         self._undo(memory)
 

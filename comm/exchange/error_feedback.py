@@ -46,6 +46,10 @@ class ErrorFeedback:
         """All ranks hold a worker error of every element."""
         return self._group.size
 
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of both. Local."""
+        return torch.stack([torch.linalg.vector_norm(x) for x in (self.worker_N, self.server_c)]).square_()
+
     def errors(self) -> Errors:
         """Both, to be read and written."""
         self.version += 1
@@ -69,7 +73,7 @@ class ErrorFeedback:
 
     def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
         """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
-        part_N = self.worker_N / holders
+        part_N = self.worker_N / self.worker_N.new_full((), holders)
         start, stop = self._partition.bounds(self._group.rank)
         part_N[start:stop] += self.server_c
         return part_N

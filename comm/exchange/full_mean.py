@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.errors import CommError, NonFiniteInput
+from thinwire.comm.exchange.pipeline import Pipeline
 from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import ErrorMemory, Group, Pending
 
 
 class FullMean:
-    """Means of vectors of one layout, one at a time. Every rank calls alike."""
+    """Means of vectors of one layout, one at a time. Every rank calls alike. pipeline: on what they are computed."""
 
-    def __init__(self, group: Group, buckets: Buckets, like: Tensor) -> None:
-        self._group, self._stats = group, group.stats
+    def __init__(self, group: Group, buckets: Buckets, like: Tensor, pipeline: Pipeline) -> None:
+        self._group, self._stats, self._pipeline = group, group.stats, pipeline
         self._spans = buckets.spans
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._peaks = list(self._peak_K.unbind())
         self._own_peak, self._peak = self._peak_K.new_zeros(()), self._peak_K.new_zeros(())
-        self._size = self._peak_K.new_tensor(group.size)  # a Python number would become a tensor in every division
+        self._size = self._peak_K.new_full((), group.size)  # a Python number would become a tensor in every division
         self._pending: list[Pending] = []
         self._launched: list[Tensor] = []
         self._error: CommError | None = None
@@ -60,7 +61,7 @@ class FullMean:
             raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
         if x_N.shape != (self._spans[0][1],) or not x_N.is_contiguous():
             raise ValueError(f"vector of {list(x_N.shape)}: must be contiguous, of {self._spans[0][1]} elements")
-        with whole_or_left(self._group, self._end):
+        with whole_or_left(self._group, self._end), self._pipeline.fed():
             self._start(slice(*self._spans[k]), x_N)
 
     def launch_refused(self, k: int) -> None:
@@ -68,7 +69,7 @@ class FullMean:
         if not self.is_open or k != len(self._launched):
             raise RuntimeError(f"bucket {k}: begin() first, then launch buckets in order; {len(self._launched)} are")
         self._refuses = True
-        with whole_or_left(self._group, self._end):
+        with whole_or_left(self._group, self._end), self._pipeline.fed():
             self._start_nan(k)
 
     def finish(self) -> None:
@@ -87,17 +88,19 @@ class FullMean:
 
     def _finish(self) -> None:
         launched, complete = self._launched, self.is_open and len(self._launched) == len(self._spans)
-        torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
-        for k, one in enumerate(self._pending):
-            began = time.perf_counter()
-            try:
-                one.wait()
-            except CommError as lost:
-                self._error = self._error or lost
-            self._stats.waited_s += time.perf_counter() - began
-            if self._error is None and complete:  # while the next ones are on the wire
-                launched[k].div_(self._size)
-                torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
+        with self._pipeline.fed():
+            torch.amax(self._peak_K, 0, out=self._own_peak)  # NaN and infinity survive it; read only on failure
+            for k, one in enumerate(self._pending):
+                began = time.perf_counter()
+                try:
+                    self._pipeline.hold(one)
+                except CommError as lost:
+                    self._error = self._error or lost
+                self._stats.waited_s += time.perf_counter() - began
+                if self._error is None and complete:  # while the next ones are on the wire
+                    launched[k].div_(self._size)
+                    torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
+        self._pipeline.join()
         error, refuses = self._error, self._refuses
         self._close()
         if error is not None:
@@ -105,7 +108,10 @@ class FullMean:
         if not complete:
             raise RuntimeError(f"{len(launched)} of {len(self._spans)} buckets launched: launch every bucket first")
         torch.amax(self._peak_K, 0, out=self._peak)
-        if not math.isfinite(float(self._peak)):
+        began = time.perf_counter()
+        peak = float(self._pipeline.host(self._peak))
+        self._stats.waited_s += time.perf_counter() - began
+        if not math.isfinite(peak):
             own = torch.isfinite(self._own_peak).to(torch.uint8)
             raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if refuses else own))
 
@@ -126,8 +132,9 @@ class FullMean:
         if not self.is_open:
             return
         with whole_or_left(self._group, self._end):
-            for k in range(len(self._launched), len(self._spans)):
-                self._start_nan(k)
+            with self._pipeline.fed():
+                for k in range(len(self._launched), len(self._spans)):
+                    self._start_nan(k)
             try:
                 self._finish()
             except NonFiniteInput:
@@ -135,9 +142,11 @@ class FullMean:
 
     def _end(self) -> None:
         """Wait until no collective touches x, as far as it can be known, and close."""
-        for one in self._pending:
-            with suppress(CommError):  # this rank has left
-                one.wait()
+        with self._pipeline.fed():
+            for one in self._pending:
+                with suppress(CommError):  # this rank has left
+                    self._pipeline.hold(one)
+        self._pipeline.join()
         self._close()
 
     def _close(self) -> None:

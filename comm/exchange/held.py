@@ -106,7 +106,7 @@ class Held:
 
     def part(self, size: int) -> Tensor:
         """What this is of R, where R is of `size` ranks: float[N], new. Summed over all of them it is R."""
-        part_M = self.worker_M / (self.workers or size)
+        part_M = self.worker_M / self.worker_M.new_full((), self.workers or size)
         at = 0
         for start, stop in self.served:
             part_M[start:stop] += self.server_c[at : at + stop - start]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from thinwire.comm.kernels.bf16 import Noise, narrow, noise_of
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.protocol import Errors, Group
 
+PIECE = 16
+"""Blocks of which errors are worked out at a time."""
 WORKER, SERVER, RESTORED = range(3)
 """What numbers are drawn for: the two encodings of an exchange, and sums in float32 that it begins with."""
 
@@ -53,7 +55,18 @@ class Kept:
 
     def error(self, table: BlockTable) -> Tensor:
         """c - s sgn(c). A new tensor, in the type of the scales."""
-        return self.sum_c - self.sent(table)
+        return self.error_(table, torch.empty_like(self.sum_c, dtype=self.scale_b.dtype))
+
+    def error_(self, table: BlockTable, out_c: Tensor) -> Tensor:
+        """out <- c - s sgn(c), some blocks at a time, without scratch of a bucket. out may be c. Returns it."""
+        bounds, dead_k = [*table.starts[:-1:PIECE].tolist(), table.numel], self.sum_c[table.dead].to(out_c)
+        for (low, high), first in zip(pairwise(bounds), range(0, table.num_blocks, PIECE), strict=True):
+            sum_c, blocks = self.sum_c[low:high], slice(first, first + PIECE)
+            lengths = table.starts[first : first + PIECE + 1].diff()
+            scale_c = torch.repeat_interleave(self.scale_b[blocks], lengths, output_size=high - low)
+            torch.sub(sum_c, torch.where(sum_c >= 0, scale_c, -scale_c), out=out_c[low:high])
+        out_c[table.dead] = dead_k  # of which nothing was sent
+        return out_c
 
 
 class KeptSums:
@@ -96,7 +109,7 @@ class KeptSums:
         self._worker: list[Kept] | None = None
         self._server: list[Kept] | None = None
         self._replica: list[Kept] | None = None
-        self.outliers = Outliers(rows, group, like) if rows[0].last is not None else None
+        self.outliers = Outliers(rows, group, like) if rows[0].keeps_last else None
 
     @property
     def is_narrow(self) -> bool:
@@ -189,7 +202,7 @@ class KeptSums:
         made = kept if all(one.sum_c.dtype == self._like.dtype for one in kept) else None
         made = made or self._made(tables, self._like.dtype)
         for one, to, table in zip(kept, made, tables, strict=True):
-            torch.sub(one.sum_c, one.sent(table), out=to.sum_c)
+            one.error_(table, to.sum_c)
             to.scale_b.zero_()
         return made
 
@@ -217,7 +230,7 @@ class KeptSums:
         """This rank's compression error, the whole vector: a new tensor."""
         error_N = self._like.new_zeros(self._numel)
         for rows, kept in zip(self._rows, self._worker or (), strict=False):
-            torch.sub(kept.sum_c, kept.sent(rows.table), out=error_N[rows.span])
+            kept.error_(rows.table, error_N[rows.span])
         return error_N
 
     @property
@@ -229,6 +242,16 @@ class KeptSums:
         if self._server is None:
             return [self._like.new_zeros(one.own_table.numel) for one in self._rows]
         return [kept.error(rows.own_table) for rows, kept in zip(self._rows, self._server, strict=True)]
+
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of the worker error and of the server error, a bucket at a time. Local."""
+        found = self._like.new_zeros(2)
+        for side, (kept, tables) in enumerate(
+            ((self._worker, self._tables_of_worker()), (self._server, self._tables_of_server()))
+        ):
+            for one, table in zip(kept or (), tables, strict=False):
+                found[side] += torch.linalg.vector_norm(one.error(table)) ** 2
+        return found
 
     @property
     def largest(self) -> float:
@@ -248,7 +271,8 @@ class KeptSums:
         missing: ranks that are gone: their server errors are added by those that keep them too.
         """
         self.refuse_torn()
-        part_N = self.worker_N.div_(holders)
+        part_N = self.worker_N
+        part_N.div_(part_N.new_full((), holders))
         for rows, kept in zip(self._rows, self._replica or (), strict=False):
             if rows.replica is not None and rows.replica.before in missing:
                 part_N[rows.replica.span] += kept.error(rows.replica.table)
@@ -377,12 +401,12 @@ EXACT = ("worker", "server", "replica")
 
 def _sizes(tables: Sequence[BlockTable]) -> Tensor:
     """Elements of each block: int64[b], on the host."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(table.starts.diff().cpu() for table in tables)])
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(table.on_host.starts.diff() for table in tables)])
 
 
 def _exact(like: Tensor, kept: Sequence[Kept], tables: Sequence[BlockTable]) -> Exact:
     none, starts = nothing(like), [0, *accumulate(table.numel for table in tables)]
-    dead = [table.dead.cpu() + start for table, start in zip(tables, starts, strict=False)]
+    dead = [table.on_host.dead + start for table, start in zip(tables, starts, strict=False)]
     return Exact(
         torch.cat([none.to(torch.bfloat16), *(one.sum_c for one in kept)]),
         torch.cat([none, *(one.scale_b for one in kept)]),

@@ -28,7 +28,7 @@ from thinwire.comm.codecs.bf16 import Bf16Codec
 from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.full_mean import FullMean
-from thinwire.comm.exchange.pipeline import Pipeline
+from thinwire.comm.exchange.pipeline import Pipeline, settle
 from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.kernels.choose import warm_up_int8
@@ -59,6 +59,10 @@ class NarrowRows:
         for codec, at, row_B in zip(self.codecs, self.chunks, self.sent_nB, strict=True):
             row_B[0] = codec.encode(x_N[at], row_B[HEADER_BYTES:])
 
+    def fuse(self) -> Tensor:
+        """What makes what this rank serves unusable, spoilt: the flag of the first collected row."""
+        return self.collected_nB[0, :1]
+
     def refuse(self, flag: int) -> None:
         """sent <- rows that hold nothing."""
         self.sent_nB.zero_()
@@ -69,7 +73,7 @@ class NarrowRows:
         self.sum_c.zero_()
         for row_B in self.collected_nB:
             self.codec.add(row_B[HEADER_BYTES:], self.sum_c)
-        self.sum_c.div_(self.sum_c.new_tensor(len(self.collected_nB)))
+        self.sum_c.div_(self.sum_c.new_full((), len(self.collected_nB)))
         if error_c is not None:
             self.sum_c.add_(error_c)
         finite = self.codec.encode(self.sum_c, self.served_B[HEADER_BYTES:])
@@ -149,7 +153,7 @@ class NarrowMean:
             raise ValueError(
                 f"vector of {list(x_N.shape)}: must be contiguous, of {self._buckets.layout.numel} elements"
             )
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             began, rows = time.perf_counter(), self._rows[k]
             if self._errors is not None:
                 x_N[rows.span].add_(self._errors.worker[k])
@@ -161,7 +165,7 @@ class NarrowMean:
         """Send in place of bucket k that this rank takes no part: every rank raises Refused in finish()."""
         self._expect(k)
         self._refuses = True
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             self._rows[k].refuse(REFUSED)
             self._send(k, None)
 
@@ -183,9 +187,10 @@ class NarrowMean:
         if not self.is_open:
             return
         with whole_or_left(self._group, self._break_off):
-            for k in range(len(self._launched), len(self._rows)):
-                self._rows[k].refuse(0)
-                self._send(k, None)
+            with self._pipeline.fed():
+                for k in range(len(self._launched), len(self._rows)):
+                    self._rows[k].refuse(0)
+                    self._send(k, None)
             try:
                 self._finish(keep=False)
             except NonFiniteInput:
@@ -238,8 +243,9 @@ class NarrowMean:
         """The second half of bucket k. In the pipeline's thread, where it has one."""
         pending, rows = self._phase_1[k], self._rows[k]
         assert pending is not None
-        pending.wait()
+        self._pipeline.hold(pending)
         self._phase_1[k] = None
+        self._pipeline.admit(k, rows.fuse)
         rows.serve(None if self._errors is None else self._errors.server[k])
         self._num_served = k + 1
         self._phase_2[k] = self._second.start_all_gather(rows.gathered_nB, rows.served_B)
@@ -248,18 +254,19 @@ class NarrowMean:
         launched, complete = self._launched, self.is_open and len(self._launched) == len(self._rows)
         began = time.perf_counter()
         self._settle()
+        is_finite = complete and self._error is None and self._all_finite()
         self._stats.waited_s += time.perf_counter() - began
         error, errors, refuses, num_served = self._error, self._errors, self._refuses, self._num_served
         self._close()
         if error is not None:
             if isinstance(error, CommError):
-                whole = num_served == len(self._rows) and all(x_N is not None for x_N in launched)
+                served = self._pipeline.admitted(num_served)
+                whole = served == len(self._rows) and all(x_N is not None for x_N in launched)
                 self._lost = errors, tuple(launched) if whole else ()
             raise error
         if not complete:
             raise RuntimeError(f"{len(launched)} of {len(self._rows)} buckets launched: launch every bucket first")
-        flags = torch.stack([rows.gathered_nB[:, 0] for rows in self._rows])
-        if not bool((flags == 1).all()):
+        if not is_finite:
             own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
             raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if refuses else own))
         if not keep:
@@ -272,16 +279,17 @@ class NarrowMean:
 
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
-        raised = self._pipeline.drain()
+        raised = settle(self._pipeline, self._phase_1, self._phase_2)
         self._error = self._error or raised
-        for pendings in (self._phase_1, self._phase_2):
-            for k, pending in enumerate(pendings):
-                if pending is not None:
-                    try:
-                        pending.wait()
-                    except CommError as error:
-                        self._error = self._error or error
-                    pendings[k] = None
+
+    def _all_finite(self) -> bool:
+        """Could every server write all of its rows? Waits for the device. A peer that is lost is noted in _error."""
+        flags = torch.stack([rows.gathered_nB[:, 0] for rows in self._rows])
+        try:
+            return bool(self._pipeline.host((flags == 1).all()))
+        except CommError as error:
+            self._error = error
+            return False
 
     def _break_off(self) -> None:
         """Close what this rank alone does not go on with. Where nothing is open, nothing."""
@@ -299,7 +307,7 @@ def means_of(
 ) -> FullMeans:
     """Means over a group of several ranks that are sent so. Local. Raises: ValueError for a wire that is none."""
     if wire == "fp32":
-        return FullMean(group, buckets, like)
+        return FullMean(group, buckets, like, pipeline)
     if wire not in CODECS:
         raise ValueError(f'full exchange = {wire!r}: must be "fp32", "bf16" or "int8"')
     if wire == "int8" and like.device.type == "cpu":

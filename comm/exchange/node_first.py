@@ -31,8 +31,9 @@ from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.node_sums import sums_of
 from thinwire.comm.exchange.parts import Part, by_segment
-from thinwire.comm.exchange.pipeline import InlinePipeline
+from thinwire.comm.exchange.pipeline import InlinePipeline, settle
 from thinwire.comm.exchange.rows import Received
+from thinwire.comm.exchange.side import staged
 from thinwire.comm.exchange.slice_errors import SliceErrors
 from thinwire.comm.exchange.slices import Slices
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
@@ -80,13 +81,13 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         self._between = Between(nodes.peers, codec, like, rows, nodes.number, threads=threads)
         kernels = kernels_for(like.device, like.dtype, threads)
         self._results = [rows.assembled(layout.numel, kernels, like) for _ in range(2)]
-        self._failed_B = torch.zeros_like(self._between.received(0))
+        self._failed_B = torch.zeros(rows.ends[-1], dtype=torch.uint8, device=like.device)
         self._own_M = like.new_zeros(self._slices.numel)
         """Of what was launched, the mean of the box on this rank's slices."""
         self._start_M: Tensor | None = None
         self._runs = torch.tensor(self._slices.runs(nodes.number), dtype=torch.int64, device=like.device)
         """Of each live run of these slices, which run of the vector it is of."""
-        self._pipeline = InlinePipeline(lag=1)
+        self._pipeline = staged(nodes.whole, like, len(buckets))
         self._inside: list[Pending | None] = [None] * len(buckets)
         self._staged: list[tuple[Tensor, Tensor] | None] = [None] * len(buckets)
         self._rooms: list[Tensor] = []
@@ -157,7 +158,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         self._open()
         self._expect(k)
         self._refuses = True
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             self._give_up(k)
 
     def finish(self) -> None:
@@ -187,7 +188,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
                 self._break_off()
                 raise
             self.stats.waited_s += time.perf_counter() - began
-            if not self._results[slot].all_finite():
+            if not bool(self._results[slot].finite()):
                 own = self._own_flag()
                 self._between.abandon()
                 self._close()
@@ -211,8 +212,9 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
             return
         with whole_or_left(self._group, self._break_off):
             if not self._finished:
-                for k in range(len(self._given), len(self.buckets)):
-                    self._give_up(k)
+                with self._pipeline.fed():
+                    for k in range(len(self._given), len(self.buckets)):
+                        self._give_up(k)
                 try:
                     self.finish()
                 except NonFiniteInput:
@@ -256,7 +258,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
 
     def _make_means(self, wire: FullWire) -> FullMeans:
         if wire == "fp32":
-            return FullMean(sums_of(self._nodes), self.buckets, self._like)
+            return FullMean(sums_of(self._nodes), self.buckets, self._like, self._pipeline)
         return means_of(wire, self._group, self._second, self.buckets, self._like, InlinePipeline())
 
     def _expect(self, k: int) -> None:
@@ -272,7 +274,7 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         elif x_N is None or x_N.shape != (numel,) or x_N.dtype != self._like.dtype or not x_N.is_contiguous():
             told = "nothing" if x_N is None else f"{x_N.dtype}{list(x_N.shape)}"
             raise ValueError(f"vector is {told}: must be contiguous {self._like.dtype}[{numel}], as the layout")
-        with whole_or_left(self._group, self._break_off):
+        with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             began = time.perf_counter()
             rows_Lc = self._rows_of(k, given)
             self.stats.encode_s += time.perf_counter() - began
@@ -323,14 +325,15 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         pending, staged, given = self._inside[k], self._staged[k], self._given[k]
         assert pending is not None
         assert staged is not None
-        pending.wait()
+        self._pipeline.hold(pending)
         self._inside[k] = None
         own_c = self._own_M[self._slices.cuts[k].own]
         first, second, *others = staged[1]
         torch.add(first, second, out=own_c)
         for row in others:
             own_c.add_(row)
-        own_c.div_(own_c.new_tensor(self._slices.parts))
+        own_c.div_(own_c.new_full((), self._slices.parts))
+        self._pipeline.admit(k, lambda: own_c)
         self._free(k)
         if given.weight is None:
             self._between.launch_sum(k, self._own_M)
@@ -378,15 +381,8 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
 
     def _settle(self) -> None:
         """Wait until all buckets are on their way between boxes, or nobody waits for them. The first error stays."""
-        raised = self._pipeline.drain()
+        raised = settle(self._pipeline, self._inside)
         self._error = self._error or raised
-        for k, pending in enumerate(self._inside):
-            if pending is not None:
-                try:
-                    pending.wait()
-                except CommError as error:
-                    self._error = self._error or error
-                self._inside[k] = None
 
     def _break_off(self) -> None:
         """Undo what this rank does not go on with. Where nothing is open, nothing."""

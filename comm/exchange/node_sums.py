@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import CommError
 from thinwire.comm.groups.nodes import Nodes
+from thinwire.comm.groups.watching import hold
 from thinwire.comm.layout import Partition
 from thinwire.comm.protocol import Group, Leavable, Pending, Stats
 
@@ -74,7 +75,7 @@ class _Sum:
         """Add up in the box, and begin the sum of the peers. Raises: PeerLost."""
         assert self._collected_Lc is not None
         try:
-            self._first.wait()
+            hold(self._first)
             first, second, *others = self._collected_Lc
             self._own_c = first.add_(second)
             for row in others:
@@ -86,16 +87,16 @@ class _Sum:
             raise
 
     def wait(self) -> None:
-        """Block until x is the sum. Raises: PeerLost."""
+        """Until x is the sum; on a GPU for what is queued next on the current stream. Raises: PeerLost."""
         if self._is_done:
             return
         self._is_done = True
         self._sums.pass_on()
         if self._error is not None or self._between is None:
             raise self._error or CommError("a sum whose start has failed is waited for")
-        self._between.wait()
+        hold(self._between)
         rows_Lc = self._rows(fill=False)
-        self._nodes.box.all_gather(rows_Lc.view(torch.uint8), self._own_c.view(torch.uint8))
+        hold(self._nodes.box.start_all_gather(rows_Lc.view(torch.uint8), self._own_c.view(torch.uint8)))
         if rows_Lc.data_ptr() != self._x.data_ptr():
             self._x.copy_(rows_Lc.view(-1)[: self._x.numel()])
         self._collected_Lc = None

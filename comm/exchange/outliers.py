@@ -64,17 +64,23 @@ class Outliers:
 
     def add_(self, part_N: Tensor, rank: int, weight: float = 1.0) -> None:
         """part <- part + weight * what is known of this rank's server error, in its place. part: float[N]."""
+        for one, (at_k, error_k) in zip(self._rows, self.known(rank), strict=False):
+            part_N[one.chunks[rank][0] : one.chunks[rank][1]].index_add_(0, at_k, error_k, alpha=weight)
+
+    def known(self, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each bucket, what is known of this rank's server error: where, in its chunk, and what. Else empty."""
         if not self._known:
-            return
+            return []
         bytes_B = self._room[self._now, rank]
         at_k = bytes_B[: 4 * self._most].view(torch.int32).long()
         error_k = bytes_B[4 * self._most :].view(self._like.dtype)
-        begin = 0
+        begin, found = 0, []
         for one in self._rows:
             start, stop = one.chunks[rank]
             here_k = (at_k >= begin) & (at_k < begin + stop - start)
-            part_N.index_add_(0, at_k[here_k] - begin + start, error_k[here_k], alpha=weight)
+            found.append((at_k[here_k] - begin, error_k[here_k]))
             begin += stop - start
+        return found
 
     def _largest(self, sums: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         bound = self._bound(sums)

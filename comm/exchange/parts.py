@@ -42,7 +42,7 @@ class Part:
 
 def by_run(start: int, table: BlockTable, layout: VectorLayout) -> list[Part]:
     """The bucket that begins at `start`, cut around every run that stands alone: at ends of blocks."""
-    return _between([start + bound for bound in table.starts.tolist()], layout)
+    return _between([start + bound for bound in table.on_host.starts.tolist()], layout)
 
 
 def by_segment(start: int, stop: int, layout: VectorLayout) -> list[Part]:

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from thinwire.comm.protocol import Group
+from thinwire.comm.errors import CommError
+from thinwire.comm.protocol import Pending
 from thinwire.comm.signals import armed
 
 Stage = Callable[[int], None]
@@ -24,7 +26,11 @@ Stage = Callable[[int], None]
 
 
 class Pipeline(Protocol):
-    """Runs stages in the order in which they were submitted."""
+    """Runs stages in the order in which they were submitted.
+
+    What it computes on, and when, is also its affair: on a GPU that is a stream of its own (side.py), which says what
+    the last five methods are for. Elsewhere they do nothing.
+    """
 
     @property
     def failed(self) -> bool:
@@ -36,17 +42,74 @@ class Pipeline(Protocol):
     def drain(self) -> BaseException | None:
         """Wait until nothing is left to run. Returns what the first stage that failed has raised, and forgets it."""
 
+    def fed(self) -> AbstractContextManager[object]:
+        """Inside, the exchange's work is begun, behind all that the caller has begun."""
 
-def pipeline_for(group: Group, second: Group, device: torch.device) -> Pipeline:
-    """What serves buckets of exchanges over these two communicators, which may be one."""
-    if second is group:
-        return InlinePipeline()  # one communicator: one order for both phases
-    if device.type == "cpu":
-        return ThreadPipeline()
-    return InlinePipeline(lag=1)  # waiting is the device's; the host runs ahead of it anyway
+    def hold(self, pending: Pending) -> None:
+        """What is begun from now on comes after this collective. Raises: PeerLost."""
+
+    def join(self) -> None:
+        """What the caller begins from now on comes after all work of the exchange."""
+
+    def host(self, x: Tensor) -> Tensor:
+        """x, small, where the host can read it. Waits for the device. Raises: PeerLost."""
+
+    def admit(self, k: int, fuse: Callable[[], Tensor]) -> None:
+        """Spoil fuse(), by NaN or 0, unless what the collectives of bucket k wrote is what peers have sent."""
+
+    def admitted(self, num: int) -> int | None:
+        """After a failure: how many of the first `num` buckets were admitted. None where nobody can tell."""
 
 
-class InlinePipeline:
+def settle(pipeline: Pipeline, *waiting: list[Pending | None]) -> BaseException | None:
+    """Run all stages, then wait until none of these collectives touches a buffer, on a GPU for the caller's stream.
+
+    waiting: modified: nothing is left in them. Returns the first error; later ones follow from it.
+    """
+    with pipeline.fed():
+        first = pipeline.drain()
+        for pendings in waiting:
+            for k, pending in enumerate(pendings):
+                if pending is not None:
+                    try:
+                        pipeline.hold(pending)
+                    except CommError as error:
+                        first = first or error
+                    pendings[k] = None
+    pipeline.join()
+    return first
+
+
+_NOTHING = nullcontext()
+
+
+class OnTheSpot:
+    """Mixin: work is done when a call returns, and a collective that has failed raises."""
+
+    def fed(self) -> AbstractContextManager[object]:
+        """Nothing."""
+        return _NOTHING
+
+    def hold(self, pending: Pending) -> None:
+        """Wait for it."""
+        pending.wait()
+
+    def join(self) -> None:
+        """Nothing."""
+
+    def host(self, x: Tensor) -> Tensor:
+        """Itself."""
+        return x
+
+    def admit(self, k: int, fuse: Callable[[], Tensor]) -> None:
+        """Always."""
+
+    def admitted(self, num: int) -> int | None:
+        """All."""
+        return num
+
+
+class InlinePipeline(OnTheSpot):
     """The caller's thread, `lag` stages behind what was submitted: 0 runs a stage at once."""
 
     def __init__(self, lag: int = 0) -> None:
@@ -80,7 +143,7 @@ class InlinePipeline:
                     self._error = error
 
 
-class ThreadPipeline:
+class ThreadPipeline(OnTheSpot):
     """A daemon thread, started at the first submit; it ends with this object."""
 
     def __init__(self) -> None:

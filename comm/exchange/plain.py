@@ -282,7 +282,7 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         for wire in self._collected_nB:
             served.decode(wire[HEADER_BYTES:], self._decoded_c)
             self._server_c.add_(self._decoded_c)
-        self._server_c.div_(self.size).add_(memory.server_c)
+        self._server_c.div_(self._server_c.new_full((), self.size)).add_(memory.server_c)
         self._served_B[0] = served.encode(self._server_c, self._served_B[HEADER_BYTES:])
         self._has_served = True
         result = self._results[1 - self._last]

@@ -44,23 +44,25 @@ def add_rebuilt_(
     memory stands at. result: of that exchange, on one of the survivors alone.
     """
     size = len(rows[0][0].chunks)
-    worker_N = memory.worker_N
-    for one, crossing in rows:
-        sent_b = torch.empty_like(worker_N[one.span])
+    for (one, crossing), kept in zip(rows, memory.worker, strict=True):
+        # One vector of a bucket's size at a time: a regroup is when a rank holds the most.
+        error_b = kept.error(one.table).mul_(len(missing) * (WORKER - 1) / (holders * size))
+        _add_left(part_N, error_b, one, missing)
+        del error_b
+        sent_b = part_N.new_empty(one.table.numel)
         kernels.decode(crossing.sent, one.table, sent_b)
-        for rank, (start, stop) in enumerate(one.chunks):
-            at, here = slice(start, stop), slice(start - one.span.start, stop - one.span.start)
-            if start == stop:
-                continue
-            if rank not in missing:
-                of_each = (WORKER * sent_b[here] - (1 - WORKER) * worker_N[at]) / (holders * size)
-                part_N[at] += len(missing) * of_each
-                continue
-            part_N[at] += SERVER / holders * sent_b[here]
-            if result is not None:
-                out_c = torch.empty_like(part_N[at])
+        for rank in missing:
+            start, stop = one.chunks[rank]
+            if start < stop:
+                part_N[start:stop].add_(sent_b[start - one.span.start : stop - one.span.start], alpha=SERVER / holders)
+        _add_left(part_N, sent_b.mul_(len(missing) * WORKER / (holders * size)), one, missing)
+        del sent_b
+        for rank in missing:
+            start, stop = one.chunks[rank]
+            if result is not None and start < stop:
+                out_c = part_N.new_empty(stop - start)
                 result.decode_(out_c, start, stop)
-                part_N[at] -= SERVER * out_c
+                part_N[start:stop].sub_(out_c, alpha=SERVER)
         for rank in missing:
             if one.own_table.numel:
                 part_N[one.own] -= WORKER / size * _collected(one, crossing, kernels, rank)
@@ -82,13 +84,12 @@ def left_squares(
     What the others would not find if this rank died instead: seen where it serves, and scaled up for the worker error;
     of the others' worker errors, which are not here, the mean is taken to be independent of this one's.
     """
-    size, served = len(rows[0][0].chunks), 0
-    found = memory.worker_N.new_zeros(2)
-    worker_N = memory.worker_N
-    known_N = torch.zeros_like(worker_N)
-    if memory.outliers is not None:
-        memory.outliers.add_(known_N, rank)
-    for (one, crossing), kept in zip(rows, memory.server, strict=True):
+    size, served, layout = len(rows[0][0].chunks), 0, rows[0][0].layout
+    found, worker = memory.worker[0].scale_b.new_zeros(2), 0.0
+    known = memory.outliers.known(rank) if memory.outliers is not None else []
+    for k, ((one, crossing), kept, of_worker) in enumerate(zip(rows, memory.server, memory.worker, strict=True)):
+        error_b = of_worker.error(one.table)
+        worker += torch.linalg.vector_norm(error_b) ** 2
         if not one.own_table.numel:
             continue
         served += one.own_table.numel
@@ -98,15 +99,27 @@ def left_squares(
             if other != rank:
                 others_c += _collected(one, crossing, kernels, other)
         others_c /= max(1, size - 1)
-        out_c = torch.empty_like(own_c)
+        here = slice(one.own.start - one.span.start, one.own.stop - one.span.start)
+        found[1] += own_c.sub_(others_c).mul_(WORKER).add_(error_b[here]).square_().sum()
+        del error_b
+        out_c = own_c
         result.decode_(out_c, one.own.start, one.own.stop)
-        error_c = kept.sum_c - kept.sent(one.own_table)
-        found[0] += (error_c - known_N[one.own] - SERVER * (others_c - out_c)).square().sum()
-        found[1] += (worker_N[one.own] - WORKER * (others_c - own_c)).square().sum()
+        error_c = kept.error(one.own_table)
+        if known:
+            at_k, known_k = known[k]
+            error_c.index_add_(0, at_k, known_k, alpha=-1)
+        found[0] += error_c.sub_(others_c.sub_(out_c).mul_(SERVER)).square_().sum()
     if served:
-        found[1] *= worker_N.numel() / served
-    found[1] += WORKER**2 / max(1, size - 1) * worker_N.square().sum()
+        found[1] *= layout.numel / served
+    found[1] += WORKER**2 / max(1, size - 1) * worker
     return found
+
+
+def _add_left(part_N: Tensor, x_b: Tensor, one: BucketRows, missing: Collection[int]) -> None:
+    """part <- part + x of one bucket, where ranks serve that are not missing."""
+    for rank, (start, stop) in enumerate(one.chunks):
+        if rank not in missing:
+            part_N[start:stop] += x_b[start - one.span.start : stop - one.span.start]
 
 
 def _collected(one: BucketRows, crossing: Crossing, kernels: Kernels, rank: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span
 from thinwire.comm.protocol import Reader
@@ -73,7 +73,7 @@ class BucketRows:
 
     chunks: the elements that each rank serves, counted from the start of the vector. span: of the bucket; own: of this
     rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
-    now: of the exchange under way; last: of the one committed last, None unless it is kept.
+    now: of the exchange under way; last: of the one committed last, None unless keeps_last, and before the first.
     gathered: the two sets, once they have been placed. replica: None unless it is asked for.
     row_bytes: of a row that is longer than this bucket's need.
     """
@@ -96,13 +96,21 @@ class BucketRows:
         self.table = BlockTable.of_rows(self.layout, self.chunks, block, like, row_bytes)
         self.own_table = BlockTable.of(self.layout, self.own.start, self.own.stop, block, like, self.table.row_bytes)
         self.now = Crossing.of(size, self.table.row_bytes, like)
-        self.last = Crossing.of(size, self.table.row_bytes, like) if keeps is Keeps.ROWS else None
+        self.keeps_last, self._like = keeps is Keeps.ROWS, like.new_empty(0)
+        self.last: Crossing | None = None
         self.served_B = torch.zeros_like(self.sent_nB[0])
         self.served = RowMemory.of(self.served_B, like.dtype)
         self.gathered: list[RowMemory] = []
         self.gathered_nB: list[Tensor] = []
         self.replica = ReplicaRows(self, block, rank, like) if keeps is Keeps.REPLICA else None
         self.served_B[0] = 1
+
+    def fuse(self) -> Tensor:
+        """What makes what this rank serves unusable, spoilt: the scales of the first collected row, or its own flag."""
+        if not self.own_table.numel:
+            return self.served_B[:1]
+        start = HEADER_BYTES // self.collected.values_V.element_size()
+        return self.collected.values_V[start : start + self.own_table.num_blocks]
 
     @property
     def sent_nB(self) -> Tensor:
@@ -123,6 +131,11 @@ class BucketRows:
     def collected(self) -> RowMemory:
         """All rows that are collected."""
         return self.now.collected
+
+    def take_room(self) -> None:
+        """Have memory for the last exchange too, before one begins: none before, as a regroup holds two of all this."""
+        if self.keeps_last and self.last is None:
+            self.last = Crossing.of(len(self.chunks), self.table.row_bytes, self._like)
 
     def turn(self) -> None:
         """What has crossed is the last exchange from now on, where that is kept."""
@@ -178,11 +191,14 @@ class Received:
         flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
         return cls(RowMemory.of(bytes_B, like.dtype), parts, flag_at, rows[0].layout.numel, kernels)
 
-    def all_finite(self) -> bool:
-        """Whether every server could write all of its rows: the same on every rank. Waits for the device."""
+    def finite(self) -> Tensor:
+        """0-dim uint8: 1 where every server could write all of its rows, the same on every rank. Until the next call.
+
+        Waits for nothing.
+        """
         torch.index_select(self.wire.bytes_B, 0, self._flag_at, out=self._flags)
         torch.amin(self._flags, 0, out=self._finite)
-        return bool(self._finite)
+        return self._finite
 
     def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
         """out <- elements [start, stop) of the result, 0 where dead."""

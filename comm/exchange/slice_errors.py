@@ -68,6 +68,10 @@ class SliceErrors:
         """As KeptSums.largest."""
         return self.between.largest
 
+    def squares(self) -> Tensor:
+        """float[2]: the squared norms of both. Local."""
+        return self.between.squares()
+
     def errors(self) -> Errors:
         """Not to be had. Raises: RuntimeError."""
         raise RuntimeError("means in 8 bits keep errors of whole vectors, which topology node_first has not")

@@ -6,7 +6,9 @@ Bytes are counted here, where a collective is started.
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +27,18 @@ from torch import Tensor
 
 from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place, interrupted
 from thinwire.comm.errors import CallMismatch, CommError, PeerLost
-from thinwire.comm.groups.failure_detector import FailureDetector, StoreDetector
+from thinwire.comm.groups.failure_detector import FailureDetector, Seen, StoreDetector
+from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
 from thinwire.comm.groups.parts import Part, PartStats
 from thinwire.comm.groups.pending import Blocking
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
+from thinwire.comm.groups.watching import Gate, poll
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
+from thinwire.comm.streams import streams_for
 from thinwire.comm.wire.link_classes import named_box
+
+logger = logging.getLogger(__name__)
 
 # torch 2.13 renames it and warns at the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,8 +52,12 @@ _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], weakr
 )
 """Those of some of its ranks, likewise."""
 _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakref.WeakKeyDictionary()
+_ending: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicators] = weakref.WeakKeyDictionary()
+"""With which others it ends."""
 LEFT_S = 0.01
 """How long a rank that has left waits for what it has begun before: it may be done, or never come."""
+ENDED_S = 1.0
+"""How long what a rank has sent to a GPU may be on its way after the process has ended."""
 PIECE_ELEMENTS = 1 << 20
 """What a relay passes on at a time: 4 MB in fp32, about 30 ms at 1 Gbit/s."""
 
@@ -77,6 +88,7 @@ class TorchGroup:
         self.box = None if box is None else named_box(box)
         self.stats = Stats()
         self._detector = detector or _detector_of(self._process_group(), self.rank, self.size)
+        self._communicators = _communicators_of(self._process_group())
         self._answer_s = answer_s
         self._second: TorchGroup | None = None
         self._communicator = 0
@@ -103,7 +115,7 @@ class TorchGroup:
         """x <- mean over ranks of x. Raises: PeerLost."""
         self.stats.count("mean", all_reduce_bytes(x, self.size))
         self._start("mean", x, lambda pg: dist.all_reduce(x, dist.ReduceOp.SUM, group=pg, async_op=True)).wait()
-        x.div_(self.size)
+        x.div_(x.new_full((), self.size))  # by a number, CUDA takes the reciprocal: another last bit
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src` of this group. Raises: PeerLost."""
@@ -184,20 +196,75 @@ class TorchGroup:
         """A group of ranks of this one that shares what this one knows of peers."""
         made = TorchGroup(process_group, answer_s=self._answer_s, detector=self._detector)
         made.abandoned, made._told, made.box = self.abandoned, self._told, self.box
+        made._communicators = self._communicators
+        self._communicators.add(process_group)
         return made
 
     def leave(self, reason: str = "it raised, or was told to stop") -> None:
         """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
 
         For all TorchGroups of this process group, second communicators too. Not collective. The process group itself
-        stays, to be destroyed by whoever made it; NCCL's is aborted. A process that ends need not call it. The first
+        stays, to be destroyed by whoever made it; NCCL's are aborted. A process that ends need not call it. The first
         reason stands. A rank leaves by itself where a signal's handler raises while it waits for the others.
         """
         if self._detector.left is not None:
             return
         self._detector.leave(reason)
-        if "nccl" in dist.get_backend_config(self._process_group()):
-            self._process_group().abort()
+        self._communicators.abort()
+
+    def before_abort(self, gate: Gate) -> None:
+        """Close this before communicators of NCCL are aborted, as they are when a peer is lost or this rank leaves."""
+        self._communicators.before_abort(gate)
+
+    def await_device(self, what: str, done: Callable[[], bool]) -> None:
+        """Return when done(), as an event on a GPU behind all that this rank has begun. what: for messages.
+
+        Signals are handled. Raises: PeerLost, CallMismatch where a peer is gone, NCCL tells of an error, or it takes
+        longer than the time-out of the process group: all communicators are aborted then.
+        """
+        calls, detector, process_group = self.calls, self._detector, self._process_group()
+        at = calls.recent[-1] if calls.recent else NOWHERE
+        looked = time.monotonic()
+        until = looked + self._timeout_s(process_group)
+        watch: Seen | None = None
+        ended_since: float | None = None
+
+        def look() -> None:
+            nonlocal looked, watch, ended_since
+            now = time.monotonic()
+            if detector.left is not None or (watch is not None and watch.seen):
+                raise RuntimeError("a peer has failed, so what this rank waits for will not come")
+            if now < looked + detector.look_s:
+                return
+            looked = now
+            if watch is None:
+                calls.waits.add(at)
+                watch = detector.watch(at)
+            if has_failed(process_group):
+                raise RuntimeError("NCCL tells of an error")
+            # Over shared memory NCCL does not notice. But a rank may end well while its last rows are on their way.
+            ended_since = (ended_since or now) if detector.ended() else None
+            if ended_since is not None and now > ended_since + ENDED_S:
+                raise RuntimeError("a peer has ended, and what this rank waits for does not come")
+            if now > until:
+                raise RuntimeError("it took longer than the time-out of the process group")
+
+        try:
+            with self._peers(what, at):
+                poll(done, look=look)
+        except CommError:
+            raise
+        except BaseException as error:  # a signal's: the others wait for what this rank does not go on with
+            self.leave(interrupted(error, calls))
+            raise
+        finally:
+            if watch is not None:
+                calls.waits.discard(at)
+                watch.stop()
+
+    def _timeout_s(self, process_group: dist.ProcessGroup) -> float:
+        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
+        return timeout.total_seconds()
 
     def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
         process_group, detector = self._process_group(), self._detector
@@ -227,7 +294,10 @@ class TorchGroup:
         # Shapes are checked before, so what torch raises here is the transport's: a peer is gone or silent.
         try:
             yield
+        except CommError:
+            raise
         except RuntimeError as error:
+            self._communicators.abort()
             if self._detector.left is not None:
                 raise self._has_left() from error
             lost = self._detector.find_lost(self._answer_s, at)
@@ -237,7 +307,7 @@ class TorchGroup:
 
 
 class TorchPending:
-    """A collective of torch.distributed that was started. On a GPU `wait` holds up the current stream, not the host."""
+    """A collective of torch.distributed that was started. On a GPU `hold` holds up the current stream, not the host."""
 
     __slots__ = ("_at", "_collective", "_device", "_group", "_work")
 
@@ -263,11 +333,26 @@ class TorchPending:
             raise
         self._group.abandoned.remove(work)
 
+    def hold(self) -> None:
+        """Make what is queued on the current stream from now on wait for the result; on a CPU as wait().
+
+        A peer that is lost later is not told here: whoever asks an event whether it is done uses await_device().
+        Raises: PeerLost.
+        """
+        if self._device.type == "cpu":
+            self.wait()
+            return
+        if self._work is not None:
+            work, self._work = self._work, None
+            with self._group._peers(self._collective, self._at):
+                work.wait()  # without a time-out it is the stream that waits
+
     def _wait(self, work: dist.Work) -> None:
         detector = self._group._detector
-        # With a time-out, NCCL's would hold up the host; its watchdog looks after the peers.
-        if self._device.type != "cpu":
+        streams = streams_for(self._device)
+        if streams is not None:
             work.wait()
+            self._group.await_device(self._collective, streams.current().record_event().query)
         elif not _done_within(work, detector.look_s if detector.left is None else LEFT_S):
             self._wait_and_watch(work)
 
@@ -378,6 +463,25 @@ def _hold_for_good(process_groups: Iterable[dist.ProcessGroup]) -> None:
     what was raised; and so would the end of the program, with connections that its peers take for alive."""
     for process_group in process_groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+
+
+def abort_nccl(process_group: dist.ProcessGroup) -> None:
+    """End all communicators of NCCL that TorchGroups of this process group have. Nothing where gloo carries all."""
+    _communicators_of(process_group).abort()
+
+
+def _communicators_of(process_group: dist.ProcessGroup) -> Communicators:
+    found = _ending.get(process_group)
+    if found is None:
+        found = _ending[process_group] = Communicators()
+        found.add(process_group)
+        if is_nccl(process_group) and ends_the_process():
+            logger.warning(
+                "nccl_ends_the_process reason=%r instead=%r",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING is neither 0 nor 2: the loss of a peer ends this process",
+                "thinwire.comm.prepare_nccl() before init_process_group()",
+            )
+    return found
 
 
 def _detector_of(process_group: dist.ProcessGroup, rank: int, size: int) -> StoreDetector:

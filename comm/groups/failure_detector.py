@@ -114,6 +114,9 @@ class FailureDetector(Protocol):
     def watch(self, at: Place = NOWHERE) -> Seen:
         """Look from now on whether a peer has failed, as this rank waits there."""
 
+    def ended(self) -> dict[int, str]:
+        """Ranks whose process has ended, well or not, as far as that is known at once, and how. Waits for nobody."""
+
 
 class StoreDetector:
     """Who belongs to a process group, and who has failed. One for all TorchGroups of one process group.
@@ -130,6 +133,8 @@ class StoreDetector:
         self._left: str | None = None
         self._birth = Birth.own()
         self.calls = Calls()
+        self._known: dict[int, Birth] = {}
+        """Of the others, once all of them have been read."""
         self._board = Board(store, rank, size, self.calls)
         _bounded(self._join, STORE_S)
 
@@ -187,6 +192,12 @@ class StoreDetector:
     def watch(self, at: Place = NOWHERE) -> Watch:
         """Look from now on, in a thread, whether a peer has failed or is in another call. End it with `stop`."""
         return Watch(Lookout(self._board, at, lambda: self._has(_ANY), self._births, self._prove))
+
+    def ended(self) -> dict[int, str]:
+        """As FailureDetector.ended. The first call reads where the others run from the store: STORE_S at most."""
+        if len(self._known) < self._size - 1:
+            self._known = _bounded(self._births, STORE_S) or {}
+        return endings(self._known)
 
     def _join(self) -> None:
         self._store.set(_member(self._rank), self._birth.to_json())

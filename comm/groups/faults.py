@@ -34,6 +34,7 @@ from torch import Tensor
 from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.groups.parts import Part, Parting
+from thinwire.comm.groups.watching import Gate, await_device, before_abort, hold
 from thinwire.comm.protocol import Group, Leavable, Pending, Stats
 from thinwire.comm.wire.link_classes import Box, Boxed
 
@@ -120,6 +121,14 @@ class FaultyGroup:
     def calls(self) -> Calls:
         """Those of the group below."""
         return calls_of(self._group)
+
+    def await_device(self, what: str, done: Callable[[], bool]) -> None:
+        """As the group below, where collectives of that run on a GPU."""
+        await_device(self._group, what, done)
+
+    def before_abort(self, gate: Gate) -> None:
+        """As the group below."""
+        before_abort(self._group, gate)
 
     def arm(self, *faults: Fault) -> None:
         """Forget all earlier faults and count calls from here."""
@@ -218,6 +227,15 @@ class FaultyPending:
         """As the Pending below. Raises: PeerLost."""
         if self._pending is not None:
             self._pending.wait()
+        self._end()
+
+    def hold(self) -> None:
+        """As the Pending below. Raises: PeerLost."""
+        if self._pending is not None:
+            hold(self._pending)
+        self._end()
+
+    def _end(self) -> None:
         if not self._waited:
             self._waited, self._tensors = True, ()
             self._after()

@@ -133,7 +133,7 @@ class ThreadGroup(Blocking):
 
     def mean_(self, x: Tensor) -> None:
         """x <- mean over ranks, summed in order of rank. Raises: PeerLost."""
-        x.copy_(self._sum(x).div_(self.size))
+        x.copy_(self._sum(x).div_(x.new_full((), self.size)))
         self.stats.count("mean", all_reduce_bytes(x, self.size))
 
     def sum_(self, x: Tensor) -> None:

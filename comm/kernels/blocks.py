@@ -54,6 +54,7 @@ class BlockTable:
     row_starts: int64[r+1], number of the first block of each row.  flag_at: int64[r], the byte of each row's flag.
     largest: elements of the largest block.  numel: elements of all.
     row_bytes: bytes of a row; 0 where the table has no rows.  wire_bytes: the least that a RowMemory must have.
+    host: the same in the host's memory, where the device has another, so that nobody waits for the device to know it.
     """
 
     starts: Tensor
@@ -68,6 +69,7 @@ class BlockTable:
     numel: int
     row_bytes: int
     wire_bytes: int
+    host: BlockTable | None = None
 
     @classmethod
     def of(
@@ -136,12 +138,12 @@ class BlockTable:
         flag_at is empty. Raises: ValueError for bounds inside a byte or outside of the parts.
         """
         like = parts[0][0].live
-        parts = sorted(parts, key=lambda part: part[1])
-        begin_b = torch.cat([table.starts[:-1].cpu() + at for table, at, _ in parts])
-        end_b = torch.cat([table.starts[1:].cpu() + at for table, at, _ in parts])
-        scale_at = torch.cat([table.scale_at.cpu() + wire_at // like.element_size() for table, _, wire_at in parts])
-        bits_at = torch.cat([table.bits_at.cpu() + wire_at for table, _, wire_at in parts])
-        dead = torch.cat([table.dead.cpu() + at for table, at, _ in parts])
+        parts = sorted(((table.on_host, at, wire_at) for table, at, wire_at in parts), key=lambda part: part[1])
+        begin_b = torch.cat([table.starts[:-1] + at for table, at, _ in parts])
+        end_b = torch.cat([table.starts[1:] + at for table, at, _ in parts])
+        scale_at = torch.cat([table.scale_at + wire_at // like.element_size() for table, _, wire_at in parts])
+        bits_at = torch.cat([table.bits_at + wire_at for table, _, wire_at in parts])
+        dead = torch.cat([table.dead + at for table, at, _ in parts])
         low_b, high_b = begin_b.clamp(min=start), end_b.clamp(max=stop)
         inside_b = low_b < high_b
         bounds = [start, *high_b[inside_b].tolist()]
@@ -175,20 +177,21 @@ class BlockTable:
     ) -> BlockTable:
         """On the device of `like`, with what follows from the positions."""
         sizes_b, dead_starts = starts.diff(), torch.searchsorted(dead, starts)
-        return cls(
-            starts.to(like.device),
-            (sizes_b - dead_starts.diff()).clamp_(min=1).to(like.dtype).to(like.device),
-            dead.to(like.device),
-            dead_starts.to(like.device),
-            scale_at.to(like.device),
-            bits_at.to(like.device),
-            row_starts.to(like.device),
-            flag_at.to(like.device),
-            max(sizes_b.tolist(), default=0),
-            int(starts[-1]),
-            row_bytes,
-            wire_bytes,
+        live = (sizes_b - dead_starts.diff()).clamp_(min=1).to(like.dtype)
+        tensors = starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at
+        numbers = max(sizes_b.tolist(), default=0), int(starts[-1]), row_bytes, wire_bytes
+        host = cls(*tensors, *numbers)
+        if like.device.type == "cpu":
+            return host
+        starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at = (
+            on_device(x, like.device) for x in tensors
         )
+        return cls(starts, live, dead, dead_starts, scale_at, bits_at, row_starts, flag_at, *numbers, host)
+
+    @property
+    def on_host(self) -> BlockTable:
+        """The same in the host's memory."""
+        return self if self.host is None else self.host
 
     @property
     def num_blocks(self) -> int:
@@ -202,28 +205,36 @@ class Pieces:
 
     starts: int64[q+1], multiples of 8; piece i is [starts[i], starts[i+1]), from the table's first element on.
     first: int64[b+1], number of each block's first piece.  run: int64[q], the live run that each is of.
-    num_runs: live runs of the layout.
+    num_runs: live runs of the layout. numel: elements of all.
     """
 
     starts: Tensor
     first: Tensor
     run: Tensor
     num_runs: int
+    numel: int
 
     @classmethod
     def of(cls, table: BlockTable, start: int, layout: VectorLayout) -> Pieces:
         """Of a table whose first element is `start` of the vector. Dead elements are of the run before them."""
-        at, begin_r = table.starts.cpu(), torch.tensor([low for low, _ in layout.live], dtype=torch.int64) - start
+        at = table.on_host.starts
+        begin_r = torch.tensor([low for low, _ in layout.live], dtype=torch.int64) - start
         bounds = {*at.tolist(), *begin_r[(begin_r > 0) & (begin_r < table.numel)].tolist()}
         starts = torch.tensor(sorted(bounds), dtype=torch.int64)
         run = torch.searchsorted(begin_r, starts[:-1], right=True).sub_(1).clamp_(min=0)
         first = torch.searchsorted(starts, at)
         device = table.starts.device
-        return cls(starts.to(device), first.to(device), run.to(device), len(layout.live))
+        places = on_device(starts, device), on_device(first, device), on_device(run, device)
+        return cls(*places, len(layout.live), table.numel)
 
     def spread(self, factor_r: Tensor) -> Tensor:
         """Each element's factor: float[c]. factor: float[live runs]."""
-        return torch.repeat_interleave(factor_r[self.run], self.starts.diff())
+        return torch.repeat_interleave(factor_r[self.run], self.starts.diff(), output_size=self.numel)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor in the memory of the device. Does not wait for it: what is copied from need not stay."""
+    return tensor.to(device, non_blocking=True)
 
 
 def spread(factor_r: Tensor, layout: VectorLayout, start: int = 0, stop: int | None = None) -> Tensor:
@@ -234,5 +245,5 @@ def spread(factor_r: Tensor, layout: VectorLayout, start: int = 0, stop: int | N
     stop = layout.numel if stop is None else stop
     begins = [0, *(low for low, _ in layout.live[1:]), layout.numel]
     inside = [min(max(at, start), stop) for at in begins]
-    lengths_r = torch.tensor([high - low for low, high in pairwise(inside)], device=factor_r.device)
+    lengths_r = on_device(torch.tensor([high - low for low, high in pairwise(inside)]), factor_r.device)
     return torch.repeat_interleave(factor_r, lengths_r, output_size=stop - start)

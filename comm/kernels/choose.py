@@ -201,7 +201,7 @@ def _say_missing(reason: str) -> None:
 
 @cache
 def _on_cuda(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
     from thinwire.comm.kernels.cuda.kernels import CudaKernels, source  # it imports this module's Kernels
 

@@ -2,7 +2,8 @@
 
 int8_reference says what each computes; these are equal to it bit for bit. Each value is read from memory once: a run
 stays in the cache between the search for its largest value and its encoding. The largest is looked for among the bits
-of |x|, which are ordered as the values are, with infinities and NaN above all numbers.
+of |x|, which are ordered as the values are, with infinities and NaN above all numbers. Loops run over views of a run
+that begin at 0: where an index might be negative the compiler makes one element at a time.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ def encode(first: int, stop: int, x: Array, x_bits: Array, scale: Array, q: Arra
     below = x_bits.dtype.type(0x7FFFFFFF if x.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     finite = True
     for run in range(first, stop):
-        low = run * block
-        high = min(low + block, x.size)
+        low, high = run * block, (run + 1) * block
+        of_x, bits, numbers = x[low:high], x_bits[low:high], q[low:high]
         most = x_bits.dtype.type(0)
-        for at in range(low, high):
-            most = max(most, x_bits[at] & below)
+        for at in range(bits.size):
+            most = max(most, bits[at] & below)
         peak = _as_float(np.int64(most), x)
         if peak >= _LEAST:  # NaN is not
             by = x.dtype.type(_LEVELS) / peak
             scale[run] = peak / x.dtype.type(_LEVELS)
             finite &= np.isfinite(scale[run])
-            for at in range(low, high):
-                q[at] = np.int8(np.int32((x[at] * by + magic) - magic))
+            for at in range(of_x.size):
+                numbers[at] = np.int8(np.int32((of_x[at] * by + magic) - magic))
         else:
             finite &= peak < _LEAST
             scale[run] = 0
-            q[low:high] = 0
+            numbers[:] = 0
     return finite
 
 
@@ -63,24 +64,27 @@ def encode(first: int, stop: int, x: Array, x_bits: Array, scale: Array, q: Arra
 def decode(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
     """out <- s q."""
     for run in range(first, stop):
-        s = out.dtype.type(scale[run])
-        for at in range(run * block, min((run + 1) * block, out.size)):
-            out[at] = s * out.dtype.type(q[at])
+        low, high = run * block, (run + 1) * block
+        s, to, numbers = out.dtype.type(scale[run]), out[low:high], q[low:high]
+        for at in range(to.size):
+            to[at] = s * out.dtype.type(numbers[at])
 
 
 @compiled
 def add(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
     """out <- out + s q."""
     for run in range(first, stop):
-        s = out.dtype.type(scale[run])
-        for at in range(run * block, min((run + 1) * block, out.size)):
-            out[at] += s * out.dtype.type(q[at])
+        low, high = run * block, (run + 1) * block
+        s, to, numbers = out.dtype.type(scale[run]), out[low:high], q[low:high]
+        for at in range(to.size):
+            to[at] += s * out.dtype.type(numbers[at])
 
 
 @compiled
 def left_out(first: int, stop: int, scale: Array, q: Array, x: Array, out: Array, block: int) -> None:
     """out <- x - s q."""
     for run in range(first, stop):
-        s = out.dtype.type(scale[run])
-        for at in range(run * block, min((run + 1) * block, out.size)):
-            out[at] = x[at] - s * out.dtype.type(q[at])
+        low, high = run * block, (run + 1) * block
+        s, to, of_x, numbers = out.dtype.type(scale[run]), out[low:high], x[low:high], q[low:high]
+        for at in range(to.size):
+            to[at] = of_x[at] - s * out.dtype.type(numbers[at])

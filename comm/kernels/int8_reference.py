@@ -26,7 +26,7 @@ def encode(x_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int) -> Tensor:
     padded_bk = _runs(x_c, block)
     peak_b = padded_bk.abs().amax(1)
     sent_b = peak_b >= LEAST
-    levels = peak_b.new_tensor(LEVELS)  # torch takes a reciprocal of, or with, a Python number: another last bit
+    levels = peak_b.new_full((), LEVELS)  # torch takes a reciprocal of, or with, a Python number: another last bit
     scale_b.copy_(torch.where(sent_b, peak_b / levels, 0))
     by_b = torch.where(sent_b, levels / peak_b, 0)
     q_bk = (padded_bk * by_b.unsqueeze(1)).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0)

@@ -67,7 +67,10 @@ class FirstStep:
     def look_at_mean(self, g_N: Tensor) -> None:
         """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""
         own_k, self._own = self._own, None
-        if own_k is not None and bool(own_k.any()) and torch.allclose(_sample(g_N), own_k, rtol=1e-5, atol=0.0):
+        if own_k is None:
+            return
+        alike = torch.isclose(_sample(g_N), own_k, rtol=1e-5, atol=0.0).all()
+        if bool(alike.logical_and_(own_k.any())):  # waits for the device, this once
             logger.warning(
                 "gradients_equal: before the exchange this rank's gradient was already the mean of all ranks: take an "
                 "all_reduce of gradients, or DistributedDataParallel, out of the loop; or, where all ranks read the "

@@ -224,6 +224,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def note_evidence(self) -> None:
         """Put the evidence of the automatic rule among the saved values."""
         if self.stability is not None:
+            self.stability.read_norms()
             self.saved["stability"] = asdict(self.stability)
 
     def plain_state(self) -> dict[str, Any]:
@@ -297,12 +298,12 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         return max([end, *(run.unseen + fewest for run in self.runs if run.unseen)])
 
     def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
-        """Whether the automatic rule ends the warm-up after this step. Reads one number from the device."""
+        """Whether the automatic rule ends the warm-up after this step. Where it tests, it reads from the device."""
         if self.stability is None or not plan.update_variance:
             return False
         v_N = self.vectors.v_N
         norm = sum(v_N[h.span].sum() / (1.0 if h.seen is None else 1 - h.beta2**h.seen) for h in groups)
-        verdict = self.stability.observe(now, float(norm), self.rates())
+        verdict = self.stability.observe(now, norm, self.rates())
         if verdict is None or any(run.unseen and now - run.unseen < self.stability.window for run in self.runs):
             return False
         self.evidence["warmup_ended_by"] = str(verdict)

@@ -30,6 +30,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import SupportsFloat
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class VarianceStability:
     beta2: float
     total_steps: int | None = None
     lr_warmup_steps: int | None = None
-    norms: list[float] = field(default_factory=list)
-    """N_t of the last W + 1 steps, newest last."""
+    norms: list[SupportsFloat] = field(default_factory=list)
+    """N_t of the last W + 1 steps, newest last: as they were given, until somebody asks what they are."""
     passes: int = 0
     last_lrs: list[float] = field(default_factory=list)
     lr_rose_at: int = 0
@@ -113,18 +114,20 @@ class VarianceStability:
         """The step at which the warm-up of the learning rate ends, as far as is known."""
         return self.lr_rose_at if self.lr_warmup_steps is None else self.lr_warmup_steps
 
-    def observe(self, step: int, norm: float, lrs: list[float]) -> FrozenBy | None:
+    def observe(self, step: int, norm: SupportsFloat, lrs: list[float]) -> FrozenBy | None:
         """Take N_t of step `step` (from 1) and the groups' rates; the reason to freeze after it, or None.
 
-        The same on every rank, for v and the rates are. Modifies the fields.
+        The same on every rank, for v and the rates are. norm: may be on a device; it is read in steps that test only,
+        so that no step before them waits for it. Modifies the fields.
         """
         if rose(lrs, self.last_lrs or [0.0] * len(lrs)):
             self.lr_rose_at = step
         self.last_lrs = list(lrs)
         self.norms.append(norm)
         del self.norms[: -(self.window + 1)]
-        ratio = self._ratio()
-        if ratio is not None and step >= max(self.lr_warmup_end, self.start) + self.window:
+        tests = step >= max(self.lr_warmup_end, self.start) + self.window
+        ratio = self._ratio() if tests else None
+        if ratio is not None:
             self.passes = self.passes + 1 if ratio >= STABLE_RATIO else 0
             self._keep(step, ratio)
         else:
@@ -134,6 +137,12 @@ class VarianceStability:
             return FrozenBy.RULE if self._may_freeze(step) else FrozenBy.CAP
         return FrozenBy.RULE if self._may_freeze(step) else None
 
+    def read_norms(self) -> list[float]:
+        """The norms, which are numbers in the field from now on. Waits for the device where they are there."""
+        norms = list(map(float, self.norms))
+        self.norms = [*norms]
+        return norms
+
     def _may_freeze(self, step: int) -> bool:
         earliest = 0 if self.steps_left is None else self.start + round(EARLIEST_FRACTION * self.steps_left)
         return self.passes >= PASSES and step >= max(self.lr_warmup_end, earliest)
@@ -141,7 +150,8 @@ class VarianceStability:
     def _ratio(self) -> float | None:
         if len(self.norms) <= self.window:
             return None
-        old, new = self.norms[0], self.norms[-1]
+        norms = self.read_norms()
+        old, new = norms[0], norms[-1]
         return min(old, new) / max(old, new) if max(old, new) > 0 else None
 
     def _keep(self, step: int, ratio: float) -> None:

@@ -30,7 +30,8 @@ def kernels():
 
 def moved(table, device):
     values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    return BlockTable(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in values.items()})
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+    return BlockTable(**there | {"host": table.on_host})
 
 
 def on(device, case):

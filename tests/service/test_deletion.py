@@ -48,7 +48,11 @@ def test_a_job_that_runs_is_not_deleted(service: Service) -> None:
     job = service.running()
     answer = service.client.delete(f"/v1/jobs/{job}")
     assert (answer.status_code, answer.json()["code"]) == (409, "job_not_over")
-    assert "cancel it" in answer.json()["message"]
+    assert "cancel it, wait" in answer.text
+    service.client.post(f"/v1/jobs/{job}/cancel")
+    answer = service.client.delete(f"/v1/jobs/{job}")
+    assert answer.status_code == 409
+    assert "CANCELLING: wait until it is over" in answer.text
     assert service.run_dir(job).exists()
 
 

@@ -34,6 +34,10 @@ class MembershipDetector:
         lost = {rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank}
         return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
 
+    def ended(self) -> dict[int, str]:
+        """Nobody that the membership does not tell of at once."""
+        return {}
+
     def watch(self, at: Place = NOWHERE) -> _Look:
         """Look at what the membership has said."""
         return _Look(self._member, self._reach)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm import PeerLost, TorchGroup
+from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
+from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.workers.forming import transport
 from thinwire.workers.forming.detector import MembershipDetector
 from thinwire.workers.forming.door import Door
@@ -75,6 +76,8 @@ def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.de
     # was in one, and a rank that was not, would look for each other under two names.
     dist.distributed_c10d._world.group_count = 0
     cuda = device.type == "cuda"
+    if cuda:
+        prepare_nccl()
     dist.init_process_group(
         "nccl" if cuda else transport.GLOO,
         store=store,
@@ -102,8 +105,8 @@ def close_group(group: TorchGroup | None, timeout_s: float) -> None:
     """Forget torch.distributed's groups. What still runs in them ends by itself, at its time-out of `timeout_s`."""
     if not dist.is_initialized():
         return
-    if "nccl" in dist.get_backend_config() and dist.group.WORLD is not None:
-        dist.group.WORLD.abort()
+    if dist.group.WORLD is not None:
+        abort_nccl(dist.group.WORLD)
     # A gloo group that goes waits for its collectives, holding the interpreter's lock; with a peer that hangs that
     # takes the whole time-out. So it stays until they are over, and nobody waits. Not longer: its threads take time.
     last = list(dist.distributed_c10d._world.pg_map)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import SoloGroup, TorchGroup
+from thinwire.comm import SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.course import Run
@@ -59,6 +59,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
     if launched and not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            prepare_nccl()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
     group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.blocks import BlockTable, on_device
 from thinwire.comm.kernels.cuda.launch import Array, Structure
 
 BLOCK: Structure = np.dtype(
@@ -64,7 +64,7 @@ _known: WeakKeyDictionary[BlockTable, Records] = WeakKeyDictionary()
 
 
 def records_of(table: BlockTable) -> Records:
-    """Made at a table's first call, which waits for the device."""
+    """Made at a table's first call. Does not wait for the device."""
     found = _known.get(table)
     if found is None:
         found = _known.setdefault(table, _made(table))
@@ -95,10 +95,11 @@ def runs_of(parts: Sequence[Tensor], table: BlockTable) -> Iterator[Run]:
 
 def _made(table: BlockTable) -> Records:
     blocks = np.zeros(table.num_blocks, BLOCK)
-    starts, dead_starts = table.starts.cpu().numpy(), table.dead_starts.cpu().numpy()
+    host = table.on_host
+    starts, dead_starts = host.starts.numpy(), host.dead_starts.numpy()
     blocks["at"], blocks["size"] = starts[:-1], np.diff(starts)
     blocks["dead"], blocks["dead_stop"] = dead_starts[:-1], dead_starts[1:]
-    blocks["scale"], blocks["bits"] = table.scale_at.cpu().numpy(), table.bits_at.cpu().numpy()
-    blocks["live"] = table.live.cpu().numpy()
-    on_device = torch.from_numpy(blocks.view(np.uint8)).to(table.starts.device)
-    return Records(on_device, table.dead, {end: number for number, end in enumerate(starts.tolist())})
+    blocks["scale"], blocks["bits"] = host.scale_at.numpy(), host.bits_at.numpy()
+    blocks["live"] = host.live.numpy()
+    there = on_device(torch.from_numpy(blocks.view(np.uint8)), table.starts.device)
+    return Records(there, table.dead, {end: number for number, end in enumerate(starts.tolist())})

@@ -206,7 +206,7 @@ def test_factors_of_runs_and_sums_formed_by_bucket_are_as_those_of_whole_vectors
 ARRANGED = {"one": (0,), "flat 3": (0, 0, 0), **BOXES}
 
 
-@every_pair({"old": BOXES, "new": ARRANGED})
+@every_value({"old": BOXES, "new": ARRANGED})
 @pytest.mark.law
 def test_t3_r_goes_to_any_boxes_and_ranks_with_either_topology(old, new):
     residual = exchanged(BOXES[old], inputs(len(BOXES[old]), 4, torch.float32))[0][1][-1]

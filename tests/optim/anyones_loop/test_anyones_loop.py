@@ -20,13 +20,13 @@ NAMES = [deed.name for listed in DEEDS.values() for deed in listed]
 
 
 def always(cell):
-    """Three of each deed: Adam, 1-bit Adam and 0/1 Adam; what is overlapped, and when, takes turns."""
+    """Two of each deed: 1-bit Adam, and Adam or 0/1 Adam; these two, what is overlapped, and when, take turns."""
     times = cell.deed.when
     turn = NAMES.index(cell.deed.name)
+    other = ("adam", "zero_one_adam")[turn // 2 % 2]
     chosen = {
-        "adam": (turn % 2 == 0, times[turn % len(times)]),
         "onebit_adam": (turn % 2 == 1, times[(turn + 1) % len(times)]),
-        "zero_one_adam": (turn % 2 == 0, times[(turn + 1) % len(times)]),
+        other: (turn % 2 == 0, times[turn % len(times)]),
     }
     if cell.deed.apart:  # torch.compile takes seconds
         chosen = {"onebit_adam": chosen["onebit_adam"]}

@@ -1,0 +1,89 @@
+"""The command: python -m benchmarks.gpu, from the root of the repository."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.convergence.provenance import ROOT, ProvenanceError, provenance
+from benchmarks.gpu import machine, report
+from benchmarks.gpu.clock import Gpu, Measured, Rehearsal
+from benchmarks.gpu.run import run
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+REHEARSED = ROOT / "runs" / "gpu-rehearsal"
+NO_GPU = """\
+torch sees no GPU, so there is nothing to measure here (torch {torch}, its CUDA: {cuda}).
+  on a machine with an NVIDIA GPU   pip install -e ".[worker,cuda12]" (or cuda13, by the CUDA that torch was built with)
+                                    pip install pytest pytest-timeout hypothesis, for the tests
+  to see whether the benchmark runs python -m benchmarks.gpu --rehearse
+"""
+HELP = """\
+All that is owed on a GPU, in one command. It needs an NVIDIA GPU, thinwire[cuda12] or [cuda13], and nobody else on
+the device. It runs the tests of tests/gpu; times each kernel against a copy of the device's memory; times whole
+compressed steps against torch's fused Adam and against DeepSpeed's chain of passes, at 25 M, 340 M and 1.3 B values;
+counts launches and the host's time in a step; and tries NCCL with one rank, with many ranks as threads, and with a
+rank on each GPU.
+
+Results go into one file, gpu.json, with a table beside it, README.md. What does not fit into the minutes or the memory
+is left out, and what fails is kept; both are listed there. Exit codes: 0 all went well, 1 something failed, 2 no GPU.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write. Returns the exit code."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=HELP, formatter_class=form)
+    parser.add_argument("--minutes", type=float, default=10.0, help="what may be spent; 10 by default")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="no GPU: the same code at tiny sizes on a made-up device with emulated kernels (needs g++); the result "
+        f"says {report.REHEARSAL} and has no times; into runs/gpu-rehearsal",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the result; benchmarks/results/gpu by default")
+    given = parser.parse_args(arguments)
+    if not given.rehearse and not torch.cuda.is_available():
+        print(NO_GPU.format(torch=torch.__version__, cuda=torch.version.cuda), file=sys.stderr, end="")
+        return 2
+    try:
+        made_by = provenance()
+    except ProvenanceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {line}", flush=True)
+
+    told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    device: Measured = Rehearsal() if given.rehearse else Gpu()
+    found = run(device, given.minutes, say)
+    words = sys.argv[1:] if arguments is None else arguments
+    result = {
+        "rehearsal": device.rehearsal,
+        "command": shlex.join(["python", "-m", "benchmarks.gpu", *words]),
+        "commit": made_by.commit,
+        "began": told,
+        "minutes": given.minutes,
+        "hardware": made_by.hardware,
+        "gpus": machine.gpus(),
+        "nvidia_smi": machine.smi(),
+        "versions": {**made_by.versions, **machine.versions()},
+        **asdict(found),
+    }
+    path = report.write(result, given.out or (REHEARSED if given.rehearse else RESULTS))
+    print(report.table({**result, "parts": report.plain(found.parts)} if device.rehearsal else result))
+    say(f"wrote {path}")
+    return 1 if found.failed or any(one["exit"] for one in found.parts.get("tests", [])) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The device that is measured: one GPU, by events on its stream, or on a rehearsal a made-up one, by the wall clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], object]
+WARM_TURNS = 3
+"""Turns before any that counts: kernels are compiled, memory is taken, clocks rise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of each turn: seconds on the device, and seconds until the call had returned to the host."""
+
+    device_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+
+
+class Measured(Protocol):
+    """What the parts need of the device. rehearsal: no figure of it says anything of a GPU."""
+
+    rehearsal: bool
+    device: torch.device
+
+    def turns(self, calls: Sequence[Call], count: int, warm: int = WARM_TURNS) -> list[Times]:
+        """Each call so many times, in turns, so that what disturbs the device for a while disturbs all alike."""
+
+    def launches(self, call: Call) -> int:
+        """Kernels and copies that one call starts."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, with what torch keeps for itself given back."""
+
+    def wait(self) -> None:
+        """Until the device has done all that it was told."""
+
+
+class Gpu:
+    """The first GPU."""
+
+    rehearsal = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def turns(self, calls: Sequence[Call], count: int, warm: int = WARM_TURNS) -> list[Times]:
+        """As Measured.turns, between two events on the stream."""
+        for _ in range(warm):
+            for call in calls:
+                call()
+        self.wait()
+        found = [Times() for _ in calls]
+        events: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+        for _ in range(count):
+            for at, call in enumerate(calls):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began = time.perf_counter()
+                begin.record()
+                call()
+                end.record()
+                found[at].host_s.append(time.perf_counter() - began)
+                events[at].append((begin, end))
+        self.wait()
+        for times, pairs in zip(found, events, strict=True):
+            times.device_s.extend(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
+        return found
+
+    def launches(self, call: Call) -> int:
+        """As torch's profiler saw them on the device."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self.wait()
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            self.wait()
+        on_device = torch.autograd.DeviceType.CUDA
+        return sum(event.device_type == on_device for event in profile.events())
+
+    def free_bytes(self) -> int:
+        """As the driver says."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def wait(self) -> None:
+        """Of all streams."""
+        torch.cuda.synchronize(self.device)
+
+
+class Rehearsal:
+    """The device of tests/emulation/pretend.py, with the emulator's kernels: does the benchmark run?"""
+
+    rehearsal = True
+    _FREE_BYTES = 1 << 28
+
+    def __init__(self) -> None:
+        # Not at the top: they are the developer's, and need a compiler.
+        from tests.emulation import pretend
+        from tests.emulation.emulator import Emulator
+        from thinwire.comm.kernels import choose
+        from thinwire.optim.kernels import updates
+
+        launchers: dict[str, Emulator] = {}
+
+        def launcher(device: torch.device, dtype: torch.dtype, source: str) -> Emulator | None:
+            return launchers.setdefault(source, Emulator(source)) if dtype == torch.float32 else None
+
+        choose.cuda_launcher = updates.cuda_launcher = launcher  # type: ignore[assignment]
+        self._launchers, self._pretend = launchers, pretend
+        self.device = pretend.start()
+
+    def turns(self, calls: Sequence[Call], count: int, warm: int = WARM_TURNS) -> list[Times]:
+        """As Measured.turns, once; nothing runs behind the host's back."""
+        found = [Times() for _ in calls]
+        for at, call in enumerate(calls):
+            began = time.perf_counter()
+            call()
+            took = time.perf_counter() - began
+            found[at].device_s.append(took)
+            found[at].host_s.append(took)
+        return found
+
+    def launches(self, call: Call) -> int:
+        """Operations of torch and kernels of the emulator."""
+        kernels = sum(len(one.launched) for one in self._launchers.values())
+        before = self._pretend.operations[0]
+        call()
+        kernels = sum(len(one.launched) for one in self._launchers.values()) - kernels
+        return self._pretend.operations[0] - before + kernels
+
+    def free_bytes(self) -> int:
+        """Little, so that sizes which do not fit are rehearsed too."""
+        return self._FREE_BYTES
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""

@@ -1,0 +1,234 @@
+"""What is done about a lost peer where NCCL carries the collectives: shown with process groups that only can abort."""
+
+import gc
+import logging
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.gloo_ranks import said, start
+from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
+from thinwire.comm.calls import Calls
+from thinwire.comm.exchange import side
+from thinwire.comm.groups import nccl
+from thinwire.comm.groups.failure_detector import Lost
+from thinwire.comm.groups.nccl import SETTINGS, Communicators, ends_the_process
+
+
+class Aborted:
+    """A process group. told: where it writes that it was aborted."""
+
+    def __init__(self, told, end=lambda: None):
+        self._told, self._end = told, end
+
+    def abort(self):
+        self._end()
+        self._told.append("abort")
+
+
+class Gate:
+    def __init__(self, told):
+        self._told = told
+
+    def close(self):
+        self._told.append("close")
+
+
+@pytest.fixture
+def all_nccl(monkeypatch):
+    monkeypatch.setattr(nccl, "is_nccl", lambda _: True)
+    monkeypatch.setattr(nccl, "ABORT_S", 0.3)
+
+
+def ended(*groups, gates=()):
+    communicators = Communicators()
+    for group in groups:
+        communicators.add(group)
+        communicators.add(group)
+    for gate in gates:
+        communicators.before_abort(gate)
+    return communicators
+
+
+def test_gates_are_closed_then_both_communicators_are_aborted_once(all_nccl):
+    told = []
+    gate, first, second = Gate(told), Aborted(told), Aborted(told)
+    communicators = ended(first, second, gates=[gate])
+    communicators.abort()
+    communicators.abort()
+    assert told == ["close", "abort", "abort"]
+
+
+def test_communicators_are_aborted_beside_one_another(all_nccl, monkeypatch):
+    """NCCL's abort of one may wait for kernels of the other."""
+    told, both = [], threading.Barrier(2, timeout=30)
+    first, second = Aborted(told, both.wait), Aborted(told, both.wait)
+    monkeypatch.setattr(nccl, "ABORT_S", 30.0)
+    ended(first, second).abort()
+    assert told == ["abort", "abort"]
+
+
+def test_an_abort_that_hangs_is_not_waited_for(all_nccl, caplog):
+    told, go_on = [], threading.Event()
+    first = Aborted(told, go_on.wait)
+    with caplog.at_level(logging.WARNING):
+        ended(first).abort()
+    assert told == []
+    assert "nccl_abort_hangs" in caplog.text
+    go_on.set()
+
+
+def test_a_communicator_or_a_gate_that_is_gone_is_none(all_nccl):
+    told = []
+    communicators = ended(Aborted(told), gates=[Gate(told)])
+    gc.collect()
+    communicators.abort()
+    assert told == []
+
+
+def test_nothing_is_aborted_where_gloo_carries_all(monkeypatch):
+    monkeypatch.setattr(nccl, "is_nccl", lambda _: False)
+    told = []
+    first = Aborted(told)
+    ended(first, gates=[Gate(told)]).abort()
+    assert told == []
+
+
+def test_prepared_a_lost_peer_does_not_end_the_process(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert ends_the_process()
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's
+    assert ends_the_process()
+    prepare_nccl()
+    assert not ends_the_process()
+    assert {name: os.environ[name] for name in SETTINGS} == SETTINGS
+    assert all(value == "0" for value in SETTINGS.values())
+
+
+class Detector:
+    """Sees a lost peer from the look on at which `seen` is set."""
+
+    look_s = 0.01
+
+    def __init__(self, seen):
+        self.seen, self.left, self.calls = seen, None, Calls()
+
+    def leave(self, reason):
+        self.left = reason
+
+    def find_lost(self, answer_s, at=None):
+        return Lost({1: "its process ended"} if self.seen else {})
+
+    def ended(self):
+        return {}
+
+    def watch(self, at=None):
+        return SimpleNamespace(seen=self.seen, stop=lambda: None)
+
+
+@pytest.fixture
+def alone(all_nccl, monkeypatch):
+    """A function that makes a TorchGroup of this process alone, which takes itself for NCCL's. told: of its end."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    told = []
+    monkeypatch.setattr(nccl, "_abort", lambda _: told.append("abort"))
+
+    def make(seen=True):
+        group = TorchGroup(detector=Detector(seen))
+        group.second_communicator()
+        group.told = told
+        return group
+
+    yield make
+    dist.destroy_process_group()
+
+
+def test_who_waits_for_a_device_learns_of_a_lost_peer_and_aborts_both(alone):
+    group, began = alone(), time.monotonic()
+    with pytest.raises(PeerLost, match="its process ended") as error:
+        group.await_device("finish", lambda: False)
+    assert error.value.rank == 1
+    assert group.told == ["abort", "abort"]
+    assert time.monotonic() - began < 10
+
+
+def test_what_is_done_is_done_though_a_peer_is_lost(alone):
+    alone().await_device("finish", lambda: True)
+
+
+def test_an_error_of_nccl_and_a_wait_beyond_the_time_out_are_peer_lost_too(alone, monkeypatch):
+    group = alone(seen=False)
+    monkeypatch.setattr("thinwire.comm.groups.distributed.has_failed", lambda _: True)
+    with pytest.raises(PeerLost, match="NCCL tells of an error"):
+        group.await_device("finish", lambda: False)
+    monkeypatch.setattr("thinwire.comm.groups.distributed.has_failed", lambda _: False)
+    monkeypatch.setattr(group, "_timeout_s", lambda _: 0.05)
+    with pytest.raises(PeerLost, match="longer than the time-out"):
+        group.await_device("finish", lambda: False)
+    assert group.told == ["abort", "abort"]
+
+
+def test_who_leaves_aborts_both(alone):
+    group = alone()
+    group.leave("it was told to")
+    assert group.told == ["abort", "abort"]
+    with pytest.raises(PeerLost, match="it was told to"):
+        group.await_device("finish", lambda: False)
+
+
+def test_a_process_group_that_would_end_the_process_says_so_once(alone, monkeypatch, caplog):
+    monkeypatch.setattr("thinwire.comm.groups.distributed.is_nccl", lambda _: True)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with caplog.at_level(logging.WARNING):
+        TorchGroup(detector=Detector(seen=False))
+        TorchGroup(detector=Detector(seen=False))
+    assert caplog.text.count("nccl_ends_the_process") == 1
+    assert "prepare_nccl" in caplog.text
+
+
+def test_a_gate_that_stays_open_is_known_to_be(monkeypatch):
+    """A GPU that does not answer: nobody can tell what was served, and nothing of it counts."""
+    monkeypatch.setattr(side, "CLOSE_S", 0.01)
+    monkeypatch.setattr(side, "DRAIN_S", 0.01)
+    stuck = SimpleNamespace(query=lambda: False)
+    stream = SimpleNamespace(record_event=lambda: stuck, wait_event=lambda event: None)
+    streams = SimpleNamespace(
+        stream=lambda: stream,
+        current=lambda: stream,
+        on=lambda _: threading.Lock(),
+        pinned=torch.empty_like,
+    )
+    pipeline = side.SidePipeline(SimpleNamespace(), streams, torch.zeros(1), 3)
+    assert pipeline.admitted(3) is None
+    assert not pipeline.gate.is_closed
+
+
+KILLED = """
+join()
+group = TorchGroup()
+group.mean_(torch.ones(3))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    group.await_device("finish", lambda: False)
+except PeerLost as error:
+    say("lost", repr((error.rank, time.monotonic() - began)))
+os._exit(0)
+"""
+
+
+def test_a_peer_that_is_killed_costs_who_waits_for_a_device_less_than_ten_seconds(tmp_path):
+    """Though nothing that is waited for ever fails, as over NCCL's shared memory."""
+    first, second = start(KILLED, 2, tmp_path)
+    assert first.wait(timeout=60) == 0
+    second.wait(timeout=60)
+    rank, seconds = eval(said(tmp_path, 0, "lost"))
+    assert rank == 1
+    assert seconds < 10

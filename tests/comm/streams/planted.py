@@ -1,0 +1,114 @@
+"""Faults planted into the exchange on streams, each a wait or a look that is missing. Every one must be found."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from thinwire.comm.exchange import bucketed, pipeline
+from thinwire.comm.exchange.side import DeviceGate, SidePipeline
+
+
+def no_event_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def fed(self: Any) -> Any:
+        with self._streams.on(self._side):
+            yield
+
+    monkeypatch.setattr(SidePipeline, "fed", fed)
+
+
+def no_wait_before_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = bucketed.BucketedAllReduce._serve
+
+    def at_once(self: Any, k: int) -> None:
+        hold = self._pipeline.hold
+        self._pipeline.hold = lambda pending: None
+        try:
+            serve(self, k)
+        finally:
+            self._pipeline.hold = hold
+
+    monkeypatch.setattr(bucketed.BucketedAllReduce, "_serve", at_once)
+
+
+def no_wait_before_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = bucketed.settle
+
+    def forgetful(pipe: Any, first: Any, replicated: Any, second: list[Any]) -> Any:
+        raised = settle(pipe, first, replicated)
+        second[:] = [None] * len(second)
+        return raised
+
+    monkeypatch.setattr(bucketed, "settle", forgetful)
+
+
+def rows_sent_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collective does not wait for the stream that encodes: it begins outside of fed()."""
+    send = bucketed.BucketedAllReduce._send
+
+    def elsewhere(self: Any, k: int) -> None:
+        with self._pipeline._streams.on(self._pipeline._streams.stream()):
+            send(self, k)
+
+    monkeypatch.setattr(bucketed.BucketedAllReduce, "_send", elsewhere)
+
+
+def no_join_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SidePipeline, "join", lambda self: None)
+
+
+def flags_read_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SidePipeline, "host", lambda self, x: self._copied(x)[0])
+
+
+def everything_on_the_stream_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not wrong, but all overlap is lost: found by who waits for whom."""
+    monkeypatch.setattr(SidePipeline, "fed", lambda self: pipeline._NOTHING)
+
+
+def served_without_a_look_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SidePipeline, "admit", lambda self, k, fuse: None)
+
+
+def gate_that_nobody_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Any) -> None:
+        self.is_closed = True
+
+    monkeypatch.setattr(DeviceGate, "close", closed)
+
+
+def all_that_was_queued_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SidePipeline, "admitted", lambda self, num: num)
+
+
+def what_an_event_says_after_the_abort_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if an event behind each serve were asked: after an abort all of them have fired."""
+
+    def admitted(self: Any, num: int) -> int:
+        SIDE_ADMITTED(self, num)
+        return num
+
+    monkeypatch.setattr(SidePipeline, "admitted", admitted)
+
+
+SIDE_ADMITTED = SidePipeline.admitted
+
+WAITS = {
+    "no event of backward": no_event_of_backward,
+    "no wait before serve": no_wait_before_serve,
+    "no wait before decode": no_wait_before_decode,
+    "rows sent before they are written": rows_sent_before_they_are_written,
+    "no join at the end": no_join_at_the_end,
+    "flags read before they are there": flags_read_before_they_are_there,
+}
+"""Found where nobody dies."""
+DEATHS = {
+    "served without a look at the gate": served_without_a_look_at_the_gate,
+    "a gate that nobody closes": gate_that_nobody_closes,
+    "all that was queued counts": all_that_was_queued_counts,
+    "what an event says after the abort counts": what_an_event_says_after_the_abort_counts,
+}
+"""Found where a rank dies in mid-collective."""

@@ -1,0 +1,255 @@
+"""On a GPU's streams, played late and out of order, the exchange is the exchange; and a missing wait is found."""
+
+import random
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.comm.streams.device import Died, Race, World
+from tests.comm.streams.planted import DEATHS, WAITS, everything_on_the_stream_of_backward
+from tests.comm.streams.ranks import (
+    LAYOUT,
+    by_node_first,
+    done,
+    exchange,
+    inputs_of,
+    late,
+    reducer_of,
+    run_late,
+    steps_on,
+)
+from thinwire.comm.errors import NonFiniteInput, PeerLost
+from thinwire.comm.groups.threads import run_threads
+from thinwire.comm.keeps import Keeps
+
+STEPS = 3
+SOON = ("served without a look at the gate",)
+"""Of the faults that a death finds, what is planted in `make test`."""
+ULPS = 4 * torch.finfo(torch.float32).eps
+
+
+def raised(ours):
+    """The first that is no consequence of another one."""
+    errors = [one for one in ours if isinstance(one, BaseException)]
+    return min(errors, key=lambda error: isinstance(error, PeerLost), default=None)
+
+
+def differ(ours, theirs):
+    """Is anything of these another number?"""
+    return any(
+        not torch.equal(our_residual, residual)
+        or not all(torch.equal(a, b) for a, b in zip(our_outs, outs, strict=True))
+        for (our_outs, our_residual), (outs, residual) in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("size", "keeps", "seeds"),
+    [
+        (3, Keeps.ROWS, 1),
+        *(
+            pytest.param(size, keeps, 12, marks=pytest.mark.slow)
+            for size in (1, 2, 3, 4)
+            for keeps in (Keeps.NOTHING, Keeps.REPLICA)
+        ),
+    ],
+)
+def test_late_and_out_of_order_the_exchange_is_that_of_the_cpu_bit_for_bit(size, keeps, seeds, monkeypatch):
+    theirs = run_threads(size, lambda group: steps_on(group, STEPS, keeps))
+    late(monkeypatch)
+    for seed in range(seeds):
+        ours = run_late(World(size, seed), lambda group: steps_on(group, STEPS, keeps))
+        if (error := raised(ours)) is not None:
+            raise error
+        assert not differ(ours, theirs)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("fault", WAITS)
+def test_a_wait_that_is_missing_is_found(fault, monkeypatch):
+    theirs = run_threads(2, lambda group: steps_on(group, 2))
+    late(monkeypatch)
+    WAITS[fault](monkeypatch)
+    found = []
+    for seed in range(6):
+        ours = run_late(World(2, seed), lambda group: steps_on(group, 2))
+        error = raised(ours)
+        found.append(isinstance(error, Race | NonFiniteInput) if error is not None else differ(ours, theirs))
+        if found[-1]:
+            return
+    pytest.fail(f"{fault}: not found in {len(found)} orders")
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_by_node_first_too(seeds, monkeypatch):
+    boxes = (0, 0, 1, 1)
+    theirs = run_threads(4, lambda group: steps_on(group, 2, make=by_node_first), boxes=boxes)
+    late(monkeypatch)
+    for seed in range(seeds):
+        ours = run_late(World(4, seed, boxes=boxes), lambda group: steps_on(group, 2, make=by_node_first))
+        if (error := raised(ours)) is not None:
+            raise error
+        assert not differ(ours, theirs)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_means_are_those_of_the_cpu_bit_for_bit(wire, monkeypatch):
+    def work(group):
+        reducer, x, (given,) = reducer_of(group), torch.zeros(LAYOUT.numel), inputs_of(group.rank, 1)
+        means, spans = reducer.means(wire), reducer.buckets.spans
+        means.begin()
+        with getattr(group, "device", nullcontext()):
+            for k, (start, stop) in enumerate(spans):
+                x[start:stop].copy_(given[start:stop])
+                means.launch(k, x)
+            means.finish()
+            out = x.clone()
+            x.fill_(torch.nan)
+        return done(group, lambda: out)
+
+    theirs = run_threads(3, work)
+    late(monkeypatch)
+    for seed in range(2):
+        ours = run_late(World(3, seed), work)
+        if (error := raised(ours)) is not None:
+            raise error
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_nothing_of_the_exchange_is_queued_on_the_stream_of_backward(monkeypatch):
+    """So backward waits for no collective: overlap is kept."""
+    late(monkeypatch)
+
+    def on_main(group):
+        reducer, x = reducer_of(group), torch.zeros(LAYOUT.numel)
+        memory, main = reducer.new_memory(), group.device.current()
+        with group.device:
+            reducer.begin(memory)
+            before = main.clock.get(main.number, 0), main.waits
+            for k in range(len(reducer.buckets)):
+                reducer.launch_sum(k, x)
+            after = main.clock.get(main.number, 0), main.waits
+            reducer.finish()
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    assert run_late(World(2, 0), on_main) == [[0, 0]] * 2
+    everything_on_the_stream_of_backward(monkeypatch)
+    assert all(queued > 0 and waited > 0 for queued, waited in run_late(World(2, 0), on_main))
+
+
+def served(reducer):
+    """The rows that this rank has served."""
+    return [one.served_B.clone() for one in getattr(reducer, "_between", reducer)._rows]
+
+
+def errors(memory):
+    """The worker's and the server's, and the largest kept sum."""
+    return memory.worker_N, memory.server_c, getattr(memory, "between", memory).largest
+
+
+def after_a_death(size, seed, step, make=reducer_of, boxes=()):
+    """One whole exchange, then one in which the last rank dies. What each rank tells of it."""
+    world, met = World(size, seed, boxes=boxes), threading.Barrier(size, timeout=60)
+
+    def work(group):
+        reducer = make(group)
+        memory, x = reducer.new_memory(), torch.zeros(LAYOUT.numel)
+        first, second = inputs_of(group.rank, 2, seed)
+        with group.device:
+            exchange(reducer, memory, x, first, lerp=False)
+            reducer.commit()
+            before = done(group, lambda: errors(memory))
+            if met.wait() == 0:  # all have done the first
+                world.kill = (size - 1, world.ran + step)
+            met.wait()
+            try:
+                exchange(reducer, memory, x, second, lerp=True)
+            except PeerLost:
+                after = done(group, lambda: errors(memory))
+                with reducer.redone() as counts:
+                    rows = done(group, lambda: served(reducer))
+                return "lost", before, after, counts, rows, set(group.aborts) ^ set(group._all.values())
+            return "whole", done(group, lambda: served(reducer))
+
+    return run_late(world, work)
+
+
+def served_on_cpu(size, seed, make=reducer_of, boxes=None):
+    """The rows that each rank serves in the second exchange where nobody dies."""
+
+    def work(group):
+        reducer = make(group)
+        memory, x = reducer.new_memory(), torch.zeros(LAYOUT.numel)
+        first, second = inputs_of(group.rank, 2, seed)
+        exchange(reducer, memory, x, first, lerp=False)
+        reducer.commit()
+        exchange(reducer, memory, x, second, lerp=True)
+        return served(reducer)
+
+    return run_threads(size, work, boxes=boxes)
+
+
+def laws_of_a_death(told, true):
+    """Which of them do not hold: nothing where all do."""
+    broken = []
+    whole = any(one[0] == "whole" for one in told if isinstance(one, tuple))
+    for rank, one in enumerate(told):
+        if isinstance(one, BaseException) and not isinstance(one, Died):
+            broken.append(f"rank {rank} raised {one!r}")
+        if not isinstance(one, tuple) or one[0] == "whole":
+            continue
+        _, before, after, counts, rows, left_alone = one
+        bound = ULPS * max(before[2], after[2], 1.0)
+        if not all(torch.allclose(a, b, rtol=0, atol=bound) for a, b in zip(before[:2], after[:2], strict=True)):
+            broken.append(f"rank {rank}'s errors are not what they were")
+        if whole and not counts:
+            broken.append(f"another rank has the whole result, and rank {rank} says that it has not served it")
+        if counts and not all(torch.equal(a, b) for a, b in zip(rows, true[rank], strict=True)):
+            broken.append(f"rank {rank} counts as served what it has not served")
+        if left_alone:
+            broken.append(f"rank {rank} did not abort {len(left_alone)} communicators")
+    return broken
+
+
+def moments(num, seed=0, most=330):
+    """After how many operations the rank dies; in what order they run."""
+    drawn = random.Random(seed)
+    return [(order, drawn.randrange(1, most)) for order in range(num)]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("num", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_death_in_mid_collective_is_peer_lost_and_nothing_unproven_counts(num, monkeypatch):
+    refuse_broken_laws(moments(num), monkeypatch)
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_death_by_node_first_is_that_too(num, monkeypatch):
+    """Also garbage of a box must not get into what is kept between boxes."""
+    refuse_broken_laws(moments(num, most=600), monkeypatch, by_node_first, (0, 0, 1, 1))
+
+
+def refuse_broken_laws(deaths, monkeypatch, make=reducer_of, boxes=()):
+    size = len(boxes) or 3
+    true = {seed: served_on_cpu(size, seed, make, boxes or None) for seed, _ in deaths}
+    late(monkeypatch)
+    seen = set()
+    for seed, step in deaths:
+        told = after_a_death(size, seed, step, make, boxes)
+        assert laws_of_a_death(told, true[seed]) == [], (seed, step)
+        seen |= {one[0] if isinstance(one, tuple) else type(one).__name__ for one in told}
+    assert "lost" in seen
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in SOON else pytest.param(fault, marks=pytest.mark.slow) for fault in DEATHS]
+)
+def test_what_counts_though_nothing_proves_it_is_found(fault, monkeypatch):
+    seeds = moments(40, seed=1)
+    true = {seed: served_on_cpu(3, seed) for seed, _ in seeds}
+    late(monkeypatch)
+    DEATHS[fault](monkeypatch)
+    assert any(laws_of_a_death(after_a_death(3, seed, step), true[seed]) for seed, step in seeds), fault
