@@ -51,6 +51,8 @@ BOUNDS = LambHyper()
 """By default: DeepSpeed's."""
 LEAST, MOST = 0.5, 8.0
 """Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
+CHANCE = 2.0
+"""Standard errors of the length that g and m share that do not count: noise is never below 0, so it would add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +158,14 @@ def step_(
     bounds: LambHyper,
     bias_step: int | None,
     times_T: Tensor | None = None,
+    seen_N: Tensor | None = None,
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
     times: q of all tensors, modified: how many times longer u of a decoded m is (lengthened), the geometric mean of
     what it was and of what is found now, where it was not exactly 1. None: q is 1.
+    seen: what v takes in the square of, in place of g.
     """
     found = []
     for part in parts:
@@ -171,7 +175,7 @@ def step_(
             times_t, longer_t = times_T[part.tensors], lengthened(p_s, g_s, m_s, v_s, h, part)
             times_t.copy_(torch.where(times_t == 1, longer_t, (times_t * longer_t).sqrt_()))
         adam_math.momentum_(m_s, g_s, h.beta1)
-        adam_math.variance_(v_s, g_s, h.beta2)
+        adam_math.variance_(v_s, g_s if seen_N is None else seen_N[part.span], h.beta2)
         u_s = adam_direction(m_s, v_s, h, bias_step).add_(p_s, alpha=h.weight_decay)
         found.append(trust_ratios(p_s, u_s, part, bounds))
         move_(p_s, u_s, found[-1] if times_t is None else times_t * found[-1], h.lr, part)
@@ -184,7 +188,8 @@ def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper,
     g: the mean gradient of the step after m; d = sqrt(v) + eps, with a v that has not seen g. What one bit leaves out
     or adds has nothing to do with g, and neither has the noise of the gradients that m is made of. So
 
-        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d
+        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d;
+            less CHANCE |g m / d^2|   as far as chance alone would give it, and at least 0
         |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)
         |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of the exact m
         q = |u| / sqrt(|u|^2 - (|m / d|^2 - |u_0|^2)),  u = m / d + wd x
@@ -193,10 +198,11 @@ def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper,
     """
     d_s = v_s.sqrt().add_(h.eps)
     gradient_s, u_s = g_s / d_s, m_s / d_s
+    chance_t = segments.norms(gradient_s * u_s).mul_(CHANCE)
     decoded_t, gradient_t = segments.norms(u_s).square_(), segments.norms(gradient_s).square_()
     both_t = segments.norms(gradient_s.add_(u_s)).square_()
     update_t = segments.norms(u_s.add_(p_s, alpha=h.weight_decay)).square_()
-    signal_t = ((both_t - gradient_t - decoded_t) / 2).clamp_(min=0)
+    signal_t = ((both_t - gradient_t - decoded_t) / 2).sub_(chance_t).clamp_(min=0)
     signal_t = torch.minimum(signal_t, gradient_t)
     exact_t = signal_t + (gradient_t - signal_t) * ((1 - h.beta1) / (1 + h.beta1))
     left_t = (1 - (decoded_t - exact_t) / update_t).clamp_(MOST**-2, LEAST**-2)

@@ -16,6 +16,9 @@ c_avg r_l:
     at a refresh         q_l = how many times longer one bit has made u_l;  x_l <- x_l - lr q_l c_l u_l
     compressed, after    x_l <- x_l - lr q_l c_l u_l;  r_l is 1
 
+There v_fresh has no use, and its place is that of the sum of all gradients since the last refresh, which v takes in
+where most gradients are zero (optim.variance.sums).
+
 k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
 docs/algorithms.md.
 """
@@ -32,18 +35,24 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.blocks import on_device, spread
+from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
+from thinwire.optim.engine.scales import Scales
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.lamb import Bounds, Descent, Heard
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
+from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
+
+SUMMED_FROM = "summed_from"
+"""Among the saved values: the step after which A counts; absent where R of then is not known."""
 
 
 @dataclass(slots=True)
@@ -54,7 +63,8 @@ class OneBitLambState:
     """Exchanged times k, so that where it is in received rows it is what they say over k."""
     v_N: Replicated
     fresh_v_N: Replicated
-    """Infinite where v was floored: such an element has no part in the maximum r_l."""
+    """Infinite where v was floored: such an element has no part in the maximum r_l. A of optim.variance.sums where the
+    trust ratio is followed."""
     coeff_T: Replicated
     """c_avg: the average trust ratio of the warm-up."""
     scaling_T: Replicated
@@ -81,8 +91,9 @@ def warm_up(
     bounds: LambHyper,
     settings: OneBitSettings,
     plan: StepPlan,
+    seen_N: Tensor | None = None,
 ) -> None:
-    """LAMB on g, the mean gradient, in place; in warm-up c_avg goes on. p, s: modified.
+    """LAMB on g, the mean gradient, in place; in warm-up c_avg goes on. p, s: modified. seen: as in lamb_math.step_.
 
     Where a frozen variance is brought up to date c_avg stays, as k does: decoded momenta are longer than means, and R
     is in units of k.
@@ -90,7 +101,7 @@ def warm_up(
     m_N = s.momentum.written()
     times_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
     for h, parts in groups:
-        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), times_T)
+        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), times_T, seen_N)
         if plan.phase is not Phase.WARMUP:
             continue
         average_t = s.coeff_T[parts[0].tensors.start : parts[-1].tensors.stop]
@@ -125,7 +136,7 @@ def descend_(
     heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
     if not updates.fits(p_N):
         for h, part in ((h, part) for h, parts in groups for part in parts):
-            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h)
+            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h, settings)
             lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
         return
     limits = Bounds(
@@ -147,15 +158,28 @@ def descend_(
 
 
 def _measured(
-    p_N: Tensor, s: OneBitLambState, m_s: Tensor, before_s: Tensor, part: TensorSegments, h: AdamHyper
+    p_N: Tensor,
+    s: OneBitLambState,
+    m_s: Tensor,
+    before_s: Tensor,
+    part: TensorSegments,
+    h: AdamHyper,
+    settings: OneBitSettings,
 ) -> tuple[_Found, Tensor]:
     """v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that m and m before imply; and u.
+
+    Where the trust ratio is followed A <- A + m - beta1 m_before in its place, and the ratios have no use: they are 0.
 
     s: v_fresh is modified. As a chain of torch operations: the definition.
     """
     p_s, v_s, fresh_v_s = p_N[part.span], s.v_N[part.span], s.fresh_v_N[part.span]
-    adam_math.variance_(fresh_v_s, torch.sub(m_s, before_s, alpha=h.beta1).div_(1 - h.beta1), h.beta2)
-    ratio_t = part.maxima(v_s.sqrt().add_(h.eps).div_(fresh_v_s.sqrt().add_(h.eps)))
+    given_s = torch.sub(m_s, before_s, alpha=h.beta1)
+    if settings.follow_trust:
+        fresh_v_s.add_(given_s)
+        ratio_t = given_s.new_zeros(len(part.live))
+    else:
+        adam_math.variance_(fresh_v_s, given_s.div_(1 - h.beta1), h.beta2)
+        ratio_t = part.maxima(v_s.sqrt().add_(h.eps).div_(fresh_v_s.sqrt().add_(h.eps)))
     u_s = lamb_math.adam_direction(m_s, v_s, h, None)
     direction_t = part.norms(u_s)
     u_s.add_(p_s, alpha=h.weight_decay)
@@ -255,7 +279,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         pairs = list(zip(groups, self.segments, strict=True))
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
-            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan)
+            seen_N = self._take_sum(groups) if self._sums and plan.phase is Phase.COMPRESSED else None
+            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan, seen_N)
             return
         self.exchange_(plan)
         before = s.momentum.last or s.momentum.floats()  # there until the next exchange, after the commit too
@@ -268,6 +293,35 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     def _followed(self) -> OneBitSettings:
         """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
         return replace(self.settings, follow_trust=self.settings.follow_trust and self.refreshes)
+
+    @property
+    def _sums(self) -> bool:
+        """May a refresh take in the sum of all gradients since the last one?"""
+        return self._followed.follow_trust and self.settings.sum_gradients
+
+    def _take_sum(self, groups: Sequence[AdamHyper]) -> Tensor | None:
+        """In a refresh: the root of what v is to take in, where that is not g^2; and A (optim.variance.sums).
+
+        Collective where most of g is zero. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
+        """
+        s, g_N, live = self.vectors, self.space.g_N, self.space.layout.live
+        zeros_t, residual_N = sums.zeros_of(g_N, live), None
+        if sums.are_most_zero(zeros_t, live):
+            exact = self.settings.scales is not Scales.BLOCK
+            wire: FullWire = "fp32" if exact else "int8" if self.topology == "flat" else "bf16"
+            residual_N = sums.brought_together(self.reduce, s.momentum_error, self.group.size, wire)
+            self.as_momentum_(residual_N)
+        for h in groups:
+            s.fresh_v_N[h.span].add_(g_N[h.span], alpha=1 - h.beta1)
+        if residual_N is None:
+            return None
+        sum_N = s.fresh_v_N + residual_N
+        for h in groups:
+            sum_N[h.span].div_(1 - h.beta1)
+        torch.neg(residual_N, out=s.fresh_v_N)
+        since, now = self.saved.get(SUMMED_FROM), self.num_steps + 1
+        self.saved[SUMMED_FROM] = now
+        return None if since is None else sums.root_mean_square(sum_N, g_N, now - since, zeros_t, live)
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up, then k times the momentum, from what was received last where that is it."""
@@ -291,7 +345,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
         s = self.vectors
-        s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
+        self._begin_fresh(floored_N)
         s.factor_T.fill_(1)
         if self.settings.bias_correction:
             parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
@@ -306,10 +360,27 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def on_refresh(self, floored_N: Tensor) -> None:
         """r compares with the v of now. What was floored once has no part in it."""
-        s = self.vectors
-        s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
         if not self._followed.follow_trust:
-            s.factor_T.fill_(1)
+            self._begin_fresh(floored_N)
+            self.vectors.factor_T.fill_(1)
+
+    def _begin_fresh(self, floored_N: Tensor) -> None:
+        s = self.vectors
+        self.saved.pop(SUMMED_FROM, None)
+        if not self._followed.follow_trust:
+            s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
+            return
+        s.fresh_v_N.zero_()
+        if self._sums and self.full_exchange != "int8":  # with 8 bits R is not zero then, and not known
+            self.saved[SUMMED_FROM] = self.num_steps + 1
+
+    def resumed(self) -> None:
+        """As FreezingOptimizer.resumed. Of a run whose sums nobody will read v_fresh begins anew."""
+        super().resumed()
+        if self._sums or self.saved.pop(SUMMED_FROM, None) is None:
+            return
+        if not self._followed.follow_trust:
+            self.vectors.fresh_v_N.copy_(self.vectors.v_N)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep, with the average coefficient and k of these tensors as on_freeze would have them."""
@@ -325,7 +396,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         raised_N = super().keep(seen)
         for tensor in (self.space.tensors[i] for i in seen):
             at = slice(tensor.start, tensor.stop)
-            s.fresh_v_N[at] = torch.where(raised_N[at], torch.inf, s.v_N[at])
+            s.fresh_v_N[at] = 0 if self._followed.follow_trust else torch.where(raised_N[at], torch.inf, s.v_N[at])
         return raised_N
 
     def as_momentum_(self, residual_N: Tensor) -> None:

@@ -24,7 +24,9 @@ class OneBitSettings:
     LAMB alone. weigh_ratio: the decay's part of an update is not rescaled by r. skip_unit_coefficients: a trust ratio
     of exactly 1 does not enter c_avg. longest_step: the factor of a tensor's step is at most this times its trust ratio
     of now, so that a frozen v that has become too small cannot make steps of any length. follow_trust: where v is
-    brought up to date the trust ratio is too (optim.lamb_math.lengthened), in place of c_avg r.
+    brought up to date the trust ratio is too (optim.lamb_math.lengthened), in place of c_avg r. sum_gradients: there,
+    and where many gradients are zero, v takes in the sum of all since it was brought up to date last
+    (optim.variance.sums).
     """
 
     bias_correction: bool = True
@@ -35,6 +37,7 @@ class OneBitSettings:
     skip_unit_coefficients: bool = False
     longest_step: float = 4.0
     follow_trust: bool = True
+    sum_gradients: bool = True
 
 
 OURS = OneBitSettings()
@@ -46,10 +49,11 @@ LITERAL = OneBitSettings(
     weigh_ratio=False,
     longest_step=inf,
     follow_trust=False,
+    sum_gradients=False,
 )
 """Tang et al. 2021, Alg. 1, and Li et al. 2021. Weight decay, which the first does not have, is ours."""
 DEEPSPEED_ADAM = OneBitSettings(
-    bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR, follow_trust=False
+    bias_correction=False, floor=False, refresh=False, scales=Scales.TENSOR, follow_trust=False, sum_gradients=False
 )
 """DeepSpeed 0.19.6 with parameters in fp32; under its fp16 wrapper scales are Scales.GROUP."""
 DEEPSPEED_LAMB = OneBitSettings(
@@ -60,5 +64,6 @@ DEEPSPEED_LAMB = OneBitSettings(
     skip_unit_coefficients=True,
     longest_step=inf,
     follow_trust=False,
+    sum_gradients=False,
 )
 """DeepSpeed 0.19.6."""

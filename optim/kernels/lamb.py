@@ -115,7 +115,7 @@ class Bounds:
     """Of r, of its change in a step, of the trust ratio, and by which multiple of that a step is bounded (inf: none).
 
     weighs: does r count for the part of an update that is not decay, where there is decay? follows: factors are q of
-    optim.onebit_lamb, in place of r, and stay.
+    optim.onebit_lamb, in place of r, and stay; fresh_v is A of optim.variance.sums.
     """
 
     least_factor: float
@@ -169,7 +169,7 @@ class Descent:
     def _measure_(self, tiles: Tiles, tensors: slice, h: AdamHyper, u: Array) -> None:
         scalings = self._scaling[tensors], self._scaling_before[tensors]
         numbers = self._numbers(h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay)
-        last = *numbers, tiles.found, u, tiles.start
+        last = *numbers, self._bounds.follows, tiles.found, u, tiles.start
         if (said := self._now.in_rows) is not None and (said_before := self._before.in_rows) is not None:
             (rows, table), (rows_before, _) = said, said_before
             at = *tiles.places, tiles.block_of(table), self._p, self._v, self._fresh_v, *scalings

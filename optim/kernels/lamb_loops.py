@@ -54,12 +54,14 @@ def lamb_measure_rows(
     weight2: float,
     eps: float,
     decay: float,
+    sums: bool,
     found: Array,
     u: Array,
     u_start: int,
 ) -> None:
     """v_fresh, and what LAMB's factors need, of the tiles [first, stop), m before and now being in rows.
 
+    sums: v_fresh is A instead: it takes in m - beta1 m_before, and no ratio is looked for.
     found: float[4, tiles]: the largest ratio of roots, and the sums of squares of the direction u_0 = m / (sqrt(v) +
     eps), of u = u_0 + decay p and of p. block_of: of each tile, the number of the block that it begins in. u: modified
     where it has room: it begins with element u_start.
@@ -80,20 +82,25 @@ def lamb_measure_rows(
             m, m_before = now.values[blocks.scale_at[block]] / k, before.values[blocks.scale_at[block]] / k_before
             agreed, turned = (m - beta1 * m_before) / weight1, (m + beta1 * m_before) / weight1
             steady, moving = splat8(weight2 * agreed * agreed), splat8(weight2 * turned * turned)
+            same, other = splat8(m - beta1 * m_before), splat8(m + beta1 * m_before)
             sizes, shift = splat8(m), blocks.bits_at[block] - blocks.starts[block] // BYTE
             high = min(blocks.starts[block + 1], end)
             while at < high:
                 said, said_before = now.bytes[shift + at // BYTE], before.bytes[shift + at // BYTE]
                 p8 = load8(p, at)
                 d8 = root(load8(v, at)) + all_eps
-                fresh = betas2 * load8(fresh_v, at) + chosen_by_bits(np.uint8(said ^ said_before), moving, steady)
+                if sums:
+                    given = chosen_by_bits(np.uint8(said ^ said_before), other, same)
+                    fresh = load8(fresh_v, at) + signed_by_bits(said, given)
+                else:
+                    fresh = betas2 * load8(fresh_v, at) + chosen_by_bits(np.uint8(said ^ said_before), moving, steady)
                 store(fresh_v, at, fresh)
                 u0 = signed_by_bits(said, sizes) / d8
                 u8 = u0 + decays * p8
                 if keeps_u:
                     store(u, at - u_start, u8)
                 bound = d8 * above - all_eps
-                exceeds = any_below(fresh, bound * bound)
+                exceeds = not sums and any_below(fresh, bound * bound)
                 if at < whole:
                     direction, update, size = direction + u0 * u0, update + u8 * u8, size + p8 * p8
                     if exceeds:
@@ -104,7 +111,7 @@ def lamb_measure_rows(
                 else:  # of the dead elements behind a tensor nothing is counted, and they stay 0
                     ratio = d8 / (root(fresh) + all_eps)
                     for index in range(end - at):
-                        most = max(most, lane(ratio, index))
+                        most = most if sums else max(most, lane(ratio, index))
                         last_direction += lane(u0, index) * lane(u0, index)
                         last_update += lane(u8, index) * lane(u8, index)
                         last_size += lane(p8, index) * lane(p8, index)
@@ -175,6 +182,7 @@ def lamb_measure(
     weight2: float,
     eps: float,
     decay: float,
+    sums: bool,
     found: Array,
     u: Array,
     u_start: int,
@@ -189,11 +197,12 @@ def lamb_measure(
         last = last_direction = last_update = last_size = zero
         for at in range(starts[tile], stops[tile], BYTE):
             m8, p8 = load8(z, at) / k, load8(p, at)
-            implied = (m8 - betas1 * (load8(before, at) / k_before)) / weights1
-            fresh = betas2 * load8(fresh_v, at) + weights2 * implied * implied
+            given = m8 - betas1 * (load8(before, at) / k_before)
+            implied = given / weights1
+            fresh = load8(fresh_v, at) + given if sums else betas2 * load8(fresh_v, at) + weights2 * implied * implied
             d8 = root(load8(v, at)) + all_eps
             store(fresh_v, at, fresh)
-            ratio = d8 / (root(fresh) + all_eps)
+            ratio = zeros if sums else d8 / (root(fresh) + all_eps)
             u0 = m8 / d8
             u8 = u0 + decays * p8
             if u.size > 0:

@@ -109,7 +109,7 @@ class Problem:
         part = TensorSegments(self.h.span, slice(0, count), self.layout.live, lengths_t, None)
         p, ones = self.p.clone(), torch.ones(count)
         s = OneBitLambState(None, self.v, self.fresh_v.clone(), self.coeff, ones, self.r.clone(), None)
-        found, u = _measured(p, s, m_N, before_N, part, self.h)
+        found, u = _measured(p, s, m_N, before_N, part, self.h, self.settings)
         rate_t = _factors(s, found, part, self.h, LIMITS, self.settings)
         return p.sub_(part.expand(rate_t) * u * self.h.lr), s.fresh_v_N, s.factor_T
 

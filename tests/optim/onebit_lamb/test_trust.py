@@ -28,7 +28,8 @@ def exact_squared(g, decoded, d):
     """|u_0|^2 as it would be of the exact m, from the gradient of a refresh and the m that was decoded before it."""
     gradient, momentum = g / d, decoded / d
     whole = float(gradient @ gradient)
-    signal = min(max(float(gradient @ momentum), 0.0), whole)
+    signal = float(gradient @ momentum) - 2 * float((gradient * momentum).norm())
+    signal = min(max(signal, 0.0), whole)
     return signal + (whole - signal) * (1 - BETAS[0]) / (1 + BETAS[0])
 
 
