@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.layout import BYTE, VectorLayout
+
+if TYPE_CHECKING:  # it imports this module's Kernels
+    from thinwire.comm.kernels.cuda.kernels import CudaKernels
 
 logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.float32, torch.float64)
@@ -119,11 +122,19 @@ class Kernels(Protocol):
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
     """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
 
-    sums: of kept sums, where they are of another: there is no CUDA kernel for these.
+    sums: of kept sums, where they are of another.
     """
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
-    return (_on_cuda(device, dtype) if sums in (None, dtype) else None) or fused_reference
+    return _on_cuda(device, dtype) or fused_reference
+
+
+def narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
+    """bf16.narrow by a kernel, where there is one: else nothing is done."""
+    kernels = _on_cuda(x_c.device, x_c.dtype)
+    if kernels is not None:
+        kernels.narrow(x_c, noise, out_c)
+    return kernels is not None
 
 
 @cache
@@ -200,7 +211,7 @@ def _say_missing(reason: str) -> None:
 
 
 @cache
-def _on_cuda(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+def _on_cuda(device: torch.device, dtype: torch.dtype) -> CudaKernels | None:
     if device.type == "cpu":
         return None
     from thinwire.comm.kernels.cuda.kernels import CudaKernels, source  # it imports this module's Kernels

@@ -131,7 +131,7 @@ def instructions_an_element(kernel: Kernel) -> float:
             total += max(map(_length, rows)) * ROWS / 4 / 8
     keeping = [(_length(loop), names[loop[0] : loop[1] + 1].count("LDS.128")) for loop in kept if wide[loop]]
     total += min((length / (4 * fours) for length, fours in keeping), default=0.0)  # of the loop that is unrolled
-    squares = [loop for loop in whole if names[loop[0] : loop[1] + 1].count("LDS") >= 8]
+    squares = [loop for loop in whole if loop != main and names[loop[0] : loop[1] + 1].count("LDS") >= 8]
     total += sum(_length((a, b)) / (names[a : b + 1].count("LDS") / 2) / 64 * WARP for a, b in squares)
     barriers = [at for at, name in enumerate(names) if name.startswith("BAR.SYNC")]
     of_one_warp = range(barriers[-2], barriers[-1]) if squares else range(0)
