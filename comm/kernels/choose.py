@@ -25,7 +25,10 @@ CPU_DTYPES = (torch.float32, torch.float64)
 
 
 class Kernels(Protocol):
-    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
+    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes.
+
+    encode_* may leave the flags of rows as they are: flag() writes them. serve writes them.
+    """
 
     def encode_sum(
         self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
@@ -70,6 +73,9 @@ class Kernels(Protocol):
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
+
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
@@ -127,6 +133,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
     return _on_cuda(device, dtype) or fused_reference
+
+
+def reads_narrow(device: torch.device, dtype: torch.dtype) -> bool:
+    """Do kernels read gradients in bfloat16 beside vectors of this type as they are? Else they are copied anyway."""
+    return _on_cuda(device, dtype) is not None
 
 
 def narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:

@@ -178,7 +178,9 @@ FAULTS = [
         f"{LANES_RACE}|{UNWRITTEN}",
     ),
     Fault("rows and elements do not change places", "(x.x ^ x.x >> 14)", "(x.x ^ x.x >> 13)", "serve", DIFFERS),
-    Fault("one draw for all elements", "0u : drawn(noise, i)", "0u : drawn(noise, 0)", "encode_sum, narrow", DIFFERS),
+    Fault(
+        "one draw for all elements", "bits + drawn(noise, i)", "bits + drawn(noise, 0)", "encode_sum, narrow", DIFFERS
+    ),
     Fault(
         "the first piece of a block alone",
         "stop = cut.first[number + 1u]; piece",
@@ -188,8 +190,8 @@ FAULTS = [
     ),
     Fault(
         "what was not written is undone",
-        "if (is_nan(written[b.scale])) return;\n    bool aligned = is_aligned(x);",
-        "bool aligned = is_aligned(x);",
+        "if (is_nan(written[b.scale])) return;\n    with_sums(c, is_narrow, [&](auto* sums) {\n        for",
+        "with_sums(c, is_narrow, [&](auto* sums) {\n        for",
         "undo_sum",
         DIFFERS,
     ),

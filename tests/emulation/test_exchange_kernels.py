@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comm.kernels.cases import KERNELS, NOISE, POISON, WEIGHT, Case, assert_same, assert_same_floats, run
 from tests.emulation.emulator import Emulator, kernels_in, require_compiler
@@ -133,6 +134,8 @@ def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, 
         factors = (case.factors, case.pieces) if "scaled" in name else ()
         tail = (other.table, out) if name.startswith("encode") else (out, other.table)
         getattr(kernels, name)(c, s, parts, WEIGHT, last, *factors, *tail)
+        if name.startswith("encode"):
+            kernels.flag(other.table, out)
         return other
 
     for parts in ([moved, second, third], [moved, second.bfloat16(), odd], [case.slice("x").bfloat16()]):
@@ -150,12 +153,51 @@ def test_more_parts_than_a_launch_has_room_for_are_several_launches():
     assert launcher.launched == ["encode_lerp", "encode_lerp", "flag_rows"]
 
 
-def test_a_call_is_one_launch_for_all_blocks_and_one_for_flags():
+def test_a_call_is_one_launch_for_all_blocks_and_one_for_the_flags_that_are_asked_for():
     case, launcher = Case([64, 8, 1000], [3], num_rows=2, cuts=(1,)), Emulator(cuda.source())
     for name in KERNELS:
         run(CudaKernels(launcher), name, case)
     encodes = ["encode_sum", "encode_lerp", "encode_scaled", "serve"]
-    assert launcher.launched == [one for name in KERNELS for one in ([name, "flag_rows"] if name in encodes else [name])]
+    assert launcher.launched == [
+        one for name in KERNELS for one in ([name, "flag_rows"] if name in encodes else [name])
+    ]
+
+
+def test_nothing_is_allocated_after_the_first_call():
+    """No operation of torch runs at all, but for views."""
+    case, kernels = Case([64, 8, 1000], [3], num_rows=2, cuts=(1,)), emulated()
+
+    def every_kernel():
+        t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
+        last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
+        scaled = case.factors, case.pieces
+        with Operations() as seen:
+            kernels.encode_sum(c, s, x, t, out)
+            kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
+            kernels.encode_scaled(c, s, [x], WEIGHT, last, *scaled, t, out)
+            kernels.serve(c, s, rows, 2, case.chunk, served)
+            kernels.undo_serve(c, s, rows, 2, served, case.chunk)
+            kernels.undo_scaled(c, s, [x], WEIGHT, last, *scaled, out, t)
+            kernels.undo_lerp(c, s, [x], WEIGHT, last, out, t)
+            kernels.undo_sum(c, s, x, out, t)
+            kernels.flag(t, out)
+            kernels.decode(last, t, x)
+        return seen.names
+
+    assert every_kernel() != []
+    assert every_kernel() == []
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("span", [(0, 152), (8, 144), (80, 88), (72, 72)])
@@ -173,7 +215,8 @@ def test_blocks_too_large_for_shared_memory_are_encoded_in_plain_torch(caplog):
     kernels = CudaKernels(launcher)
     for name in KERNELS:
         assert_same(run(kernels, name, case), run(fused_reference, name, case))
-    assert launcher.launched == ["decode", "undo_sum", "undo_lerp", "undo_scaled", "undo_serve"]
+    launched = [name for name in launcher.launched if name != "flag_rows"]
+    assert launched == ["decode", "undo_sum", "undo_lerp", "undo_scaled", "undo_serve"]
     assert caplog.text.count("blocks_in_plain_torch largest=12296 most=11904") == 1
     every = Case([cuda.LARGEST, 8], [], num_rows=1)
     for name in KERNELS:

@@ -29,6 +29,7 @@ def lerp_of_parts(kernels, case):
     shifted = torch.zeros(first.numel() + 1)[1:].copy_(first)
     parts = [shifted, second.bfloat16(), third.clone()]
     kernels.encode_lerp(case.slice("c"), case.scale(), parts, WEIGHT, case.wire("last"), case.table, case.wire("out"))
+    kernels.flag(case.table, case.wire("out"))
     return case
 
 
@@ -48,7 +49,9 @@ def what_is_found(source, kernel):
     return "nothing"
 
 
-@pytest.mark.parametrize("kernel", ["encode_sum", "encode_sum, narrow", "encode_lerp", "encode_scaled", "serve", "decode", "undo_sum"])
+@pytest.mark.parametrize(
+    "kernel", ["encode_sum", "encode_sum, narrow", "encode_lerp", "encode_scaled", "serve", "decode", "undo_sum"]
+)
 def test_nothing_is_found_where_no_fault_is_planted(kernel):
     assert what_is_found(cuda.source(), kernel) == "nothing"
 

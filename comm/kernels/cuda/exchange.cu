@@ -86,9 +86,10 @@ __device__ __forceinline__ unsigned drawn(Noise noise, unsigned i) {
     return (w ^ w >> 16) * FACTOR >> 16;
 }
 __device__ __forceinline__ float rounded(float x, Noise noise, unsigned i) {
-    unsigned bits = __float_as_uint(x), r = (bits & ~SIGN) > LARGEST ? 0u : drawn(noise, i);
-    return __uint_as_float((bits + r) & UPPER);
+    unsigned bits = __float_as_uint(x);  // what becomes infinite here is too large for its square, and is not kept
+    return __uint_as_float((is_nan(x) ? bits : bits + drawn(noise, i)) & UPPER);
 }
+__device__ __forceinline__ bool is_above(float x) { return (__float_as_uint(x) & ~SIGN) > LARGEST; }
 __device__ __forceinline__ float unrounded(float x, Noise noise, unsigned i) {
     return x == 0.f ? x : __uint_as_float(__float_as_uint(x) - drawn(noise, i) + HALF);
 }
@@ -226,6 +227,11 @@ __device__ __forceinline__ void zero_dead(const Block& b, const long long* dead,
     for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) x[dead[k]] = 0;
 }
 
+// Sums of either type, where a kernel does not ask for speed.
+template <typename Do>
+__device__ __forceinline__ void with_sums(void* c, unsigned is_narrow, Do use) {
+    if (is_narrow) use(static_cast<narrow*>(c)); else use(static_cast<float*>(c));
+}
 // c <- c' - z, of what c' was before it was rounded.
 template <typename K>
 __device__ __forceinline__ void take_back4(const Block& b, K* c, unsigned i, float4 kept, float4 z, Noise noise) {
@@ -264,24 +270,18 @@ KERNEL encode_sum_narrow(narrow* c, float* scale, const float* x, const Block* b
     encode_sum_of(c, scale, x, blocks, dead, values, bits, noise);
 }
 
-template <typename K>
-__device__ __forceinline__ void undo_sum_of(K* c, float* scale, const float* x, const float* written,
-                                            const Block* blocks, const long long* dead, Noise noise) {
-    Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
-    bool aligned = is_aligned(x);
-    for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS)
-        take_back4(b, c, i, four(c + b.at, i), gradient4(x + b.at, i, aligned), noise);
-    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
-    zero_dead(b, dead, c);
-}
 // c <- c - x, s <- 0 where the scale in `written` is no NaN.
 KERNEL undo_sum(void* c, unsigned is_narrow, float* scale, const float* x, const float* written, const Block* blocks,
                 const long long* dead, Noise noise) {
-    if (is_narrow) undo_sum_of(static_cast<narrow*>(c), scale, x, written, blocks, dead, noise);
-    else undo_sum_of(static_cast<float*>(c), scale, x, written, blocks, dead, noise);
+    Block b = blocks[blockIdx.x];
+    if (is_nan(written[b.scale])) return;
+    with_sums(c, is_narrow, [&](auto* sums) {
+        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS)
+            take_back4(b, sums, i, four(sums + b.at, i), gradient4(x + b.at, i, is_aligned(x)), noise);
+        zero_dead(b, dead, sums);
+    });
+    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
 }
-
 // The part of a block: the first that ends behind it.
 __device__ __forceinline__ unsigned part_of(const Parts& parts, unsigned block) {
     unsigned low = 0, high = parts.count - 1u;
@@ -349,35 +349,25 @@ KERNEL encode_lerp_narrow(narrow* c, float* scale, const __grid_constant__ Parts
     encode_lerp_of(c, scale, parts, first, weight, last_values, last_bits, blocks, dead, values, bits, noise);
 }
 
-template <typename K>
-__device__ __forceinline__ void undo_lerp_of(K* c, float* scale, const Parts& parts, unsigned first, float weight,
-                                             const float* last_values, const byte* last_bits, const float* written,
-                                             const Block* blocks, const long long* dead, Noise noise) {
+// c <- c - (m + weight (g - m)), s <- 0, as above.
+KERNEL undo_lerp(void* c, unsigned is_narrow, float* scale, const __grid_constant__ Parts parts, unsigned first,
+                 float weight, const float* last_values, const byte* last_bits, const float* written,
+                 const Block* blocks, const long long* dead, Noise noise) {
     unsigned number = first + blockIdx.x;
     Block b = blocks[number];
     if (is_nan(written[b.scale])) return;
     float m_size = last_values[b.scale];
     const byte* m_bits = last_bits + b.bits;
-    with_gradient(parts, number, b, [&](auto g) {
-        bool aligned = is_aligned(g);
-        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
-            float4 z = lerp4(gradient4(g, i, aligned), signed4(bits4(m_bits, i), i, m_size), weight);
-            take_back4(b, c, i, four(c + b.at, i), z, noise);
-        }
+    with_sums(c, is_narrow, [&](auto* sums) {
+        with_gradient(parts, number, b, [&](auto g) {
+            for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
+                float4 z = lerp4(gradient4(g, i, is_aligned(g)), signed4(bits4(m_bits, i), i, m_size), weight);
+                take_back4(b, sums, i, four(sums + b.at, i), z, noise);
+            }
+        });
+        zero_dead(b, dead, sums);
     });
     if (threadIdx.x == 0) scale[number] = 0.f;
-    zero_dead(b, dead, c);
-}
-// c <- c - (m + weight (g - m)), s <- 0, as above.
-KERNEL undo_lerp(void* c, unsigned is_narrow, float* scale, const __grid_constant__ Parts parts, unsigned first,
-                 float weight, const float* last_values, const byte* last_bits, const float* written,
-                 const Block* blocks, const long long* dead, Noise noise) {
-    if (is_narrow)
-        undo_lerp_of(static_cast<narrow*>(c), scale, parts, first, weight, last_values, last_bits, written, blocks,
-                     dead, noise);
-    else
-        undo_lerp_of(static_cast<float*>(c), scale, parts, first, weight, last_values, last_bits, written, blocks,
-                     dead, noise);
 }
 
 // The pieces of blocks, all of one run of the vector, and what is sent of a run: so many times the momentum.
@@ -463,27 +453,25 @@ struct Rows {
 
 // What the first rows, FEW at most, add up to in their order, for each of the signs that they may have: bit r of the
 // place is the sign of row r. Where there are no more rows it is the mean already. A sum and a quotient for each of 256
-// places, in the place of those for each element.
-__device__ __forceinline__ void make_means(float* means, const Rows& rows) {
+// places, in the place of those for each element. sizes: room of FEW floats. What is not there counts as zero, which no
+// sum sees: none is -0.
+__device__ __forceinline__ void make_means(float* means, float* sizes, const Rows& rows) {
+    if (threadIdx.x < FEW) sizes[threadIdx.x] = threadIdx.x < rows.count ? rows.size(threadIdx.x) : 0.f;
+    __syncthreads();
     float total = 0.f;
 #pragma unroll
     for (unsigned row = 0; row < FEW; ++row)
-        if (row < rows.count) {
-            unsigned minus = __float_as_uint(rows.size(row)) ^ SIGN;
-            total = __fadd_rn(total, signed_by(threadIdx.x << (31u - row), minus, 0));
-        }
+        total = __fadd_rn(total, signed_by(threadIdx.x, __float_as_uint(sizes[row]) ^ SIGN, 31u - row));
     means[threadIdx.x] = rows.count <= FEW ? __fdiv_rn(total, (float)rows.count) : total;
     __syncthreads();
 }
-
 // Four elements a word, the first in its highest byte: of each the signs of FEW rows, bit r that of row r.
 __device__ __forceinline__ uint2 signs_of_rows(const Rows& rows, unsigned i) {
     uint2 x = {0u, 0u};  // of each row a byte with the signs of eight elements
+    const byte* at = rows.bits + i / BYTE;
 #pragma unroll
-    for (unsigned row = 0; row < FEW / 2u; ++row) {
-        if (row < rows.count) x.x |= rows.signs(row, i) << (BYTE * row);
-        if (row + FEW / 2u < rows.count) x.y |= rows.signs(row + FEW / 2u, i) << (BYTE * row);
-    }
+    for (unsigned row = 0; row < FEW; ++row, at += rows.row_bytes)
+        if (row < rows.count) (row < FEW / 2u ? x.x : x.y) |= (unsigned)*at << (BYTE * (row % (FEW / 2u)));
     // Rows and elements change places: in squares of two, of four, of eight. [Warren 2013, section 7-3]
     unsigned t = (x.x ^ x.x >> 7) & 0x00aa00aau;
     x.x ^= t ^ t << 7;
@@ -501,9 +489,9 @@ __device__ __forceinline__ uint2 signs_of_rows(const Rows& rows, unsigned i) {
 __device__ __forceinline__ float4 means4(const float* means, unsigned signs) {
     return make_float4(means[signs >> 24], means[signs >> 16 & 255u], means[signs >> 8 & 255u], means[signs & 255u]);
 }
-
 // What further rows add to four elements from i on, and the mean of all.
 __device__ __forceinline__ float4 with_more4(float4 x, const Rows& rows, unsigned i) {
+#pragma unroll 1
     for (unsigned row = FEW; row < rows.count; ++row) {
         float4 one = signed4(rows.signs(row, i), i, rows.size(row));
         x = make_float4(__fadd_rn(x.x, one.x), __fadd_rn(x.y, one.y), __fadd_rn(x.z, one.z), __fadd_rn(x.w, one.w));
@@ -521,7 +509,7 @@ __device__ __forceinline__ void serve_of(K* c, float* scale, const float* row_va
     Block b = blocks[blockIdx.x];
     float sent = scale[blockIdx.x], *fresh = shared + MEANS + TOLD;
     Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
-    make_means(shared, rows);
+    make_means(shared, fresh, rows);
     for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
         float4 low = four(c + b.at, i), high = four(c + b.at, i + FOUR);
         uint2 signs = signs_of_rows(rows, i);
@@ -556,37 +544,25 @@ KERNEL serve_more_narrow(narrow* c, float* scale, const float* row_values, const
     serve_of<true>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
 }
 
-template <typename K>
-__device__ __forceinline__ void undo_serve_of(K* c, float* scale, const float* row_values, const byte* row_bits,
-                                              unsigned num_rows, unsigned row_bytes, const float* written,
-                                              const Block* blocks, const long long* dead, Noise noise) {
-    extern __shared__ float shared[];
-    Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
-    Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
-    make_means(shared, rows);
-    for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
-        uint2 signs = signs_of_rows(rows, i);
-#pragma unroll
-        for (unsigned from = 0; from < BYTE; from += FOUR) {
-            float4 z = means4(shared, from ? signs.y : signs.x);
-            if (num_rows > FEW) z = with_more4(z, rows, i + from);
-            take_back4(b, c, i + from, four(c + b.at, i + from), z, noise);
-        }
-    }
-    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
-    zero_dead(b, dead, c);
-}
 // b <- b - mean of the rows, s <- 0, as above.
 KERNEL undo_serve(void* c, unsigned is_narrow, float* scale, const float* row_values, const byte* row_bits,
                   unsigned num_rows, unsigned row_bytes, const float* written, const Block* blocks,
                   const long long* dead, Noise noise) {
-    if (is_narrow)
-        undo_serve_of(static_cast<narrow*>(c), scale, row_values, row_bits, num_rows, row_bytes, written, blocks, dead,
-                      noise);
-    else
-        undo_serve_of(static_cast<float*>(c), scale, row_values, row_bits, num_rows, row_bytes, written, blocks, dead,
-                      noise);
+    extern __shared__ float shared[];
+    Block b = blocks[blockIdx.x];
+    if (is_nan(written[b.scale])) return;
+    Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
+    make_means(shared, shared + MEANS, rows);
+    with_sums(c, is_narrow, [&](auto* sums) {
+        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
+            uint2 signs = signs_of_rows(rows, i);
+            float4 z = means4(shared, i & FOUR ? signs.y : signs.x);
+            if (num_rows > FEW) z = with_more4(z, rows, i);
+            take_back4(b, sums, i, four(sums + b.at, i), z, noise);
+        }
+        zero_dead(b, dead, sums);
+    });
+    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
 }
 
 // out <- s sgn, 0 where dead.
@@ -600,13 +576,16 @@ KERNEL decode(const float* values, const byte* bits, const Block* blocks, const 
     zero_dead(b, dead, out);
 }
 
-// out <- rounded(x), eight elements a thread.
+// out <- rounded(x), four elements a thread. What is above the largest bfloat16 stays below infinity.
 KERNEL narrow_all(const float* x, narrow* out, long long numel, Noise noise) {
-    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * BYTE;
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * FOUR;
     if (i >= numel) return;
-    float4 low = four(x + i, 0), high = four(x + i, FOUR);
-    put_four(out + i, 0, kept4(low, out, noise, (unsigned)i));
-    put_four(out + i, FOUR, kept4(high, out, noise, (unsigned)i + FOUR));
+    float4 given = four(x + i, 0), z = kept4(given, out, noise, (unsigned)i);
+    z.x = __uint_as_float(is_above(given.x) ? __float_as_uint(given.x) & UPPER : __float_as_uint(z.x));
+    z.y = __uint_as_float(is_above(given.y) ? __float_as_uint(given.y) & UPPER : __float_as_uint(z.y));
+    z.z = __uint_as_float(is_above(given.z) ? __float_as_uint(given.z) & UPPER : __float_as_uint(z.z));
+    z.w = __uint_as_float(is_above(given.w) ? __float_as_uint(given.w) & UPPER : __float_as_uint(z.w));
+    put_four(out + i, 0, z);
 }
 
 // Of each row that has blocks: 1 where all of its scales are finite, else 0. row_starts: number of its first block.

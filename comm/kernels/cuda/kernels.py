@@ -1,7 +1,8 @@
 """The fused kernels on a GPU: choose.Kernels as launches of exchange.cu, whoever launches them.
 
-fused_reference says what each computes. Each call is one launch for all blocks of its table, and one more for the
-flags of the rows that it wrote. Nothing waits for the device, and nothing is allocated after a table's first call. A
+fused_reference says what each computes. Each call is one launch for all blocks of its table; serve launches one more,
+for the flags of the rows that it wrote. Those of rows that are sent are left to flag(): nobody reads them where all is
+finite. Nothing waits for the device, and nothing is allocated after a table's first call. A
 table whose largest block does not fit into the memory that threads share is encoded in plain torch, which computes the
 same.
 """
@@ -60,8 +61,7 @@ class CudaKernels:
             return plain.encode_sum(c_c, scale_b, x_c, table, out, noise)
         given = _sums(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
         tail = *_blocks(table), *_written(out, table), _drawn(noise)
-        self._run(_named("encode_sum", c_c), table, (*given, *tail), _shared_bytes(table))
-        return self._flag(table, out)
+        return self._run(_named("encode_sum", c_c), table, (*given, *tail), _shared_bytes(table))
 
     def encode_lerp(
         self,
@@ -80,8 +80,7 @@ class CudaKernels:
         given = _sums(c_c, table), _scales(scale_b, table)
         tail = *_blocks(table), *_written(out, table), _drawn(noise)
         kernel = _named("encode_lerp", c_c)
-        self._lerp(kernel, given, x_parts, weight, last, table, tail, shared_bytes=_shared_bytes(table))
-        return self._flag(table, out)
+        return self._lerp(kernel, given, x_parts, weight, last, table, tail, shared_bytes=_shared_bytes(table))
 
     def encode_scaled(
         self,
@@ -102,8 +101,7 @@ class CudaKernels:
         tail = _cut(factor_r, pieces, table), *_blocks(table), *_written(out, table)
         reads = pieces.starts, pieces.first, pieces.run, factor_r
         shared_bytes = _shared_bytes(table)
-        self._lerp("encode_scaled", given, x_parts, weight, last, table, tail, reads, shared_bytes=shared_bytes)
-        return self._flag(table, out)
+        return self._lerp("encode_scaled", given, x_parts, weight, last, table, tail, reads, shared_bytes=shared_bytes)
 
     def serve(
         self,
@@ -122,7 +120,7 @@ class CudaKernels:
         kernel = _named("serve" if num_rows <= FEW else "serve_more", b_c)
         tail = *_blocks(table), *_written(out, table), _drawn(noise)
         self._run(kernel, table, (*given, *tail), _shared_bytes(table, MEANS))
-        return self._flag(table, out)
+        return self.flag(table, out)
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
@@ -182,7 +180,7 @@ class CudaKernels:
         """As fused_reference.undo_serve."""
         given = *_sums_of_any(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
         tail = _wire(written, table)[0], *_blocks(table), _drawn(noise)
-        self._run("undo_serve", table, (*given, *tail), DTYPE.itemsize * MEANS)
+        self._run("undo_serve", table, (*given, *tail), DTYPE.itemsize * (MEANS + FEW))
 
     def narrow(self, x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
         """As bf16.narrow. Raises: ValueError where they are no multiple of 8 long, or not aligned."""
@@ -193,7 +191,7 @@ class CudaKernels:
                 f"multiple of {BYTE} long, into one of {NARROW}, both at multiples of {ALIGNMENT} bytes"
             )
         if numel := len(x_c):
-            blocks = -(-numel // (BYTE * THREADS))
+            blocks = -(-numel // (4 * THREADS))
             self._launcher.launch("narrow_all", blocks, 0, (x_c, out_c, np.int64(numel), _drawn(noise)))
 
     def _lerp(
@@ -223,7 +221,8 @@ class CudaKernels:
         if table.num_blocks:
             self._launcher.launch(kernel, table.num_blocks, shared_bytes, arguments)
 
-    def _flag(self, table: BlockTable, out: RowMemory) -> None:
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """As Kernels.flag."""
         if table.num_blocks:
             arguments = table.row_starts, table.flag_at, records_of(table).blocks, *_wire(out, table)
             self._launcher.launch("flag_rows", table.flag_at.numel(), 0, arguments)
