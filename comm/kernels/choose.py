@@ -13,6 +13,7 @@ from torch import Tensor
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.layout import BYTE, VectorLayout
@@ -170,6 +171,11 @@ def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Laun
     except UnusableCupy as error:
         _say_missing(str(error))
         return None
+
+
+def int8_launcher(device: torch.device, dtype: torch.dtype) -> Launcher | None:
+    """What launches the kernels of 8-bit values for such vectors; None where there are none."""
+    return cuda_launcher(device, dtype, int8.source()) if device.type == "cuda" else None
 
 
 def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:

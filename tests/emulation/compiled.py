@@ -18,16 +18,22 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.kernels.cuda import lamb, launches
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 OPTIONS = ["--std=c++17", "--fmad=false", "--ptxas-options=-v"]
-SOURCES = {"exchange.cu": exchange.source, "updates.cu": launches.source, "lamb.cu": lamb.source}
+SOURCES = {
+    "exchange.cu": exchange.source,
+    "updates.cu": launches.source,
+    "lamb.cu": lamb.source,
+    "int8.cu": int8.source,
+}
 WARP = 32
-BLOCK, ROWS = 4096, 8
-"""Of the table: elements of a block of values, and rows that a rank serves."""
+BLOCK, ROWS, RUN = 4096, 8, 256
+"""Of the table: elements of a block of values, rows that a rank serves, and 8-bit values that share a scale."""
 BYTES = {
     "encode_sum": 12 + 1 / 8,
     "encode_sum_narrow": 8 + 1 / 8,
@@ -51,10 +57,16 @@ BYTES = {
     "measure_floats": 24,
     "move_rows": 12 + 1 / 8,
     "move_floats": 16,
+    "encode_rows": 5 + 4 / RUN,
+    "mean_of_rows": 8 + ROWS * (1 + 4 / RUN),
+    "decode_rows": 5 + 4 / RUN,
+    "left_out_of_rows": 9 + 4 / RUN,
 }
 """That a kernel moves for an element of what it does, with gradients in float32."""
-PER_THREAD = {"narrow_all": 4}
-"""Elements that a thread of a kernel without loops does, where it is not 8."""
+PER_THREAD = {"narrow_all": 4, "encode_rows": 8, "mean_of_rows": 4, "decode_rows": 4, "left_out_of_rows": 4}
+"""Elements that a thread does which goes over its code once, with runs of RUN values."""
+AGAIN = {"mean_of_rows": ROWS / 4 - 1}
+"""How often such a thread goes over its longest loop again."""
 DEVICES = {  # architecture, multiprocessors, GHz, TB/s of memory, as their data sheets say
     "A100": ("sm_80", 108, 1.41, 1.56),
     "H100": ("sm_90", 132, 1.76, 3.35),
@@ -125,12 +137,15 @@ def instructions_an_element(kernel: Kernel) -> float:
     Counted by what each loop is for, which its memory operations tell: as many elements an iteration of a thread as it
     writes, where vectors are loaded; 4 where a block is kept; 64 a step of one warp of eight where its squares are
     added, 8 where those of three kinds are. What stands in no loop is counted once a thread, and what is jumped over
-    too: gradients that are not aligned, dead elements. Left out is what the compiler puts behind the last exit, the
+    too: gradients that are not aligned, dead elements. A thread that does a few elements and no more counts as one that
+    goes over all of its code once. Left out is what the compiler puts behind the last exit, the
     slow paths of divisions and roots.
     """
     names = [name for _, name, _ in kernel.code]
     end = max(at for at, name in enumerate(names) if name == "EXIT")
     loops = [(a, b) for a, b in _loops(kernel) if "EXIT" not in names[a : b + 1]]
+    if kernel.name in PER_THREAD:
+        return (end + 1 + AGAIN.get(kernel.name, 0) * max(map(_length, loops), default=0)) / PER_THREAD[kernel.name]
     whole = [loop for loop in loops if not any(a < loop[0] and loop[1] < b for a, b in loops)]
 
     def count(loop: tuple[int, int], pattern: str) -> int:
@@ -157,7 +172,7 @@ def instructions_an_element(kernel: Kernel) -> float:
     of_one_warp = range(barriers[-2], barriers[-1]) if squares else range(0)
     outside = [at for at in range(end + 1) if not any(a <= at <= b for a, b in whole)]
     once = sum(WARP / THREADS if at in of_one_warp else 1 for at in outside)
-    return total + once * (THREADS / BLOCK if main else 1 / PER_THREAD.get(kernel.name, 8))
+    return total + once * (THREADS / BLOCK if main else 1 / 8)
 
 
 def _length(loop: tuple[int, int]) -> int:

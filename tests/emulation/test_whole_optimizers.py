@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.emulation.emulator import Emulator, require_compiler
-from thinwire.comm.exchange import bucketed
+from thinwire.comm.exchange import bucketed, narrow_mean
 from thinwire.comm.groups.threads import run_threads
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
@@ -20,6 +21,7 @@ WARMUP, STEPS = 3, 8
 OPTIMIZERS = {
     "1-bit Adam": (OneBitAdam, {}),
     "1-bit Adam in bfloat16": (OneBitAdam, {"variance": "bf16", "error_memory": "bf16"}),
+    "1-bit Adam after 8 bits": (OneBitAdam, {"full_exchange": "int8"}),
     "1-bit LAMB": (OneBitLamb, {}),
     "0/1 Adam": (
         ZeroOneAdam,
@@ -39,11 +41,12 @@ class Launchers:
     """Emulators of all sources, in the place of CuPy; vectors on the CPU are vectors on a GPU then."""
 
     def __init__(self, monkeypatch, make=Emulator):
-        self.exchange, self.updates, self.lamb = (
-            make(text) for text in (exchange.source(), launches.source(), lamb.source())
+        self.exchange, self.updates, self.lamb, self.int8 = (
+            make(module.source()) for module in (exchange, launches, lamb, int8)
         )
         kernels, moves = CudaKernels(self.exchange), CudaUpdates(self.updates)
         monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
+        monkeypatch.setattr(narrow_mean, "int8_launcher", lambda *_: self.int8)
         monkeypatch.setattr(exchanges, "reads_narrow", lambda *_: True)
         monkeypatch.setattr(updates, "_on_cuda", lambda _: moves)
         monkeypatch.setattr(updates, "fits", lambda _: False)
@@ -53,7 +56,7 @@ class Launchers:
 
     def take(self):
         """What was launched since the last call, by all ranks."""
-        every = (self.exchange, self.updates, self.lamb)
+        every = (self.exchange, self.updates, self.lamb, self.int8)
         found = [name for one in every for name in one.launched]
         for one in every:
             one.launched.clear()
@@ -110,6 +113,13 @@ def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, 
         due = {
             "1-bit Adam": {"encode_lerp", "serve", "descend", "adam"},
             "1-bit Adam in bfloat16": narrow,
+            "1-bit Adam after 8 bits": {
+                "encode_rows",
+                "mean_of_rows",
+                "left_out_of_rows",
+                "decode_rows",
+                "encode_lerp",
+            },
             "1-bit LAMB": {"encode_scaled", "measure_rows", "measure_floats", "rates_of", "move_rows"},
             "0/1 Adam": {"encode_sum", "first_proposal", "propose", "first_local", "receive_rows"},
         }

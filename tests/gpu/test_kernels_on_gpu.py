@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from tests.comm.kernels.cases import KERNELS, NOISE, WEIGHT, Case, assert_same, assert_same_floats, run
+from tests.emulation import test_int8_kernels as int8
 from tests.emulation.test_lamb_kernels import kinds_of, stepped
 from tests.emulation.test_update_kernels import SIZES, UPDATES, vectors
 from tests.emulation.test_whole_exchange import exchanged
 from tests.optim.kernels.test_lamb import Problem
+from thinwire.comm.codecs.int8 import Int8Codec
+from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows, rows_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import narrow
@@ -18,6 +21,7 @@ from thinwire.comm.kernels.blocks import RowMemory
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.cuda import lamb
@@ -172,3 +176,17 @@ def test_1_bit_lamb_is_that_of_the_cpu_bit_for_bit(lengths, kind, kernels):
     ours, theirs = stepped(*lamb_on(GPU, problem, said), launcher), stepped(problem, *said)
     for name, a in ours.items():
         assert_same_floats(a.cpu(), theirs[name], name)
+
+
+@pytest.mark.parametrize(("numel", "size", "rank"), [(5003, 3, 1), (8, 2, 1), (1_000_001, 8, 7)])
+def test_a_bucket_in_8_bits_is_that_of_the_cpu_bit_for_bit(numel, size, rank, kernels):
+    layout = VectorLayout.single(numel)
+    buckets = Buckets.cut(layout, numel)
+    given = next(iter(buckets)), buckets, Int8Codec(), rank, size
+    ours, theirs = rows_of(*given, torch.zeros(0, device=GPU)), NarrowRows(*given, torch.zeros(0))
+    assert isinstance(ours, KernelRows)
+    x_N = torch.zeros(layout.numel)
+    x_N[:numel] = int8.values(numel, torch.float32)
+    error_c = torch.ones(theirs.own.stop - theirs.own.start)
+    found = int8.exchanged(ours, x_N.to(GPU), error_c.to(GPU), size)
+    int8.assert_same({name: x.cpu() for name, x in found.items()}, int8.exchanged(theirs, x_N, error_c, size))
