@@ -23,12 +23,12 @@ def _compiler():
 
 
 def both(numel, size, rank, block, source=None):
-    """The rows of one bucket, by the loops and by emulated kernels."""
+    """The rows of one bucket, by the loops and by emulated kernels, and what emulates."""
     layout = VectorLayout.single(numel)
     buckets, codec, like = Buckets.cut(layout, numel), Int8Codec(block), torch.zeros(0)
     given = next(iter(buckets)), buckets, codec, rank, size, like
     launcher = Emulator(source or cuda.source(), seed=3, resident=3)
-    return layout, NarrowRows(*given), KernelRows(launcher, block, *given)
+    return layout, NarrowRows(*given), KernelRows(launcher, block, *given), launcher
 
 
 def exchanged(rows, x_N, error_c, size):
@@ -65,7 +65,7 @@ def assert_same(ours, theirs):
     ],
 )
 def test_a_bucket_is_exchanged_as_by_the_loops_bit_for_bit(numel, size, rank, block):
-    layout, loops, kernels = both(numel, size, rank, block)
+    layout, loops, kernels, _ = both(numel, size, rank, block)
     x_N = torch.zeros(layout.numel)
     x_N[:numel] = values(numel, torch.float32)
     error_c = torch.randn(loops.own.stop - loops.own.start, generator=torch.Generator().manual_seed(1))
@@ -73,9 +73,16 @@ def test_a_bucket_is_exchanged_as_by_the_loops_bit_for_bit(numel, size, rank, bl
         assert_same(*(exchanged(rows, x_N.clone(), error, size) for rows in (kernels, loops)))
 
 
+def test_a_bucket_is_8_launches_whatever_the_number_of_ranks():
+    layout, _, kernels, launcher = both(1000, 8, 3, 64)
+    exchanged(kernels, torch.ones(layout.numel), None, 8)
+    encode, left_out = ["encode_rows", "flag_rows"], ["left_out_of_rows"]
+    assert launcher.launched == [*encode, "mean_of_rows", *encode, *left_out, *left_out, "decode_rows"]
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_one_value_that_is_not_finite_is_told_by_its_row_and_by_what_is_served_of_it(bad):
-    layout, _, kernels = both(3000, 3, 1, 64)
+    layout, _, kernels, _ = both(3000, 3, 1, 64)
     x_N = torch.ones(layout.numel)
     x_N[1500] = bad  # of the chunk that this rank serves
     found = exchanged(kernels, x_N, None, 3)
@@ -98,7 +105,7 @@ def test_a_planted_fault_is_found(fault):
     old, new, found = fault
     source = cuda.source()
     assert source.count(old) == 1
-    layout, loops, kernels = both(5003, 3, 1, 256, source.replace(old, new))
+    layout, loops, kernels, _ = both(5003, 3, 1, 256, source.replace(old, new))
     x_N = torch.zeros(layout.numel)
     x_N[:5003] = values(5003, torch.float32)
     with pytest.raises((KernelFault, AssertionError), match=found):
