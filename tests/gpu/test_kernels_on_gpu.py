@@ -17,7 +17,7 @@ from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows, rows_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import narrow
-from thinwire.comm.kernels.blocks import RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda.kernels import CudaKernels

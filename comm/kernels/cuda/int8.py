@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.blocks import on_device
 from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher, Structure
 
 ROWS: Structure = np.dtype([("count", "u4"), ("row_bytes", "u4"), ("run", "u4"), ("most", "u4")])
@@ -39,7 +40,7 @@ class CudaInt8:
         starts = [0, *(stop for _, stop in bounds)]
         if run % FOUR or any(at % FOUR for at in starts) or starts[:-1] != [start for start, _ in bounds]:
             raise ValueError(f"rows of {bounds}, runs of {run}: must adjoin, begin at 0 and be whole fours")
-        self._launcher, self._run, self._starts = launcher, run, torch.tensor(starts).to(device)
+        self._launcher, self._run, self._starts = launcher, run, on_device(torch.tensor(starts), device)
         self._count, self._most = len(bounds), max(stop - start for start, stop in bounds)
         self._numel = starts[-1]
 

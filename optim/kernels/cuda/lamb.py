@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory, on_device
 from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher, Structure
 from thinwire.comm.kernels.cuda.tables import records_of
 from thinwire.comm.layout import BYTE, Span
@@ -77,8 +77,8 @@ class CudaTiles:
         self._starts = torch.from_numpy(records["at"].copy())
         first = np.searchsorted(records["tensor"], np.arange(len(live) + 1))
         self.count, self.num_tensors = len(spans), len(live)
-        self.records = torch.from_numpy(records.view(np.uint8)).to(like.device)
-        self.first = torch.from_numpy(first.astype(np.int64)).to(like.device)
+        self.records = on_device(torch.from_numpy(records.view(np.uint8)), like.device)
+        self.first = on_device(torch.from_numpy(first.astype(np.int64)), like.device)
         self.found, self.rates = like.new_zeros(4 * len(spans)), like.new_zeros(len(live))
         self._blocks: WeakKeyDictionary[BlockTable, Tensor] = WeakKeyDictionary()
 
@@ -86,8 +86,8 @@ class CudaTiles:
         """Of each tile, the number of the block that it begins in: int32[tiles]. table: of the whole vector."""
         found = self._blocks.get(table)
         if found is None:
-            number = torch.searchsorted(table.starts.cpu(), self._starts, right=True).sub_(1)
-            found = self._blocks[table] = number.to(torch.int32).to(self.records.device)
+            number = torch.searchsorted(table.on_host.starts, self._starts, right=True).sub_(1)
+            found = self._blocks[table] = on_device(number.to(torch.int32), self.records.device)
         return found
 
 
