@@ -19,7 +19,8 @@ from thinwire.optim.engine.ages import Run
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_out_of_range
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.lamb import Tiles
+from thinwire.optim.kernels.cuda.lamb import CudaTiles
+from thinwire.optim.kernels.lamb import Tiles, tiles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class TensorSegments:
     live: tuple[Span, ...]
     lengths_t: Tensor
     """int64[t]: elements from one tensor's start to the next one's, the dead ones between them included."""
-    tiles: Tiles | None
-    """The same elements for the loops of optim.kernels, where those fit."""
+    tiles: Tiles | CudaTiles | None
+    """The same elements for the loops of optim.kernels, or for its kernels, where those fit."""
 
     def norms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 of each tensor, float[t]."""
@@ -97,7 +98,7 @@ cache. A larger tensor is a part by itself."""
 
 
 def tensor_segments(space: FlatSpace, runs: Sequence[Run]) -> list[list[TensorSegments]]:
-    """Of each run of tensors its parts, in order: one, but for vectors that have loops."""
+    """Of each run of tensors its parts, in order: one, but for vectors that have loops on a CPU."""
     return [[_segments(space, part) for part in _parts(space, run.span)] for run in runs]
 
 
@@ -126,7 +127,7 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
         tensors=slice(inside[0], inside[-1] + 1),
         live=live,
         lengths_t=on_device(torch.tensor(lengths, dtype=torch.int64), space.p_N.device),
-        tiles=Tiles(live, space.p_N) if updates.fits(space.p_N) else None,
+        tiles=tiles_of(live, space.p_N),
     )
 
 

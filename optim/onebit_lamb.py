@@ -44,8 +44,7 @@ from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
 from thinwire.optim.engine.scales import Scales
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.lamb import Bounds, Descent, Heard
+from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
 from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance import sums
@@ -134,7 +133,7 @@ def descend_(
     """
     count = len(s.scaling_T)
     heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
-    if not updates.fits(p_N):
+    if not fits(p_N):
         for h, part in ((h, part) for h, parts in groups for part in parts):
             found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h, settings)
             lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
@@ -150,10 +149,10 @@ def descend_(
         settings.weigh_ratio,
         settings.follow_trust,
     )
-    descent = Descent(p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T, heard, heard_before, limits)
+    vectors = p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T
+    descent: Any = descent_of(vectors, heard, heard_before, limits)
     for h, part in ((h, part) for h, parts in groups for part in parts):
-        assert part.tiles is not None
-        descent.descend_(part.tiles, part.tensors, h)
+        descent.descend_(part.tiles, part.tensors, h)  # tiles of its own kind
     descent.done()
 
 

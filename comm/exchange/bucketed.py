@@ -184,11 +184,11 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
     ) -> None:
         """As launch_sum of r + weight (x - r), r being the last committed result of this memory, in one pass.
 
-        x: float[N]; must not change before commit(). runs: for each live run of the layout float[run], contiguous, to
-        be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x all the same.
-        start: float[N], r in place of the last result, as x; a bucket of the sum is made then, and encoded in a second
-        pass: equal bit for bit. factor: float[live runs], f, as x: f (r + weight (x - r)) is sent, and the last result
-        is f r. Raises: RuntimeError where last(memory) is None, and start too.
+        x: float[N]; must not change before commit(). runs: for each live run of the layout float or bfloat16[run],
+        contiguous, to be read in place of that part of x, or None; what is not in buckets.layout.alone() is read of x
+        all the same. start: float[N], r in place of the last result, as x; a bucket of the sum is made then, and
+        encoded in a second pass: equal bit for bit. factor: float[live runs], f, as x: f (r + weight (x - r)) is sent,
+        and the last result is f r. Raises: RuntimeError where last(memory) is None, and start too.
         """
         if start_N is None:
             self._require_last(self._open())
@@ -230,7 +230,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                     self._lose(memory)
                 raise error
             if not is_finite:
-                own = torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
+                own = torch.stack([rows.least_flag(self._kernels) for rows in self._rows]).amin()
                 if self._refuses:
                     own.fill_(REFUSED)
                 self._undo(memory)
@@ -455,7 +455,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if given.start_N is None:
             return None
         start_b = given.start_N[span]
-        sum_b = torch.cat(self._parts_of(k, given)).sub_(start_b).mul_(given.weight).add_(start_b)
+        sum_b = torch.cat([part.to(start_b.dtype) for part in self._parts_of(k, given)])
+        sum_b.sub_(start_b).mul_(given.weight).add_(start_b)
         return sum_b if given.factor_r is None else sum_b.mul_(self._pieces_of(k).spread(given.factor_r))
 
     def _send(self, k: int) -> None:

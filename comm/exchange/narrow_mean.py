@@ -31,7 +31,9 @@ from thinwire.comm.exchange.full_mean import FullMean
 from thinwire.comm.exchange.pipeline import Pipeline, settle
 from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.kernels.blocks import HEADER_BYTES
-from thinwire.comm.kernels.choose import warm_up_int8
+from thinwire.comm.kernels.choose import int8_launcher, warm_up_int8
+from thinwire.comm.kernels.cuda.int8 import CudaInt8
+from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.layout import Bucket, Buckets, round_up
 from thinwire.comm.protocol import AddingRow, Codec, ErrorMemory, Errors, FullMeans, FullWire, Group, Pending
 
@@ -93,6 +95,53 @@ class NarrowRows:
             codec.decode(row_B[HEADER_BYTES:], out_N[at])
 
 
+class KernelRows(NarrowRows):
+    """The same in 8 bits on a GPU: a launch does all rows of the bucket."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        run: int,
+        bucket: Bucket,
+        buckets: Buckets,
+        codec: Codec,
+        rank: int,
+        size: int,
+        like: Tensor,
+    ) -> None:
+        super().__init__(bucket, buckets, codec, rank, size, like)
+        bounds = [(at.start - self.span.start, at.stop - self.span.start) for at in self.chunks]
+        self._all = CudaInt8(launcher, bounds, run, like.device)
+        self._own = CudaInt8(launcher, [(0, self.own.stop - self.own.start)], run, like.device)
+        self._served_1B = self.served_B.view(1, -1)
+
+    def encode(self, x_N: Tensor) -> None:
+        """sent <- x, a row for each rank's chunk."""
+        self._all.encode(x_N[self.span], self.sent_nB)
+
+    def serve(self, error_c: Tensor | None) -> None:
+        """served <- the mean of what was collected, in rank order, + the error."""
+        self._own.mean(self.collected_nB, error_c, self.sum_c)
+        self._own.encode(self.sum_c, self._served_1B, self.collected_nB)
+
+    def keep_errors(self, x_N: Tensor, errors: Errors, k: int) -> None:
+        """Errors <- what was left out of x, which is what was encoded, and of what was served."""
+        self._all.left_out(self.sent_nB, x_N[self.span], errors.worker[k])
+        self._own.left_out(self._served_1B, self.sum_c, errors.server[k])
+
+    def decode_(self, out_N: Tensor) -> None:
+        """out <- the result."""
+        self._all.decode(self.gathered_nB, out_N[self.span])
+
+
+def rows_of(bucket: Bucket, buckets: Buckets, codec: Codec, rank: int, size: int, like: Tensor) -> NarrowRows:
+    """The rows of one bucket, by kernels where there are some."""
+    launcher = int8_launcher(like.device, like.dtype) if isinstance(codec, Int8Codec) else None
+    if launcher is None or not isinstance(codec, Int8Codec):
+        return NarrowRows(bucket, buckets, codec, rank, size, like)
+    return KernelRows(launcher, codec.block, bucket, buckets, codec, rank, size, like)
+
+
 class NarrowMean:
     """Means of vectors of one layout through a codec, one at a time. Every rank calls alike.
 
@@ -133,7 +182,7 @@ class NarrowMean:
             raise RuntimeError("a mean is open: finish() or abandon() it before the next begin()")
         if not self._rows:
             rank, size = self._group.rank, self._group.size
-            made = [NarrowRows(one, self._buckets, self._codec, rank, size, self._like) for one in self._buckets]
+            made = [rows_of(one, self._buckets, self._codec, rank, size, self._like) for one in self._buckets]
             self._rows, self._phase_1, self._phase_2 = made, [None] * len(made), [None] * len(made)
         self._errors = None if memory is None else memory.errors()
         self._lost, self.is_open = None, True

@@ -147,6 +147,11 @@ class BucketRows:
         self.gathered.append(RowMemory.of(bytes_B, dtype))
         self.gathered_nB.append(bytes_B.view(self.sent_nB.shape))
 
+    def least_flag(self, kernels: Kernels) -> Tensor:
+        """0-dim uint8: 1 where all rows that are sent are finite, else 0. Their flags: modified."""
+        kernels.flag(self.table, self.sent)
+        return self.sent_nB[:, 0].amin()
+
     def refuse(self) -> None:
         """Say that nothing was encoded: the flag of every row with elements 0, every scale NaN."""
         self.sent.values_V[self.table.scale_at] = torch.nan

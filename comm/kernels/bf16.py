@@ -85,6 +85,8 @@ def narrow(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
     if x_c.device.type == "cpu":
         _narrow_on_cpu(x_c, noise, out_c)
         return
+    if _narrow_on_cuda(x_c, noise, out_c):
+        return
     for at in range(0, x_c.numel(), PIECE):
         part = x_c[at : at + PIECE]
         out_c[at : at + PIECE].copy_(rounded(part, noise.at(noise.start + at)))
@@ -100,6 +102,12 @@ def _narrow_on_cpu(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
             "torch.float32, a multiple of 8 long, into one of torch.bfloat16 of the same length"
         )
     bf16_loops.narrow(x_c.numpy(), noise, out_c.view(torch.uint16).numpy())
+
+
+def _narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
+    from thinwire.comm.kernels.choose import narrow_on_cuda  # not at the top: it imports this module
+
+    return narrow_on_cuda(x_c, noise, out_c)
 
 
 def _mixed64(x: int) -> int:

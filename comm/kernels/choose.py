@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,16 +13,23 @@ from torch import Tensor
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.layout import BYTE, VectorLayout
+
+if TYPE_CHECKING:  # it imports this module's Kernels
+    from thinwire.comm.kernels.cuda.kernels import CudaKernels
 
 logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.float32, torch.float64)
 
 
 class Kernels(Protocol):
-    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes."""
+    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes.
+
+    encode_* may leave the flags of rows as they are: flag() writes them. serve writes them.
+    """
 
     def encode_sum(
         self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
@@ -67,6 +74,9 @@ class Kernels(Protocol):
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
+
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
@@ -119,11 +129,24 @@ class Kernels(Protocol):
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
     """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
 
-    sums: of kept sums, where they are of another: there is no CUDA kernel for these.
+    sums: of kept sums, where they are of another.
     """
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
-    return (_on_cuda(device, dtype) if sums in (None, dtype) else None) or fused_reference
+    return _on_cuda(device, dtype) or fused_reference
+
+
+def reads_narrow(device: torch.device, dtype: torch.dtype) -> bool:
+    """Do kernels read gradients in bfloat16 beside vectors of this type as they are? Else they are copied anyway."""
+    return _on_cuda(device, dtype) is not None
+
+
+def narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
+    """bf16.narrow by a kernel, where there is one: else nothing is done."""
+    kernels = _on_cuda(x_c.device, x_c.dtype)
+    if kernels is not None:
+        kernels.narrow(x_c, noise, out_c)
+    return kernels is not None
 
 
 @cache
@@ -148,6 +171,11 @@ def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Laun
     except UnusableCupy as error:
         _say_missing(str(error))
         return None
+
+
+def int8_launcher(device: torch.device, dtype: torch.dtype) -> Launcher | None:
+    """What launches the kernels of 8-bit values for such vectors; None where there are none."""
+    return cuda_launcher(device, dtype, int8.source()) if device.type == "cuda" else None
 
 
 def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
@@ -200,7 +228,7 @@ def _say_missing(reason: str) -> None:
 
 
 @cache
-def _on_cuda(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+def _on_cuda(device: torch.device, dtype: torch.dtype) -> CudaKernels | None:
     if device.type == "cpu":
         return None
     from thinwire.comm.kernels.cuda.kernels import CudaKernels, source  # it imports this module's Kernels

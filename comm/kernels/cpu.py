@@ -99,6 +99,10 @@ class CpuKernels:
         given = sums_of(b_c, table), scales_of(scale_b, table), collected_of(rows, num_rows, table)
         self._encode(cpu_loops.serve, given, table, out, noise)
 
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """As fused_reference.flag."""
+        cpu_loops.write_flags(blocks_of(table), written_rows_of(out, table))
+
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
         given = rows_of(rows, table), blocks_of(table), values_of(out_c, table)

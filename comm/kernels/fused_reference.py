@@ -213,12 +213,13 @@ def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: R
     pack_signs(new_c, bits_B)
     out.bytes_B[_bytes_at(table)] = bits_B
     out.values_V[table.scale_at] = new_scale_b.masked_fill(~finite_b, torch.nan)
-    _write_flags(table, out)
+    flag(table, out)
     scale_b.copy_(torch.where(finite_b, new_scale_b, scale_b))
     c_c.copy_(torch.where(_per_element(finite_b, table), new_c, c_c))
 
 
-def _write_flags(table: BlockTable, out: RowMemory) -> None:
+def flag(table: BlockTable, out: RowMemory) -> None:
+    """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
     bad_b = ~torch.isfinite(out.values_V[table.scale_at])
     before = torch.nn.functional.pad(bad_b.cumsum(0), (1, 0))
     bad_r, blocks_r = before[table.row_starts].diff(), table.row_starts.diff()

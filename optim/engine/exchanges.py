@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import ErrorMemory, FullMeans, FullWire, Reducer
 
@@ -45,18 +46,19 @@ LeftGradients = Sequence[Tensor | None]
 class LeftInPlace:
     """Gradients that are read where backward left them: of tensors that stand alone in the layout, like g in type.
 
-    runs: of each tensor, those that were taken.
+    also: of what other types they may be. runs: of each tensor, those that were taken.
     """
 
-    def __init__(self, layout: VectorLayout, g_N: Tensor) -> None:
+    def __init__(self, layout: VectorLayout, g_N: Tensor, also: Sequence[torch.dtype] = ()) -> None:
         self._alone = frozenset(layout.alone())
         self._g_N = g_N
+        self._types = (g_N.dtype, *also)
         self._first, self._bytes = g_N.data_ptr(), g_N.nbytes
         self.runs: list[Tensor | None] = [None] * len(layout.live)
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
-        if index not in self._alone or grad.dtype != self._g_N.dtype or grad.layout != torch.strided:
+        if index not in self._alone or grad.dtype not in self._types or grad.layout != torch.strided:
             return False
         if 0 <= grad.data_ptr() - self._first < self._bytes:
             return False
@@ -194,7 +196,8 @@ class FusedMomentum:
         self._reduce = reduce
         self._g_N, self.m_N, self._factor_T = g_N, m_N, factor_T
         self._beta1_K = beta1_K
-        self._where = LeftInPlace(reduce.buckets.layout, g_N)
+        also = (torch.bfloat16,) if reads_narrow(g_N.device, g_N.dtype) else ()  # widened as it is read
+        self._where = LeftInPlace(reduce.buckets.layout, g_N, also)
         reduce.begin(memory)
 
     def keeps(self, index: int, grad: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Parameters move along the momentum that received rows say, which is not written as floats.
 
 In one pass on the CPU, and on GPUs that have the kernels; elsewhere as a chain of torch operations: equal to the last
-bit, so that replicas stay equal. For v in bfloat16 there is no kernel on a GPU.
+bit, so that replicas stay equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float,
     p: float[c], modified. v: float[c], or bfloat16[c] beside float32. decay: lr x weight decay. table: where in the
     rows the blocks of these elements are. Source: Tang et al. 2021, Alg. 1, l. 13.
     """
-    if updates.fits(p_c) or (v_c.dtype == p_c.dtype and updates.in_one_pass(p_c)):
+    if updates.in_one_pass(p_c):
         updates.descend_(p_c, v_c, rows, lr, decay, eps, table)
     else:
         in_torch_(p_c, v_c, rows, lr, decay, eps, table)

@@ -1,4 +1,5 @@
 """1-bit LAMB along a received momentum, on slices of torch's vectors: the loops of lamb_loops, on torch's threads.
+On a GPU the kernels of cuda/lamb.cu, which compute the same, bit for bit.
 
 A momentum is read in the form in which its reducer holds it. As rows of signs it is never written as floats. What has
 no loop is left to the chain of torch operations in optim.onebit_lamb, which says what all of this computes.
@@ -23,12 +24,11 @@ from thinwire.comm.layout import BYTE, Span, round_up
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.cuda.lamb import TILE, CudaLamb, CudaTiles, source
 
 if TYPE_CHECKING:  # it brings numba, which only who compiles needs
     from thinwire.comm.kernels.compiled import Array
 
-TILE = 1 << 12
-"""Elements whose sums are formed by themselves: the result does not depend on the number of threads."""
 LEAST_TILES = 16
 """Tiles that a thread must get to be worth waking."""
 ROOM = 1 << 20
@@ -36,7 +36,8 @@ ROOM = 1 << 20
 
 
 class Tiles:
-    """Runs of at most TILE elements of the flat vectors, each in one tensor.
+    """Runs of at most TILE elements of the flat vectors, each in one tensor: sums are formed of each by itself, so that
+    the result does not depend on the number of threads.
 
     live: the elements of adjoining tensors. like: of the vectors. places: of each tile its start, its stop and the
     number of its tensor among these. start, numel: from the first tensor's start to the last one's stop, in whole
@@ -208,6 +209,30 @@ class Descent:
 
     def _numbers(self, *numbers: float) -> tuple[Any, ...]:
         return tuple(map(self._p.dtype.type, numbers))
+
+
+def fits(vector_N: Tensor) -> bool:
+    """Are there loops, or kernels, for vectors like this one? Else the chain of torch operations computes the same."""
+    return updates.fits(vector_N) or updates.launcher_for(vector_N, source()) is not None
+
+
+def tiles_of(live: Sequence[Span], like: Tensor) -> Tiles | CudaTiles | None:
+    """The tiles of these tensors; None where nothing fits."""
+    if updates.fits(like):
+        return Tiles(live, like)
+    return CudaTiles(live, like) if fits(like) else None
+
+
+def descent_of(
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], now: Heard, before: Heard, bounds: Bounds
+) -> Descent | CudaLamb:
+    """What descends, on the device of the vectors, which are as of Descent and fit."""
+    launcher = updates.launcher_for(vectors[0], source())
+    return (
+        Descent(*vectors, now, before, bounds)
+        if launcher is None
+        else CudaLamb(launcher, *vectors, now, before, bounds)
+    )
 
 
 @cache

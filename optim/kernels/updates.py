@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from thinwire.comm.kernels.arrays import blocks_of, rows_of, sums_of, values_of
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, cuda_launcher
+from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.layout import BYTE
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -48,7 +49,7 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
 def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:
     """As descend.in_torch_, bit for bit. p: modified."""
     if (cuda := _on_cuda(p_c)) is not None:
-        cuda.over_rows("descend", (p_c, v_c), rows, (eps, lr, 1 - decay), table)
+        cuda.descend(p_c, v_c, rows, (eps, lr, 1 - decay), table)
         increment_version(p_c)
         return
     p, loop = values_of(p_c, table), _loops().descend
@@ -147,6 +148,11 @@ def _loops() -> Any:
     from thinwire.optim.kernels import loops
 
     return loops
+
+
+def launcher_for(like: Tensor, text: str) -> Launcher | None:
+    """What launches the kernels of this source for vectors like this one; None where they are not on a GPU."""
+    return None if like.device.type == "cpu" else cuda_launcher(like.device, like.dtype, text)
 
 
 def _on_cuda(like: Tensor) -> CudaUpdates | None:

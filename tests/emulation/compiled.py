@@ -18,22 +18,34 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.launch import THREADS
-from thinwire.optim.kernels.cuda import launches
+from thinwire.optim.kernels.cuda import lamb, launches
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 OPTIONS = ["--std=c++17", "--fmad=false", "--ptxas-options=-v"]
-SOURCES = {"exchange.cu": exchange.source, "updates.cu": launches.source}
+SOURCES = {
+    "exchange.cu": exchange.source,
+    "updates.cu": launches.source,
+    "lamb.cu": lamb.source,
+    "int8.cu": int8.source,
+}
 WARP = 32
-BLOCK, ROWS = 4096, 8
-"""Of the table: elements of a block of values, and rows that a rank serves."""
+BLOCK, ROWS, RUN = 4096, 8, 256
+"""Of the table: elements of a block of values, rows that a rank serves, and 8-bit values that share a scale."""
 BYTES = {
     "encode_sum": 12 + 1 / 8,
+    "encode_sum_narrow": 8 + 1 / 8,
     "encode_lerp": 12 + 2 / 8,
+    "encode_lerp_narrow": 8 + 2 / 8,
+    "encode_scaled": 12 + 2 / 8,
     "serve": 8 + (ROWS + 1) / 8,
+    "serve_narrow": 4 + (ROWS + 1) / 8,
     "decode": 4 + 1 / 8,
+    "narrow_all": 6,
     "descend": 12 + 1 / 8,
+    "descend_narrow": 10 + 1 / 8,
     "adam": 28,
     "local": 32,
     "propose": 16,
@@ -41,8 +53,20 @@ BYTES = {
     "first_proposal": 12,
     "receive": 20,
     "receive_rows": 16 + 1 / 8,
+    "measure_rows": 16 + 2 / 8,
+    "measure_floats": 24,
+    "move_rows": 12 + 1 / 8,
+    "move_floats": 16,
+    "encode_rows": 5 + 4 / RUN,
+    "mean_of_rows": 8 + ROWS * (1 + 4 / RUN),
+    "decode_rows": 5 + 4 / RUN,
+    "left_out_of_rows": 9 + 4 / RUN,
 }
 """That a kernel moves for an element of what it does, with gradients in float32."""
+PER_THREAD = {"narrow_all": 4, "encode_rows": 8, "mean_of_rows": 4, "decode_rows": 4, "left_out_of_rows": 4}
+"""Elements that a thread does which goes over its code once, with runs of RUN values."""
+AGAIN = {"mean_of_rows": ROWS / 4 - 1}
+"""How often such a thread goes over its longest loop again."""
 DEVICES = {  # architecture, multiprocessors, GHz, TB/s of memory, as their data sheets say
     "A100": ("sm_80", 108, 1.41, 1.56),
     "H100": ("sm_90", 132, 1.76, 3.35),
@@ -110,29 +134,40 @@ def compiled(source: str, architecture: str) -> Compiled:
 def instructions_an_element(kernel: Kernel) -> float:
     """That all threads together execute for one element of a block of values, at most.
 
-    Counted by what each loop is for, which its memory operations tell: 8 elements an iteration of a thread where
-    vectors are loaded, 4 where a block is kept, 64 a step of one warp of eight where its squares are added. What stands
-    in no loop is counted once a thread, and what is jumped over too: gradients that are not aligned, dead elements.
-    Left out is what the compiler puts behind the last exit, the slow paths of divisions and roots.
+    Counted by what each loop is for, which its memory operations tell: as many elements an iteration of a thread as it
+    writes, where vectors are loaded; 4 where a block is kept; 64 a step of one warp of eight where its squares are
+    added, 8 where those of three kinds are. What stands in no loop is counted once a thread, and what is jumped over
+    too: gradients that are not aligned, dead elements. A thread that does a few elements and no more counts as one that
+    goes over all of its code once. Left out is what the compiler puts behind the last exit, the
+    slow paths of divisions and roots.
     """
     names = [name for _, name, _ in kernel.code]
     end = max(at for at, name in enumerate(names) if name == "EXIT")
     loops = [(a, b) for a, b in _loops(kernel) if "EXIT" not in names[a : b + 1]]
+    if kernel.name in PER_THREAD:
+        return (end + 1 + AGAIN.get(kernel.name, 0) * max(map(_length, loops), default=0)) / PER_THREAD[kernel.name]
     whole = [loop for loop in loops if not any(a < loop[0] and loop[1] < b for a, b in loops)]
-    wide = {
-        loop: sum(bool(re.match(r"(LDG|STG)\.E\.128", name)) for name in names[loop[0] : loop[1] + 1]) for loop in whole
-    }
-    kept = [loop for loop in whole if "LDS.128" in names[loop[0] : loop[1] + 1]]
+
+    def count(loop: tuple[int, int], pattern: str) -> int:
+        return sum(bool(re.fullmatch(pattern, name)) for name in names[loop[0] : loop[1] + 1])
+
+    kept = [loop for loop in whole if count(loop, r"LDS\.128")]
+    rest = [loop for loop in whole if loop not in kept]
+    main = max(rest, key=lambda loop: (count(loop, r"(LDG|STG)\.E\.128"), count(loop, r"STS\.128")), default=None)
     total = 0.0
-    if main := max((loop for loop in whole if loop not in kept), key=wide.__getitem__, default=None):
-        rows = [(a, b) for a, b in loops if main[0] < a and b < main[1] and "FADD" in names[a : b + 1]]
-        total += (_length(main) - sum(map(_length, rows))) / 8
-        if rows:  # the loop that takes four rows an iteration does all of them
-            total += max(map(_length, rows)) * ROWS / 4 / 8
-    keeping = [(_length(loop), names[loop[0] : loop[1] + 1].count("LDS.128")) for loop in kept if wide[loop]]
-    total += min((length / (4 * fours) for length, fours in keeping), default=0.0)  # of the loop that is unrolled
-    squares = [loop for loop in whole if names[loop[0] : loop[1] + 1].count("LDS") >= 8]
-    total += sum(_length((a, b)) / (names[a : b + 1].count("LDS") / 2) / 64 * WARP for a, b in squares)
+    if main:
+        adds = [
+            (a, b) for a, b in loops if main[0] < a and b < main[1] and count((a, b), "LDS") and count((a, b), "FADD")
+        ]
+        elements = 4 * (count(main, r"STG\.E\.128") or count(main, r"STS\.128") or 2)
+        total += (_length(main) - sum(map(_length, adds))) / elements
+        if adds:
+            unrolled = max(adds, key=lambda loop: count(loop, "LDS"))
+            total += _length(unrolled) / count(unrolled, "LDS") / 8 * WARP
+    keeping = [_length(loop) / (4 * count(loop, r"LDS\.128")) for loop in kept if count(loop, r"STG\.E\.(64|128)")]
+    total += min(keeping, default=0.0)  # of the loop that is unrolled
+    squares = [loop for loop in whole if loop != main and count(loop, "LDS") >= 8]
+    total += sum(_length(loop) / (count(loop, "LDS") / 2) / 64 * WARP for loop in squares)
     barriers = [at for at, name in enumerate(names) if name.startswith("BAR.SYNC")]
     of_one_warp = range(barriers[-2], barriers[-1]) if squares else range(0)
     outside = [at for at in range(end + 1) if not any(a <= at <= b for a, b in whole)]

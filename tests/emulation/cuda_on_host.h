@@ -68,6 +68,7 @@ template <class... A> UNSEEN void call(void (*kernel)(A...), void** arguments) {
 #define __syncthreads_and(vote) ::host::barrier_and((vote) != 0, __LINE__)
 #define __syncwarp() ::host::meet_warp(0xffffffffu, __LINE__)
 #define __shfl_down_sync(mask, value, by) ::host::shuffle(mask, value, ::host::lane() + (by), __LINE__)
+#define __shfl_sync(mask, value, from) ::host::shuffle(mask, value, (from), __LINE__)
 
 // Compiled with -ffp-contract=off: each is rounded for itself, as the device's are.
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -28,7 +28,7 @@ BUILT = HERE.parents[1] / ".pytest_cache" / "emulation"
 # Without -fno-tree-sra a load of 16 bytes becomes four, and nobody sees that it was not aligned.
 CHECKED = ["-O1", "-fno-tree-sra", "-fsanitize=thread"]
 FLAGS = ["-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas"]
-KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
+KERNEL = re.compile(r'(?:^KERNEL |extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?)(?!__)(\w+)\(', re.M)
 SHARED = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
 TOLD_BYTES = 1000
 

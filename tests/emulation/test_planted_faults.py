@@ -29,14 +29,16 @@ def lerp_of_parts(kernels, case):
     shifted = torch.zeros(first.numel() + 1)[1:].copy_(first)
     parts = [shifted, second.bfloat16(), third.clone()]
     kernels.encode_lerp(case.slice("c"), case.scale(), parts, WEIGHT, case.wire("last"), case.table, case.wire("out"))
+    kernels.flag(case.table, case.wire("out"))
     return case
 
 
 def what_is_found(source, kernel):
     """What is said of this source, by the first order of lanes that shows something."""
+    kernel, _, narrow = kernel.partition(", ")
     do = lerp_of_parts if kernel == "encode_lerp" else lambda kernels, case: run(kernels, kernel, case)
     for seed in range(4):
-        case = Case(SIZES, DEAD, num_rows=3, cuts=(2, 4), seed=seed)
+        case = Case(SIZES, DEAD, num_rows=3, sums=torch.bfloat16 if narrow else None, cuts=(2, 4), seed=seed)
         for name in ("c", "x"):  # no value so large that its square is all of a sum
             case.slice(name).clamp_(-8, 8)
         case.slice("x")[1200] = case.poisonous("huge")
@@ -47,7 +49,9 @@ def what_is_found(source, kernel):
     return "nothing"
 
 
-@pytest.mark.parametrize("kernel", ["encode_sum", "encode_lerp", "serve", "decode", "undo_sum"])
+@pytest.mark.parametrize(
+    "kernel", ["encode_sum", "encode_sum, narrow", "encode_lerp", "encode_scaled", "serve", "decode", "undo_sum"]
+)
 def test_nothing_is_found_where_no_fault_is_planted(kernel):
     assert what_is_found(cuda.source(), kernel) == "nothing"
 

@@ -74,18 +74,19 @@ def test_equal_to_the_compiled_loop_bit_for_bit(update, numel, monkeypatch):
     seed=st.integers(0, 2**32),
     decay=st.sampled_from([0.0, 1.3e-4]),
     order=st.integers(0, 100),
+    variance=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_descending_equals_plain_torch_bit_for_bit(sizes, dead, seed, decay, order):
+def test_descending_equals_plain_torch_bit_for_bit(sizes, dead, seed, decay, order, variance):
     case = Case(sizes, sorted(dead), num_rows=1, seed=seed)
 
     def run(descend):
         p = case.buffers["c"].clone()
-        p_c, v_c = p[8 : 8 + case.numel], case.slice("x").abs()
+        p_c, v_c = p[8 : 8 + case.numel], case.slice("x").abs().to(variance)
         descend(p_c, v_c, case.wire("last"), 1.7e-3, decay, 1e-8, case.table)
         return p
 
     def descend(p_c, v_c, rows, lr, decay, eps, table):
-        emulated(order).over_rows("descend", (p_c, v_c), rows, (eps, lr, 1 - decay), table)
+        emulated(order).descend(p_c, v_c, rows, (eps, lr, 1 - decay), table)
 
     assert_same_floats(run(descend), run(in_torch_), "p")
 
@@ -136,6 +137,5 @@ def test_the_source_is_what_the_launches_take_it_for():
     source = launches.source()
     assert int(re.search(r"#define THREADS (\d+)", source)[1]) == THREADS
     assert SPAN == 2 * 4 * THREADS
-    assert {name.split(",")[0].split(" ")[0] for name in UPDATES} | {"descend", "receive_rows"} == set(
-        kernels_in(source)
-    )
+    over_rows = {"descend", "descend_narrow", "receive_rows"}
+    assert {name.split(",")[0].split(" ")[0] for name in UPDATES} | over_rows == set(kernels_in(source))

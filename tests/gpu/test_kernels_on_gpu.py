@@ -1,19 +1,30 @@
 """The CUDA kernels on a GPU are plain torch on the CPU, bit for bit, and after the first call they do not wait."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
-from tests.comm.kernels.cases import KERNELS, WEIGHT, Case, assert_same, assert_same_floats, run
+from tests.comm.kernels.cases import KERNELS, NOISE, WEIGHT, Case, assert_same, assert_same_floats, run
+from tests.emulation import test_int8_kernels as int8
+from tests.emulation.test_lamb_kernels import kinds_of, stepped
 from tests.emulation.test_update_kernels import SIZES, UPDATES, vectors
 from tests.emulation.test_whole_exchange import exchanged
+from tests.optim.kernels.test_lamb import Problem
+from thinwire.comm.codecs.int8 import Int8Codec
+from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows, rows_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.bf16 import narrow
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.layout import Buckets, VectorLayout
+from thinwire.optim.engine.momentum import OverFactors
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.cuda import lamb
 from thinwire.optim.kernels.descend import descend_, in_torch_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -31,18 +42,21 @@ def kernels():
 def moved(table, device):
     values = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in values.items()}
-    return BlockTable(**there | {"host": table.on_host})
+    return type(table)(**there | ({"host": table.on_host} if isinstance(table, BlockTable) else {}))
 
 
 def on(device, case):
     other = case.clone()
     other.buffers = {name: buffer.to(device) for name, buffer in case.buffers.items()}
     other.table, other.chunk = moved(case.table, device), moved(case.chunk, device)
+    other.pieces, other.factors = moved(case.pieces, device), case.factors.to(device)
     return other
 
 
-def case_of(seed):
-    return Case(BLOCKS, [5, 77, 30_000], num_rows=3, seed=seed, poison={4: "nan", 150: "huge"}, cuts=(60, 130))
+def case_of(seed, sums=None):
+    return Case(
+        BLOCKS, [5, 77, 30_000], num_rows=3, sums=sums, seed=seed, poison={4: "nan", 150: "huge"}, cuts=(60, 130)
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -50,6 +64,29 @@ def case_of(seed):
 def test_equal_to_the_reference_on_the_cpu_bit_for_bit(name, seed, kernels):
     case = case_of(seed)
     assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(fused_reference, name, case))
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if "scaled" not in name and name != "decode"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_in_bfloat16_are_those_of_the_cpu_bit_for_bit(name, seed, kernels):
+    case = case_of(seed, torch.bfloat16)
+    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(fused_reference, name, case))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
+def test_any_number_of_rows_is_served_as_on_the_cpu_bit_for_bit(num_rows, kernels):
+    case = Case(BLOCKS, [5, 77, 30_000], num_rows=num_rows, seed=num_rows)
+    assert_same(on("cpu", run(kernels, "serve", on(GPU, case))), run(fused_reference, "serve", case))
+
+
+@pytest.mark.parametrize("numel", [8, 2056, 1 << 20])
+def test_numbers_are_rounded_as_on_the_cpu_bit_for_bit(numel, kernels):
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    x[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-45, -1.0])
+    ours, theirs = torch.empty(numel, dtype=torch.bfloat16, device=GPU), torch.empty(numel, dtype=torch.bfloat16)
+    kernels.narrow(x.to(GPU), NOISE, ours)
+    narrow(x, NOISE, theirs)
+    assert_same_floats(ours.cpu(), theirs, "out")
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -68,11 +105,12 @@ def test_updates_are_those_of_the_cpu_bit_for_bit(update, numel, kernels):
     assert_same_floats(theirs.cpu(), mine, update)
 
 
-def test_descending_is_plain_torch_on_the_cpu_bit_for_bit(kernels):
+@pytest.mark.parametrize("variance", [torch.float32, torch.bfloat16])
+def test_descending_is_plain_torch_on_the_cpu_bit_for_bit(variance, kernels):
     case = case_of(0)
     there = on(GPU, case)
     for one, descend in ((case, in_torch_), (there, descend_)):
-        descend(one.slice("c"), one.slice("x").abs(), one.wire("last"), 1.7e-3, 1e-4, 1e-8, one.table)
+        descend(one.slice("c"), one.slice("x").abs().to(variance), one.wire("last"), 1.7e-3, 1e-4, 1e-8, one.table)
     assert_same_floats(there.buffers["c"].cpu(), case.buffers["c"], "p")
 
 
@@ -93,8 +131,11 @@ def test_a_call_neither_waits_nor_allocates_after_the_first(kernels):
     def every_kernel():
         kernels.encode_sum(c, s, x, t, out)
         kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
+        kernels.encode_scaled(c, s, [x], WEIGHT, last, case.factors, case.pieces, t, out)
+        kernels.flag(t, out)
         kernels.serve(c, s, rows, 2, case.chunk, served)
         kernels.undo_serve(c, s, rows, 2, served, case.chunk)
+        kernels.undo_scaled(c, s, [x], WEIGHT, last, case.factors, case.pieces, out, t)
         kernels.undo_lerp(c, s, [x], WEIGHT, last, out, t)
         kernels.undo_sum(c, s, x, out, t)
         kernels.decode(last, t, x)
@@ -108,3 +149,44 @@ def test_a_call_neither_waits_nor_allocates_after_the_first(kernels):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def lamb_on(device, problem, said):
+    """The same problem of 1-bit LAMB on this device, and the momenta of now and before, in rows or in floats."""
+    there = copy.copy(problem)
+    for name in ("p", "v", "fresh_v", "factor", "coeff", "before_r", "r"):
+        setattr(there, name, getattr(problem, name).to(device))
+
+    def on_device(one):
+        if isinstance(one, torch.Tensor):
+            return one.to(device)
+        rows = copy.copy(one.result)
+        rows.table, rows.memory = moved(rows.table, device), RowMemory.of(rows.memory.bytes_B.to(device), torch.float32)
+        return OverFactors(rows, one.factor_T.to(device), problem.layout)
+
+    return there, *map(on_device, said)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (8, 3, 4097), (300 * 4096 + 5, 1000)])
+@pytest.mark.parametrize("kind", ["rows", "rows after floats"])
+def test_1_bit_lamb_is_that_of_the_cpu_bit_for_bit(lengths, kind, kernels):
+    problem = Problem(lengths, torch.float32, 0.1)
+    said = kinds_of(problem)[kind]
+    launcher = updates.launcher_for(torch.zeros(0, device=GPU), lamb.source())
+    ours, theirs = stepped(*lamb_on(GPU, problem, said), launcher), stepped(problem, *said)
+    for name, a in ours.items():
+        assert_same_floats(a.cpu(), theirs[name], name)
+
+
+@pytest.mark.parametrize(("numel", "size", "rank"), [(5003, 3, 1), (8, 2, 1), (1_000_001, 8, 7)])
+def test_a_bucket_in_8_bits_is_that_of_the_cpu_bit_for_bit(numel, size, rank, kernels):
+    layout = VectorLayout.single(numel)
+    buckets = Buckets.cut(layout, numel)
+    given = next(iter(buckets)), buckets, Int8Codec(), rank, size
+    ours, theirs = rows_of(*given, torch.zeros(0, device=GPU)), NarrowRows(*given, torch.zeros(0))
+    assert isinstance(ours, KernelRows)
+    x_N = torch.zeros(layout.numel)
+    x_N[:numel] = int8.values(numel, torch.float32)
+    error_c = torch.ones(theirs.own.stop - theirs.own.start)
+    found = int8.exchanged(ours, x_N.to(GPU), error_c.to(GPU), size)
+    int8.assert_same({name: x.cpu() for name, x in found.items()}, int8.exchanged(theirs, x_N, error_c, size))

@@ -5,19 +5,32 @@
 // of four values, 16 bytes; neighbouring threads take neighbouring fours. Every sum and product is rounded for itself:
 // the *_rn functions are never contracted. Sums of squares go in the order of the reference: lane l of 64 adds
 // x[64 k + l]^2 over k, then lanes fold 32 + 32, 16 + 16, ... 1 + 1.
+//
+// Kept sums are floats, or bfloat16 that are rounded at random as comm/kernels/bf16.py says: kernels for those are called
+// *_narrow. All that such a kernel writes is what the rounded sums are.
 
 #define THREADS 256
 #define AT_ONCE 5  // blocks of a multiprocessor, at least: 48 registers a thread; without it sm_120 spills
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
 #define FOUR 4u
 #define BYTE 8u
 #define LANES 64u
 #define WARP 32u
+#define PADDED 128u  // new sums are filled up to a multiple of it, so that whole warps go over them
 #define ALL 0xffffffffu
 #define SIGN 0x80000000u
 #define TOLD 4u     // floats of shared memory in front of a block's new sums, which stay aligned to 16 bytes
 #define PARTS 128u  // the most parts of one launch: kernel arguments have room for 4 kB
+#define FEW 8u      // rows whose sums are looked up
+#define MEANS 256u  // floats of shared memory in front of all that, where rows are averaged: one for each of their signs
+#define STRIDE 0x61c88647u
+#define FACTOR 0x735a2d97u
+#define LARGEST 0x7f7f0000u  // bfloat16
+#define UPPER 0xffff0000u
+#define HALF 0x8000u
 
 typedef unsigned char byte;
+typedef unsigned short narrow;  // a bfloat16
 
 // One block of values. at: its first element in the vector. size: a multiple of 8. scale, bits: where in wire memory
 // its scale is, in floats, and its signs begin, in bytes. dead: its part of the list of dead elements. live: at least 1.
@@ -54,12 +67,61 @@ __device__ __forceinline__ bool is_aligned(const G* g) {
 __device__ __forceinline__ float4 gradient4(const float* g, unsigned i, bool aligned) {
     return aligned ? four(g, i) : make_float4(g[i], g[i + 1], g[i + 2], g[i + 3]);
 }
-__device__ __forceinline__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
-__device__ __forceinline__ float4 gradient4(const unsigned short* g, unsigned i, bool aligned) {
-    if (!aligned) return make_float4(widened(g[i]), widened(g[i + 1]), widened(g[i + 2]), widened(g[i + 3]));
-    uint2 two = *reinterpret_cast<const uint2*>(g + i);
-    return make_float4(__uint_as_float(two.x << 16), __uint_as_float(two.x & 0xffff0000u),
-                       __uint_as_float(two.y << 16), __uint_as_float(two.y & 0xffff0000u));
+__device__ __forceinline__ float widened(narrow bits) { return __uint_as_float((unsigned)bits << 16); }
+__device__ __forceinline__ float4 four(const narrow* x, unsigned i) {
+    uint2 two = *reinterpret_cast<const uint2*>(x + i);
+    return make_float4(__uint_as_float(two.x << 16), __uint_as_float(two.x & UPPER), __uint_as_float(two.y << 16),
+                       __uint_as_float(two.y & UPPER));
+}
+__device__ __forceinline__ float4 gradient4(const narrow* g, unsigned i, bool aligned) {
+    return aligned ? four(g, i) : make_float4(widened(g[i]), widened(g[i + 1]), widened(g[i + 2]), widened(g[i + 3]));
+}
+
+// What is drawn to round by. start: where in the flat vector the table's first element lies.
+struct Noise {
+    unsigned key, start;
+};
+__device__ __forceinline__ unsigned drawn(Noise noise, unsigned i) {
+    unsigned w = (noise.start + i) * STRIDE + noise.key;
+    return (w ^ w >> 16) * FACTOR >> 16;
+}
+__device__ __forceinline__ float rounded(float x, Noise noise, unsigned i) {
+    unsigned bits = __float_as_uint(x);  // what becomes infinite here is too large for its square, and is not kept
+    return __uint_as_float((is_nan(x) ? bits : bits + drawn(noise, i)) & UPPER);
+}
+__device__ __forceinline__ bool is_above(float x) { return (__float_as_uint(x) & ~SIGN) > LARGEST; }
+__device__ __forceinline__ float unrounded(float x, Noise noise, unsigned i) {
+    return x == 0.f ? x : __uint_as_float(__float_as_uint(x) - drawn(noise, i) + HALF);
+}
+__device__ __forceinline__ unsigned nearest(float x) {
+    unsigned bits = __float_as_uint(x);
+    return is_nan(x) ? bits | 0x400000u : bits + (HALF - 1u) + (bits >> 16 & 1u);  // ties to even
+}
+// The four elements from i on of the table, as sums of this type are kept: rounded, or before they were.
+__device__ __forceinline__ float4 kept4(float4 x, const float*, Noise, unsigned) { return x; }
+__device__ __forceinline__ float4 kept4(float4 x, const narrow*, Noise noise, unsigned i) {
+    return make_float4(rounded(x.x, noise, i), rounded(x.y, noise, i + 1u), rounded(x.z, noise, i + 2u),
+                       rounded(x.w, noise, i + 3u));
+}
+__device__ __forceinline__ float4 before4(float4 x, const float*, Noise, unsigned) { return x; }
+__device__ __forceinline__ float4 before4(float4 x, const narrow*, Noise noise, unsigned i) {
+    return make_float4(unrounded(x.x, noise, i), unrounded(x.y, noise, i + 1u), unrounded(x.z, noise, i + 2u),
+                       unrounded(x.w, noise, i + 3u));
+}
+// The upper halves of two numbers.
+__device__ __forceinline__ unsigned pair(unsigned low, unsigned high) { return low >> 16 | (high & UPPER); }
+// Four that are bfloat16 already.
+__device__ __forceinline__ void put_four(narrow* x, unsigned i, float4 values) {
+    uint2 two;
+    two.x = pair(__float_as_uint(values.x), __float_as_uint(values.y));
+    two.y = pair(__float_as_uint(values.z), __float_as_uint(values.w));
+    *reinterpret_cast<uint2*>(x + i) = two;
+}
+__device__ __forceinline__ void put_nearest(float* x, unsigned i, float4 values) { put_four(x, i, values); }
+__device__ __forceinline__ void put_nearest(narrow* x, unsigned i, float4 values) {
+    uint2 two;
+    two.x = pair(nearest(values.x), nearest(values.y)), two.y = pair(nearest(values.z), nearest(values.w));
+    *reinterpret_cast<uint2*>(x + i) = two;
 }
 
 // size, or -size where the bit that is shifted to the top is 0. minus: the bits of -size.
@@ -94,9 +156,9 @@ __device__ __forceinline__ float4 lerp4(float4 x, float4 m, float weight) {
 
 // Every loop over fours: load(i, r) of two groups, then use(i, r) of them, so that their loads wait together.
 template <typename Load, typename Use>
-__device__ __forceinline__ void in_pairs(unsigned size, Load load, Use use) {
-    for (unsigned i = FOUR * threadIdx.x; i < size; i += 2u * FOUR * THREADS) {
-        bool both = i + FOUR * THREADS < size;
+__device__ __forceinline__ void in_pairs(unsigned begin, unsigned end, Load load, Use use) {
+    for (unsigned i = begin + FOUR * threadIdx.x; i < end; i += 2u * FOUR * THREADS) {
+        bool both = i + FOUR * THREADS < end;
         load(i, 0);
         if (both) load(i + FOUR * THREADS, 1);
         use(i, 0);
@@ -120,13 +182,15 @@ __device__ __forceinline__ float sum_of_squares(const float* fresh, unsigned pad
 
 // A block's new sums lie in shared memory: write its scale and signs, and keep the sums and the scale where the sum of
 // their squares is finite. values, bits: of the wire memory that is written.
-__device__ __forceinline__ void finish(const Block& b, float* shared, const long long* dead, float* c, float* scale,
+template <typename K>
+__device__ __forceinline__ void finish(const Block& b, float* shared, const long long* dead, K* c, float* scale,
                                        float* values, byte* bits) {
     float *told = shared, *fresh = shared + TOLD;
-    unsigned padded = (b.size + LANES - 1u) / LANES * LANES;
-    for (unsigned i = b.size + threadIdx.x; i < padded; i += THREADS) fresh[i] = 0.f;
+    unsigned padded = (b.size + PADDED - 1u) / PADDED * PADDED;
+    if (unsigned i = b.size + threadIdx.x; i < padded) fresh[i] = 0.f;
     __syncthreads();
     if (b.dead != b.dead_stop) {
+#pragma unroll 1
         for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) fresh[dead[k] - b.at] = 0.f;
         __syncthreads();
     }
@@ -141,43 +205,83 @@ __device__ __forceinline__ void finish(const Block& b, float* shared, const long
     }
     __syncthreads();
     bool finite = told[0] != 0.f;
-    for (unsigned from = 0; from < b.size; from += FOUR * THREADS) {
-        unsigned i = from + FOUR * threadIdx.x;
-        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+    K* kept = c + b.at + FOUR * threadIdx.x;
+    byte* signs = bits + b.bits + threadIdx.x / 2u;
+    const float* x = fresh + FOUR * threadIdx.x;
+    for (unsigned i = FOUR * threadIdx.x; i < padded; i += FOUR * THREADS) {  // all of a warp, or none
+        float4 values = four(x, 0);
+        unsigned own = signs4(values), next = __shfl_down_sync(ALL, own, 1);
         if (i < b.size) {
-            x = four(fresh, i);
-            if (finite) put_four(c + b.at, i, x);
+            if (finite) put_four(kept, 0, values);
+            if (!(threadIdx.x & 1u)) *signs = (byte)(own << 4 | next);
         }
-        unsigned own = signs4(x), next = __shfl_down_sync(ALL, own, 1);
-        if (i < b.size && !(threadIdx.x & 1u)) bits[b.bits + i / BYTE] = (byte)(own << 4 | next);
+        x += FOUR * THREADS, kept += FOUR * THREADS, signs += FOUR * THREADS / BYTE;
     }
 }
 
-__device__ __forceinline__ void zero_dead(const Block& b, const long long* dead, float* x) {
+template <typename X>
+__device__ __forceinline__ void zero_dead(const Block& b, const long long* dead, X* x) {
     if (b.dead == b.dead_stop) return;
     __syncthreads();
-    for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) x[dead[k]] = 0.f;
+#pragma unroll 1
+    for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) x[dead[k]] = 0;
 }
 
-// c <- e + x; the rows of it.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-encode_sum(float* c, float* scale, const float* x, const Block* blocks, const long long* dead, float* values,
-           byte* bits) {
+// Sums of either type, where a kernel does not ask for speed.
+template <typename Do>
+__device__ __forceinline__ void with_sums(void* c, unsigned is_narrow, Do use) {
+    if (is_narrow) use(static_cast<narrow*>(c)); else use(static_cast<float*>(c));
+}
+// c <- c' - z, of what c' was before it was rounded.
+template <typename K>
+__device__ __forceinline__ void take_back4(const Block& b, K* c, unsigned i, float4 kept, float4 z, Noise noise) {
+    float4 x = before4(kept, c, noise, (unsigned)b.at + i);
+    put_nearest(c + b.at, i,
+                make_float4(__fsub_rn(x.x, z.x), __fsub_rn(x.y, z.y), __fsub_rn(x.z, z.z), __fsub_rn(x.w, z.w)));
+}
+
+template <typename K>
+__device__ __forceinline__ void encode_sum_of(K* c, float* scale, const float* x, const Block* blocks,
+                                              const long long* dead, float* values, byte* bits, Noise noise) {
     extern __shared__ float shared[];
     Block b = blocks[blockIdx.x];
     float sent = scale[blockIdx.x];
     bool aligned = is_aligned(x);
     float4 kept[2], given[2];
     in_pairs(
-        b.size,
+        0, b.size,
         [&](unsigned i, unsigned r) {
             kept[r] = four(c + b.at, i);
             given[r] = gradient4(x + b.at, i, aligned);
         },
-        [&](unsigned i, unsigned r) { put_four(shared + TOLD, i, with_error4(kept[r], sent, given[r])); });
+        [&](unsigned i, unsigned r) {
+            float4 z = with_error4(kept[r], sent, given[r]);
+            put_four(shared + TOLD, i, kept4(z, c, noise, (unsigned)b.at + i));
+        });
     finish(b, shared, dead, c, scale + blockIdx.x, values, bits);
 }
+// c <- e + x; the rows of it.
+KERNEL encode_sum(float* c, float* scale, const float* x, const Block* blocks, const long long* dead, float* values,
+                  byte* bits, Noise noise) {
+    encode_sum_of(c, scale, x, blocks, dead, values, bits, noise);
+}
+KERNEL encode_sum_narrow(narrow* c, float* scale, const float* x, const Block* blocks, const long long* dead,
+                         float* values, byte* bits, Noise noise) {
+    encode_sum_of(c, scale, x, blocks, dead, values, bits, noise);
+}
 
+// c <- c - x, s <- 0 where the scale in `written` is no NaN.
+KERNEL undo_sum(void* c, unsigned is_narrow, float* scale, const float* x, const float* written, const Block* blocks,
+                const long long* dead, Noise noise) {
+    Block b = blocks[blockIdx.x];
+    if (is_nan(written[b.scale])) return;
+    with_sums(c, is_narrow, [&](auto* sums) {
+        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS)
+            take_back4(b, sums, i, four(sums + b.at, i), gradient4(x + b.at, i, is_aligned(x)), noise);
+        zero_dead(b, dead, sums);
+    });
+    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
+}
 // The part of a block: the first that ends behind it.
 __device__ __forceinline__ unsigned part_of(const Parts& parts, unsigned block) {
     unsigned low = 0, high = parts.count - 1u;
@@ -188,168 +292,305 @@ __device__ __forceinline__ unsigned part_of(const Parts& parts, unsigned block) 
     return low;
 }
 
-template <typename G>
-__device__ __forceinline__ void new_lerp(const Block& b, const float* c, float sent, const G* g, float weight,
-                                         float m_size, const byte* m_bits, float* fresh) {
-    __builtin_assume(__isGlobal(g));  // else its loads might be of shared memory, and wait for stores to that
-    bool aligned = is_aligned(g);
-    float4 kept[2], given[2];
-    unsigned signs[2];
-    in_pairs(
-        b.size,
-        [&](unsigned i, unsigned r) {
-            kept[r] = four(c + b.at, i);
-            given[r] = gradient4(g, i, aligned);
-            signs[r] = bits4(m_bits, i);
-        },
-        [&](unsigned i, unsigned r) {
-            put_four(fresh, i, with_error4(kept[r], sent, lerp4(given[r], signed4(signs[r], i, m_size), weight)));
-        });
+// do(g) with where the block's gradient lies, in the type that it has. In the first place that is read in global memory:
+// else its loads might be of shared memory, and wait for stores to that.
+template <typename Do>
+__device__ __forceinline__ void with_gradient(const Parts& parts, unsigned number, const Block& b, Do use) {
+    unsigned part = part_of(parts, number);
+    unsigned long long base = parts.part[part].base;
+    if (parts.part[part].narrow) {
+        const narrow* g = reinterpret_cast<const narrow*>(base) + b.at;
+        __builtin_assume(__isGlobal(g));
+        use(g);
+    } else {
+        const float* g = reinterpret_cast<const float*>(base) + b.at;
+        __builtin_assume(__isGlobal(g));
+        use(g);
+    }
 }
 
-// c <- e + m + weight (g - m); the rows of it. m: what the rows `last_*` say. first: number of the launch's first
-// block.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-encode_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
-            const float* last_values, const byte* last_bits, const Block* blocks, const long long* dead, float* values,
-            byte* bits) {
+template <typename K>
+__device__ __forceinline__ void encode_lerp_of(K* c, float* scale, const Parts& parts, unsigned first, float weight,
+                                               const float* last_values, const byte* last_bits, const Block* blocks,
+                                               const long long* dead, float* values, byte* bits, Noise noise) {
     extern __shared__ float shared[];
-    unsigned number = first + blockIdx.x, part = part_of(parts, number);
+    unsigned number = first + blockIdx.x;
     Block b = blocks[number];
     float sent = scale[number], m_size = last_values[b.scale];
-    unsigned long long base = parts.part[part].base;
-    if (parts.part[part].narrow)
-        new_lerp(b, c, sent, reinterpret_cast<const unsigned short*>(base) + b.at, weight, m_size, last_bits + b.bits,
-                 shared + TOLD);
-    else
-        new_lerp(b, c, sent, reinterpret_cast<const float*>(base) + b.at, weight, m_size, last_bits + b.bits,
-                 shared + TOLD);
+    const byte* m_bits = last_bits + b.bits;
+    with_gradient(parts, number, b, [&](auto g) {
+        bool aligned = is_aligned(g);
+        float4 kept[2], given[2];
+        unsigned signs[2];
+        in_pairs(
+            0, b.size,
+            [&](unsigned i, unsigned r) {
+                kept[r] = four(c + b.at, i);
+                given[r] = gradient4(g, i, aligned);
+                signs[r] = bits4(m_bits, i);
+            },
+            [&](unsigned i, unsigned r) {
+                float4 z = lerp4(given[r], signed4(signs[r], i, m_size), weight);
+                put_four(shared + TOLD, i, kept4(with_error4(kept[r], sent, z), c, noise, (unsigned)b.at + i));
+            });
+    });
     finish(b, shared, dead, c, scale + number, values, bits);
 }
-
-// Eight elements from i on of the mean of the rows, added up in their order. values, bits: of row 0 of this block.
-struct Eight {
-    float x[BYTE];
-};
-__device__ __forceinline__ Eight mean8(const float* values, const byte* bits, unsigned num_rows, unsigned row_bytes,
-                                       unsigned i) {
-    Eight total;
-#pragma unroll
-    for (unsigned k = 0; k < BYTE; ++k) total.x[k] = 0.f;
-#pragma unroll 4
-    for (unsigned row = 0; row < num_rows; ++row) {
-        unsigned long long begin = (unsigned long long)row * row_bytes;
-        unsigned minus = __float_as_uint(values[begin / sizeof(float)]) ^ SIGN, top = bits[begin + i / BYTE] << 24;
-#pragma unroll
-        for (unsigned k = 0; k < BYTE; ++k) total.x[k] = __fadd_rn(total.x[k], signed_by(top, minus, k));
-    }
-    float n = (float)num_rows;
-    if (num_rows & (num_rows - 1u)) {
-#pragma unroll
-        for (unsigned k = 0; k < BYTE; ++k) total.x[k] = __fdiv_rn(total.x[k], n);
-    } else {  // the share is exact, so the product is the quotient, bit for bit
-        float share = __fdiv_rn(1.f, n);
-#pragma unroll
-        for (unsigned k = 0; k < BYTE; ++k) total.x[k] = __fmul_rn(total.x[k], share);
-    }
-    return total;
+// c <- e + m + weight (g - m); the rows of it. m: what the rows `last_*` say. first: number of the launch's first
+// block.
+KERNEL encode_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
+                   const float* last_values, const byte* last_bits, const Block* blocks, const long long* dead,
+                   float* values, byte* bits, Noise noise) {
+    encode_lerp_of(c, scale, parts, first, weight, last_values, last_bits, blocks, dead, values, bits, noise);
 }
-__device__ __forceinline__ float4 half_of(const Eight& z, unsigned from) {
-    return make_float4(z.x[from], z.x[from + 1], z.x[from + 2], z.x[from + 3]);
-}
-
-// b <- e + mean of the rows; the row of it.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-serve(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows, unsigned row_bytes,
-      const Block* blocks, const long long* dead, float* values, byte* bits) {
-    extern __shared__ float shared[];
-    Block b = blocks[blockIdx.x];
-    float sent = scale[blockIdx.x];
-    for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
-        float4 low = four(c + b.at, i), high = four(c + b.at, i + FOUR);
-        Eight z = mean8(row_values + b.scale, row_bits + b.bits, num_rows, row_bytes, i);
-        put_four(shared + TOLD, i, with_error4(low, sent, half_of(z, 0)));
-        put_four(shared + TOLD, i + FOUR, with_error4(high, sent, half_of(z, FOUR)));
-    }
-    finish(b, shared, dead, c, scale + blockIdx.x, values, bits);
-}
-
-// out <- s sgn, 0 where dead.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-decode(const float* values, const byte* bits, const Block* blocks, const long long* dead, float* out) {
-    Block b = blocks[blockIdx.x];
-    float size = values[b.scale];
-    unsigned signs[2];
-    in_pairs(
-        b.size, [&](unsigned i, unsigned r) { signs[r] = bits4(bits + b.bits, i); },
-        [&](unsigned i, unsigned r) { put_four(out + b.at, i, signed4(signs[r], i, size)); });
-    zero_dead(b, dead, out);
-}
-
-__device__ __forceinline__ void take_back4(float* c, unsigned i, float4 x, float4 z) {
-    put_four(c, i, make_float4(__fsub_rn(x.x, z.x), __fsub_rn(x.y, z.y), __fsub_rn(x.z, z.z), __fsub_rn(x.w, z.w)));
-}
-
-// c <- c - x, s <- 0 where the scale in `written` is no NaN.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-undo_sum(float* c, float* scale, const float* x, const float* written, const Block* blocks, const long long* dead) {
-    Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
-    bool aligned = is_aligned(x);
-    for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS)
-        take_back4(c + b.at, i, four(c + b.at, i), gradient4(x + b.at, i, aligned));
-    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
-    zero_dead(b, dead, c);
-}
-
-template <typename G>
-__device__ __forceinline__ void take_back_lerp(const Block& b, float* c, const G* g, float weight, float m_size,
-                                               const byte* m_bits) {
-    __builtin_assume(__isGlobal(g));
-    bool aligned = is_aligned(g);
-    for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
-        float4 m = signed4(bits4(m_bits, i), i, m_size);
-        take_back4(c + b.at, i, four(c + b.at, i), lerp4(gradient4(g, i, aligned), m, weight));
-    }
+KERNEL encode_lerp_narrow(narrow* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
+                          const float* last_values, const byte* last_bits, const Block* blocks, const long long* dead,
+                          float* values, byte* bits, Noise noise) {
+    encode_lerp_of(c, scale, parts, first, weight, last_values, last_bits, blocks, dead, values, bits, noise);
 }
 
 // c <- c - (m + weight (g - m)), s <- 0, as above.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-undo_lerp(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
-          const float* last_values, const byte* last_bits, const float* written, const Block* blocks,
-          const long long* dead) {
-    unsigned number = first + blockIdx.x, part = part_of(parts, number);
+KERNEL undo_lerp(void* c, unsigned is_narrow, float* scale, const __grid_constant__ Parts parts, unsigned first,
+                 float weight, const float* last_values, const byte* last_bits, const float* written,
+                 const Block* blocks, const long long* dead, Noise noise) {
+    unsigned number = first + blockIdx.x;
     Block b = blocks[number];
     if (is_nan(written[b.scale])) return;
     float m_size = last_values[b.scale];
-    unsigned long long base = parts.part[part].base;
-    if (parts.part[part].narrow)
-        take_back_lerp(b, c, reinterpret_cast<const unsigned short*>(base) + b.at, weight, m_size, last_bits + b.bits);
-    else
-        take_back_lerp(b, c, reinterpret_cast<const float*>(base) + b.at, weight, m_size, last_bits + b.bits);
+    const byte* m_bits = last_bits + b.bits;
+    with_sums(c, is_narrow, [&](auto* sums) {
+        with_gradient(parts, number, b, [&](auto g) {
+            for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
+                float4 z = lerp4(gradient4(g, i, is_aligned(g)), signed4(bits4(m_bits, i), i, m_size), weight);
+                take_back4(b, sums, i, four(sums + b.at, i), z, noise);
+            }
+        });
+        zero_dead(b, dead, sums);
+    });
+    if (threadIdx.x == 0) scale[number] = 0.f;
+}
+
+// The pieces of blocks, all of one run of the vector, and what is sent of a run: so many times the momentum.
+struct Cut {
+    const long long *starts, *first, *run;
+    const float* factor;
+};
+__device__ __forceinline__ float4 times4(float4 x, float factor) {
+    return make_float4(__fmul_rn(factor, x.x), __fmul_rn(factor, x.y), __fmul_rn(factor, x.z), __fmul_rn(factor, x.w));
+}
+// do(begin, end, factor, size) of each piece of a block; size: of the momentum, which the rows say times the factor.
+template <typename Do>
+__device__ __forceinline__ void in_pieces(const Cut& cut, unsigned number, const Block& b, float said, Do use) {
+    for (long long piece = cut.first[number], stop = cut.first[number + 1u]; piece < stop; ++piece) {
+        float factor = cut.factor[cut.run[piece]];
+        unsigned begin = (unsigned)(cut.starts[piece] - b.at), end = (unsigned)(cut.starts[piece + 1] - b.at);
+        use(begin, end, factor, __fdiv_rn(said, factor));
+    }
+}
+
+// c <- e + f (m + weight (g - m)), f a factor for each piece; the rows of it. f m: what the rows `last_*` say.
+KERNEL encode_scaled(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
+                     const float* last_values, const byte* last_bits, const __grid_constant__ Cut cut,
+                     const Block* blocks, const long long* dead, float* values, byte* bits) {
+    extern __shared__ float shared[];
+    unsigned number = first + blockIdx.x;
+    Block b = blocks[number];
+    float sent = scale[number];
+    const byte* m_bits = last_bits + b.bits;
+    with_gradient(parts, number, b, [&](auto g) {
+        bool aligned = is_aligned(g);
+        in_pieces(cut, number, b, last_values[b.scale], [&](unsigned begin, unsigned end, float factor, float m_size) {
+            float4 kept[2], given[2];
+            unsigned signs[2];
+            in_pairs(
+                begin, end,
+                [&](unsigned i, unsigned r) {
+                    kept[r] = four(c + b.at, i);
+                    given[r] = gradient4(g, i, aligned);
+                    signs[r] = bits4(m_bits, i);
+                },
+                [&](unsigned i, unsigned r) {
+                    float4 z = times4(lerp4(given[r], signed4(signs[r], i, m_size), weight), factor);
+                    put_four(shared + TOLD, i, with_error4(kept[r], sent, z));
+                });
+        });
+    });
+    finish(b, shared, dead, c, scale + number, values, bits);
+}
+
+// c <- c - f (m + weight (g - m)), s <- 0, as above.
+KERNEL undo_scaled(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
+                   const float* last_values, const byte* last_bits, const __grid_constant__ Cut cut,
+                   const float* written, const Block* blocks, const long long* dead) {
+    unsigned number = first + blockIdx.x;
+    Block b = blocks[number];
+    if (is_nan(written[b.scale])) return;
+    const byte* m_bits = last_bits + b.bits;
+    with_gradient(parts, number, b, [&](auto g) {
+        bool aligned = is_aligned(g);
+        in_pieces(cut, number, b, last_values[b.scale], [&](unsigned begin, unsigned end, float factor, float m_size) {
+            for (unsigned i = begin + FOUR * threadIdx.x; i < end; i += FOUR * THREADS) {
+                float4 m = signed4(bits4(m_bits, i), i, m_size);
+                float4 z = times4(lerp4(gradient4(g, i, aligned), m, weight), factor);
+                take_back4(b, c, i, four(c + b.at, i), z, Noise());
+            }
+        });
+    });
     if (threadIdx.x == 0) scale[number] = 0.f;
     zero_dead(b, dead, c);
 }
 
-// b <- b - mean of the rows, s <- 0, as above.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-undo_serve(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
-           unsigned row_bytes, const float* written, const Block* blocks, const long long* dead) {
+// Rows of one block, from several ranks. values, bits: of row 0 of it.
+struct Rows {
+    const float* values;
+    const byte* bits;
+    unsigned count, row_bytes;
+    __device__ float size(unsigned row) const { return values[(unsigned long long)row * row_bytes / sizeof(float)]; }
+    __device__ unsigned signs(unsigned row, unsigned i) const {
+        return bits[(unsigned long long)row * row_bytes + i / BYTE];
+    }
+};
+
+// What the first rows, FEW at most, add up to in their order, for each of the signs that they may have: bit r of the
+// place is the sign of row r. Where there are no more rows it is the mean already. A sum and a quotient for each of 256
+// places, in the place of those for each element. sizes: room of FEW floats. What is not there counts as zero, which no
+// sum sees: none is -0.
+__device__ __forceinline__ void make_means(float* means, float* sizes, const Rows& rows) {
+    if (threadIdx.x < FEW) sizes[threadIdx.x] = threadIdx.x < rows.count ? rows.size(threadIdx.x) : 0.f;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (unsigned row = 0; row < FEW; ++row)
+        total = __fadd_rn(total, signed_by(threadIdx.x, __float_as_uint(sizes[row]) ^ SIGN, 31u - row));
+    means[threadIdx.x] = rows.count <= FEW ? __fdiv_rn(total, (float)rows.count) : total;
+    __syncthreads();
+}
+// Four elements a word, the first in its highest byte: of each the signs of FEW rows, bit r that of row r.
+__device__ __forceinline__ uint2 signs_of_rows(const Rows& rows, unsigned i) {
+    uint2 x = {0u, 0u};  // of each row a byte with the signs of eight elements
+    const byte* at = rows.bits + i / BYTE;
+#pragma unroll
+    for (unsigned row = 0; row < FEW; ++row, at += rows.row_bytes)
+        if (row < rows.count) (row < FEW / 2u ? x.x : x.y) |= (unsigned)*at << (BYTE * (row % (FEW / 2u)));
+    // Rows and elements change places: in squares of two, of four, of eight. [Warren 2013, section 7-3]
+    unsigned t = (x.x ^ x.x >> 7) & 0x00aa00aau;
+    x.x ^= t ^ t << 7;
+    t = (x.y ^ x.y >> 7) & 0x00aa00aau;
+    x.y ^= t ^ t << 7;
+    t = (x.x ^ x.x >> 14) & 0x0000ccccu;
+    x.x ^= t ^ t << 14;
+    t = (x.y ^ x.y >> 14) & 0x0000ccccu;
+    x.y ^= t ^ t << 14;
+    uint2 found;
+    found.x = (x.y & 0xf0f0f0f0u) | (x.x >> 4 & 0x0f0f0f0fu);
+    found.y = (x.y << 4 & 0xf0f0f0f0u) | (x.x & 0x0f0f0f0fu);
+    return found;
+}
+__device__ __forceinline__ float4 means4(const float* means, unsigned signs) {
+    return make_float4(means[signs >> 24], means[signs >> 16 & 255u], means[signs >> 8 & 255u], means[signs & 255u]);
+}
+// What further rows add to four elements from i on, and the mean of all.
+__device__ __forceinline__ float4 with_more4(float4 x, const Rows& rows, unsigned i) {
+#pragma unroll 1
+    for (unsigned row = FEW; row < rows.count; ++row) {
+        float4 one = signed4(rows.signs(row, i), i, rows.size(row));
+        x = make_float4(__fadd_rn(x.x, one.x), __fadd_rn(x.y, one.y), __fadd_rn(x.z, one.z), __fadd_rn(x.w, one.w));
+    }
+    float n = (float)rows.count;
+    return make_float4(__fdiv_rn(x.x, n), __fdiv_rn(x.y, n), __fdiv_rn(x.z, n), __fdiv_rn(x.w, n));
+}
+
+// MORE: are there more rows than FEW?
+template <bool MORE, typename K>
+__device__ __forceinline__ void serve_of(K* c, float* scale, const float* row_values, const byte* row_bits,
+                                         unsigned num_rows, unsigned row_bytes, const Block* blocks,
+                                         const long long* dead, float* values, byte* bits, Noise noise) {
+    extern __shared__ float shared[];
     Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
+    float sent = scale[blockIdx.x], *fresh = shared + MEANS + TOLD;
+    Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
+    make_means(shared, fresh, rows);
     for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
         float4 low = four(c + b.at, i), high = four(c + b.at, i + FOUR);
-        Eight z = mean8(row_values + b.scale, row_bits + b.bits, num_rows, row_bytes, i);
-        take_back4(c + b.at, i, low, half_of(z, 0));
-        take_back4(c + b.at, i + FOUR, high, half_of(z, FOUR));
+        uint2 signs = signs_of_rows(rows, i);
+        float4 z = means4(shared, signs.x);
+        if (MORE) z = with_more4(z, rows, i);
+        put_four(fresh, i, kept4(with_error4(low, sent, z), c, noise, (unsigned)b.at + i));
+        z = means4(shared, signs.y);
+        if (MORE) z = with_more4(z, rows, i + FOUR);
+        put_four(fresh, i + FOUR, kept4(with_error4(high, sent, z), c, noise, (unsigned)b.at + i + FOUR));
     }
+    finish(b, shared + MEANS, dead, c, scale + blockIdx.x, values, bits);
+}
+// b <- e + mean of the rows; the row of it. For FEW rows at most.
+KERNEL serve(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
+             unsigned row_bytes, const Block* blocks, const long long* dead, float* values, byte* bits, Noise noise) {
+    serve_of<false>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
+}
+KERNEL serve_narrow(narrow* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
+                    unsigned row_bytes, const Block* blocks, const long long* dead, float* values, byte* bits,
+                    Noise noise) {
+    serve_of<false>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
+}
+// The same for more rows.
+KERNEL serve_more(float* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
+                  unsigned row_bytes, const Block* blocks, const long long* dead, float* values, byte* bits,
+                  Noise noise) {
+    serve_of<true>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
+}
+KERNEL serve_more_narrow(narrow* c, float* scale, const float* row_values, const byte* row_bits, unsigned num_rows,
+                         unsigned row_bytes, const Block* blocks, const long long* dead, float* values, byte* bits,
+                         Noise noise) {
+    serve_of<true>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
+}
+
+// b <- b - mean of the rows, s <- 0, as above.
+KERNEL undo_serve(void* c, unsigned is_narrow, float* scale, const float* row_values, const byte* row_bits,
+                  unsigned num_rows, unsigned row_bytes, const float* written, const Block* blocks,
+                  const long long* dead, Noise noise) {
+    extern __shared__ float shared[];
+    Block b = blocks[blockIdx.x];
+    if (is_nan(written[b.scale])) return;
+    Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
+    make_means(shared, shared + MEANS, rows);
+    with_sums(c, is_narrow, [&](auto* sums) {
+        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
+            uint2 signs = signs_of_rows(rows, i);
+            float4 z = means4(shared, i & FOUR ? signs.y : signs.x);
+            if (num_rows > FEW) z = with_more4(z, rows, i);
+            take_back4(b, sums, i, four(sums + b.at, i), z, noise);
+        }
+        zero_dead(b, dead, sums);
+    });
     if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
-    zero_dead(b, dead, c);
+}
+
+// out <- s sgn, 0 where dead.
+KERNEL decode(const float* values, const byte* bits, const Block* blocks, const long long* dead, float* out) {
+    Block b = blocks[blockIdx.x];
+    float size = values[b.scale];
+    unsigned signs[2];
+    in_pairs(
+        0, b.size, [&](unsigned i, unsigned r) { signs[r] = bits4(bits + b.bits, i); },
+        [&](unsigned i, unsigned r) { put_four(out + b.at, i, signed4(signs[r], i, size)); });
+    zero_dead(b, dead, out);
+}
+
+// out <- rounded(x), four elements a thread. What is above the largest bfloat16 stays below infinity.
+KERNEL narrow_all(const float* x, narrow* out, long long numel, Noise noise) {
+    long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * FOUR;
+    if (i >= numel) return;
+    float4 given = four(x + i, 0), z = kept4(given, out, noise, (unsigned)i);
+    z.x = __uint_as_float(is_above(given.x) ? __float_as_uint(given.x) & UPPER : __float_as_uint(z.x));
+    z.y = __uint_as_float(is_above(given.y) ? __float_as_uint(given.y) & UPPER : __float_as_uint(z.y));
+    z.z = __uint_as_float(is_above(given.z) ? __float_as_uint(given.z) & UPPER : __float_as_uint(z.z));
+    z.w = __uint_as_float(is_above(given.w) ? __float_as_uint(given.w) & UPPER : __float_as_uint(z.w));
+    put_four(out + i, 0, z);
 }
 
 // Of each row that has blocks: 1 where all of its scales are finite, else 0. row_starts: number of its first block.
-extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE)
-flag_rows(const long long* row_starts, const long long* flag_at, const Block* blocks, const float* values, byte* bits) {
+KERNEL flag_rows(const long long* row_starts, const long long* flag_at, const Block* blocks, const float* values,
+                 byte* bits) {
     long long first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
     if (first == stop) return;
     int finite = 1;

@@ -1,7 +1,8 @@
 """The fused kernels on a GPU: choose.Kernels as launches of exchange.cu, whoever launches them.
 
-fused_reference says what each computes. Each call is one launch for all blocks of its table, and one more for the
-flags of the rows that it wrote. Nothing waits for the device, and nothing is allocated after a table's first call. A
+fused_reference says what each computes. Each call is one launch for all blocks of its table; serve launches one more,
+for the flags of the rows that it wrote. Those of rows that are sent are left to flag(): nobody reads them where all is
+finite. Nothing waits for the device, and nothing is allocated after a table's first call. A
 table whose largest block does not fit into the memory that threads share is encoded in plain torch, which computes the
 same.
 """
@@ -18,19 +19,24 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import fused_reference
-from thinwire.comm.kernels.bf16 import NONE, Noise
+from thinwire.comm.kernels.bf16 import NONE, WORD, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.choose import Kernels
-from thinwire.comm.kernels.cuda.launch import Argument, Launcher
-from thinwire.comm.kernels.cuda.tables import NARROW, records_of, runs_of
-from thinwire.comm.kernels.fused_reference import LANES, require_cover, require_rows
+from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher
+from thinwire.comm.kernels.cuda.tables import CUT, NARROW, NOISE, records_of, runs_of
+from thinwire.comm.kernels.fused_reference import require_cover, require_factors, require_rows
+from thinwire.comm.layout import BYTE, round_up
 
 logger = logging.getLogger(__name__)
 DTYPE = torch.float32
 MOST_SHARED_BYTES = 48 << 10
 """That a block may have on every GPU without being asked for."""
-TOLD = 4
-"""Floats of shared memory in front of the new sums of a block."""
+TOLD, MEANS = 4, 256
+"""Floats of shared memory in front of the new sums of a block; and in front of that where rows are averaged."""
+PADDED = 128
+"""What new sums are filled up to a multiple of."""
+FEW = 8
+"""Rows whose mean is looked up. More are added one by one, by a kernel of its own."""
 ALIGNMENT = 16
 """Of vectors, in bytes: four values are read at once. Gradients may lie anywhere."""
 
@@ -42,10 +48,7 @@ def source() -> str:
 
 
 class CudaKernels:
-    """Kernels for contiguous float32 vectors where this launcher launches.
-
-    Kept sums are float32 too, of which nothing is rounded, whatever noise is given; others raise a ValueError.
-    """
+    """Kernels for contiguous float32 vectors where this launcher launches; kept sums may be bfloat16."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -55,10 +58,10 @@ class CudaKernels:
     ) -> None:
         """As fused_reference.encode_sum."""
         if (plain := _plain(table)) is not None:
-            return plain.encode_sum(c_c, scale_b, x_c, table, out)
-        given = _vector(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
-        self._run("encode_sum", table, (*given, *_blocks(table), *_written(out, table)), encodes=True)
-        return self._flag(table, out)
+            return plain.encode_sum(c_c, scale_b, x_c, table, out, noise)
+        given = _sums(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
+        tail = *_blocks(table), *_written(out, table), _drawn(noise)
+        return self._run(_named("encode_sum", c_c), table, (*given, *tail), _shared_bytes(table))
 
     def encode_lerp(
         self,
@@ -73,10 +76,11 @@ class CudaKernels:
     ) -> None:
         """As fused_reference.encode_lerp. Parts may be bfloat16, each by itself."""
         if (plain := _plain(table)) is not None:
-            return plain.encode_lerp(c_c, scale_b, x_parts, weight, last, table, out)
-        given, tail = (_vector(c_c, table), _scales(scale_b, table)), (*_blocks(table), *_written(out, table))
-        self._lerp("encode_lerp", given, x_parts, weight, last, table, tail, encodes=True)
-        return self._flag(table, out)
+            return plain.encode_lerp(c_c, scale_b, x_parts, weight, last, table, out, noise)
+        given = _sums(c_c, table), _scales(scale_b, table)
+        tail = *_blocks(table), *_written(out, table), _drawn(noise)
+        kernel = _named("encode_lerp", c_c)
+        return self._lerp(kernel, given, x_parts, weight, last, table, tail, shared_bytes=_shared_bytes(table))
 
     def encode_scaled(
         self,
@@ -90,8 +94,14 @@ class CudaKernels:
         table: BlockTable,
         out: RowMemory,
     ) -> None:
-        """As fused_reference.encode_scaled, and by it: there is no kernel yet."""
-        fused_reference.encode_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, table, out)
+        """As fused_reference.encode_scaled. Parts may be bfloat16, each by itself."""
+        if (plain := _plain(table)) is not None:
+            return plain.encode_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, table, out)
+        given = _vector(c_c, table), _scales(scale_b, table)
+        tail = _cut(factor_r, pieces, table), *_blocks(table), *_written(out, table)
+        reads = pieces.starts, pieces.first, pieces.run, factor_r
+        shared_bytes = _shared_bytes(table)
+        return self._lerp("encode_scaled", given, x_parts, weight, last, table, tail, reads, shared_bytes=shared_bytes)
 
     def serve(
         self,
@@ -104,11 +114,13 @@ class CudaKernels:
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.serve."""
-        if (plain := _plain(table)) is not None:
-            return plain.serve(b_c, scale_b, rows, num_rows, table, out)
-        given = _vector(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
-        self._run("serve", table, (*given, *_blocks(table), *_written(out, table)), encodes=True)
-        return self._flag(table, out)
+        if (plain := _plain(table, MEANS)) is not None:
+            return plain.serve(b_c, scale_b, rows, num_rows, table, out, noise)
+        given = _sums(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
+        kernel = _named("serve" if num_rows <= FEW else "serve_more", b_c)
+        tail = *_blocks(table), *_written(out, table), _drawn(noise)
+        self._run(kernel, table, (*given, *tail), _shared_bytes(table, MEANS))
+        return self.flag(table, out)
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
@@ -118,8 +130,8 @@ class CudaKernels:
         self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
     ) -> None:
         """As fused_reference.undo_sum."""
-        given = _vector(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
-        self._run("undo_sum", table, (*given, _wire(written, table)[0], *_blocks(table)))
+        given = *_sums_of_any(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
+        self._run("undo_sum", table, (*given, _wire(written, table)[0], *_blocks(table), _drawn(noise)))
 
     def undo_lerp(
         self,
@@ -133,7 +145,8 @@ class CudaKernels:
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_lerp."""
-        given, tail = (_vector(c_c, table), _scales(scale_b, table)), (_wire(written, table)[0], *_blocks(table))
+        given = *_sums_of_any(c_c, table), _scales(scale_b, table)
+        tail = _wire(written, table)[0], *_blocks(table), _drawn(noise)
         self._lerp("undo_lerp", given, x_parts, weight, last, table, tail)
 
     def undo_scaled(
@@ -148,8 +161,11 @@ class CudaKernels:
         written: RowMemory,
         table: BlockTable,
     ) -> None:
-        """As fused_reference.undo_scaled, and by it."""
-        fused_reference.undo_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, written, table)
+        """As fused_reference.undo_scaled."""
+        given = _vector(c_c, table), _scales(scale_b, table)
+        tail = _cut(factor_r, pieces, table), _wire(written, table)[0], *_blocks(table)
+        reads = pieces.starts, pieces.first, pieces.run, factor_r
+        self._lerp("undo_scaled", given, x_parts, weight, last, table, tail, reads)
 
     def undo_serve(
         self,
@@ -162,8 +178,21 @@ class CudaKernels:
         noise: Noise = NONE,
     ) -> None:
         """As fused_reference.undo_serve."""
-        given = _vector(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
-        self._run("undo_serve", table, (*given, _wire(written, table)[0], *_blocks(table)))
+        given = *_sums_of_any(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
+        tail = _wire(written, table)[0], *_blocks(table), _drawn(noise)
+        self._run("undo_serve", table, (*given, *tail), DTYPE.itemsize * (MEANS + FEW))
+
+    def narrow(self, x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
+        """As bf16.narrow. Raises: ValueError where they are no multiple of 8 long, or not aligned."""
+        fits = x_c.dtype == DTYPE and out_c.dtype == NARROW and x_c.shape == out_c.shape and not len(x_c) % BYTE
+        if not fits or x_c.data_ptr() % ALIGNMENT or out_c.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{x_c.dtype}{list(x_c.shape)} into {out_c.dtype}{list(out_c.shape)}: must be a vector of {DTYPE}, a "
+                f"multiple of {BYTE} long, into one of {NARROW}, both at multiples of {ALIGNMENT} bytes"
+            )
+        if numel := len(x_c):
+            blocks = -(-numel // (4 * THREADS))
+            self._launcher.launch("narrow_all", blocks, 0, (x_c, out_c, np.int64(numel), _drawn(noise)))
 
     def _lerp(
         self,
@@ -174,59 +203,74 @@ class CudaKernels:
         last: RowMemory,
         table: BlockTable,
         tail: tuple[Argument, ...],
+        reads: tuple[Tensor, ...] = (),
         *,
-        encodes: bool = False,
+        shared_bytes: int = 0,
     ) -> None:
+        """reads: what the tail has addresses of."""
         require_cover(x_parts, table)
         for part in x_parts:
             _require_part(part, table)
         for run in runs_of(x_parts, table):
             numbers = run.parts, np.uint32(run.first), np.float32(weight)
             arguments = *given, *numbers, *_wire(last, table), *tail
-            self._launch(kernel, run.blocks, table, arguments, encodes=encodes, reads=x_parts)
+            if run.blocks:
+                self._launcher.launch(kernel, run.blocks, shared_bytes, arguments, (*x_parts, *reads))
 
-    def _run(self, kernel: str, table: BlockTable, arguments: tuple[Argument, ...], *, encodes: bool = False) -> None:
-        self._launch(kernel, table.num_blocks, table, arguments, encodes=encodes)
+    def _run(self, kernel: str, table: BlockTable, arguments: tuple[Argument, ...], shared_bytes: int = 0) -> None:
+        if table.num_blocks:
+            self._launcher.launch(kernel, table.num_blocks, shared_bytes, arguments)
 
-    def _launch(
-        self,
-        kernel: str,
-        blocks: int,
-        table: BlockTable,
-        arguments: tuple[Argument, ...],
-        *,
-        encodes: bool,
-        reads: Sequence[Tensor] = (),
-    ) -> None:
-        if blocks:
-            self._launcher.launch(kernel, blocks, _shared_bytes(table) if encodes else 0, arguments, reads)
-
-    def _flag(self, table: BlockTable, out: RowMemory) -> None:
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """As Kernels.flag."""
         if table.num_blocks:
             arguments = table.row_starts, table.flag_at, records_of(table).blocks, *_wire(out, table)
             self._launcher.launch("flag_rows", table.flag_at.numel(), 0, arguments)
 
 
-def _plain(table: BlockTable) -> Kernels | None:
-    """What else encodes the blocks of this table, where they are too large."""
-    if _shared_bytes(table) <= MOST_SHARED_BYTES:
+def _plain(table: BlockTable, before: int = 0) -> Kernels | None:
+    """What else encodes the blocks of this table, where they are too large. before: as _shared_bytes."""
+    if _shared_bytes(table, before) <= MOST_SHARED_BYTES:
         return None
     _say_large(table.largest)
     return fused_reference
 
 
+LARGEST = (MOST_SHARED_BYTES // DTYPE.itemsize - TOLD - MEANS) // PADDED * PADDED
+"""Elements of a block that every kernel has room for."""
+
+
 @cache
 def _say_large(largest: int) -> None:
-    logger.warning(
-        "blocks_in_plain_torch largest=%d most=%d reason='a block must fit into shared memory'",
-        largest,
-        MOST_SHARED_BYTES // 4 - TOLD,
-    )
+    reason = "a block must fit into shared memory"
+    logger.warning("blocks_in_plain_torch largest=%d most=%d reason=%r", largest, LARGEST, reason)
 
 
-def _shared_bytes(table: BlockTable) -> int:
-    padded = -(-table.largest // LANES) * LANES
-    return DTYPE.itemsize * (TOLD + padded)
+def _shared_bytes(table: BlockTable, before: int = 0) -> int:
+    """For the new sums of a block. before: floats in front of them."""
+    return DTYPE.itemsize * (before + TOLD + round_up(table.largest, PADDED))
+
+
+def _named(kernel: str, c_c: Tensor) -> str:
+    return f"{kernel}_narrow" if c_c.dtype == NARROW else kernel
+
+
+def _sums(c_c: Tensor, table: BlockTable) -> Tensor:
+    return _require(c_c, table.numel, ALIGNMENT, NARROW if c_c.dtype == NARROW else DTYPE)
+
+
+def _sums_of_any(c_c: Tensor, table: BlockTable) -> tuple[Tensor, Argument]:
+    return _sums(c_c, table), np.uint32(c_c.dtype == NARROW)
+
+
+def _drawn(noise: Noise) -> Argument:
+    return np.array([(noise.key, noise.start & WORD)], NOISE)
+
+
+def _cut(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Argument:
+    require_factors(factor_r, pieces, table)
+    at = pieces.starts, pieces.first, pieces.run, factor_r
+    return np.array([tuple(x.data_ptr() for x in at)], CUT)
 
 
 def _vector(vector_c: Tensor, table: BlockTable, alignment: int = ALIGNMENT) -> Tensor:
@@ -237,12 +281,12 @@ def _scales(scale_b: Tensor, table: BlockTable) -> Tensor:
     return _require(scale_b, table.num_blocks, 1)
 
 
-def _require(vector: Tensor, length: int, alignment: int) -> Tensor:
-    fits = vector.shape == (length,) and vector.dtype == DTYPE and vector.is_contiguous()
+def _require(vector: Tensor, length: int, alignment: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    fits = vector.shape == (length,) and vector.dtype == dtype and vector.is_contiguous()
     if not fits or vector.data_ptr() % alignment:
         raise ValueError(
             f"a vector of {vector.dtype}, shape {tuple(vector.shape)}, strides {vector.stride()} at address "
-            f"{vector.data_ptr()} must be contiguous {DTYPE} of shape ({length},), at a multiple of {alignment}"
+            f"{vector.data_ptr()} must be contiguous {dtype} of shape ({length},), at a multiple of {alignment}"
         )
     return vector
 

@@ -38,6 +38,10 @@ PARTS: Structure = np.dtype(
 )
 """One less than 4096 bytes of a kernel's arguments leave room for."""
 
+NOISE: Structure = np.dtype([("key", "u4"), ("start", "u4")])
+CUT: Structure = np.dtype([("starts", "u8"), ("first", "u8"), ("run", "u8"), ("factor", "u8")])
+"""Addresses of the pieces of blocks, and of the factor of each run."""
+
 NARROW = torch.bfloat16
 """What a gradient may be beside the dtype of the vector: widened where it is read, which is exact."""
 

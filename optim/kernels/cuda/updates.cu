@@ -21,6 +21,11 @@ struct Block {
 };
 
 __device__ __forceinline__ float4 four(const float* x, long long i) { return *reinterpret_cast<const float4*>(x + i); }
+__device__ __forceinline__ float4 four(const unsigned short* x, long long i) {  // bfloat16
+    uint2 two = *reinterpret_cast<const uint2*>(x + i);
+    return make_float4(__uint_as_float(two.x << 16), __uint_as_float(two.x & 0xffff0000u),
+                       __uint_as_float(two.y << 16), __uint_as_float(two.y & 0xffff0000u));
+}
 __device__ __forceinline__ void put_four(float* x, long long i, float4 values) {
     *reinterpret_cast<float4*>(x + i) = values;
 }
@@ -66,10 +71,9 @@ adam(float* p, const float* g, float* m, float* v, float weight1, float beta2, f
         });
 }
 
-// p <- p keep - rate (m / (sqrt(v) + eps)), m being what the rows say; 0 where dead.
-extern "C" __global__ void __launch_bounds__(THREADS)
-descend(float* p, const float* v, const float* values, const byte* bits, float eps, float rate, float keep,
-        const Block* blocks, const long long* dead) {
+template <typename V>
+__device__ __forceinline__ void descend_by(float* p, const V* v, const float* values, const byte* bits, float eps,
+                                           float rate, float keep, const Block* blocks, const long long* dead) {
     Block b = blocks[blockIdx.x];
     unsigned minus = __float_as_uint(values[b.scale]) ^ SIGN;
     for (long long from = 0; from < b.size; from += SPAN) {
@@ -95,6 +99,18 @@ descend(float* p, const float* v, const float* values, const byte* bits, float e
     if (b.dead == b.dead_stop) return;
     __syncthreads();
     for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) p[dead[k]] = 0.f;
+}
+// p <- p keep - rate (m / (sqrt(v) + eps)), m being what the rows say; 0 where dead.
+extern "C" __global__ void __launch_bounds__(THREADS)
+descend(float* p, const float* v, const float* values, const byte* bits, float eps, float rate, float keep,
+        const Block* blocks, const long long* dead) {
+    descend_by(p, v, values, bits, eps, rate, keep, blocks, dead);
+}
+// The same of v in bfloat16.
+extern "C" __global__ void __launch_bounds__(THREADS)
+descend_narrow(float* p, const unsigned short* v, const float* values, const byte* bits, float eps, float rate,
+               float keep, const Block* blocks, const long long* dead) {
+    descend_by(p, v, values, bits, eps, rate, keep, blocks, dead);
 }
 
 // 0/1 Adam's divisor: sqrt(v + inside) + outside.

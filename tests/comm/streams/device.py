@@ -308,6 +308,7 @@ def _does(access: Access) -> str:
 
 
 WRITES = {
+    "flag": (1,),
     "encode_sum": (0, 1, 4),
     "encode_lerp": (0, 1, 6),
     "encode_scaled": (0, 1, 8),

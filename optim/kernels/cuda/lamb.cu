@@ -1,0 +1,291 @@
+// 1-bit LAMB's compressed step for CUDA, float32, in three launches: measure, rates, move. optim/kernels/lamb_loops.py
+// says what each computes: these are equal to it bit for bit, for every operation is rounded for itself and sums go in
+// its order. It needs no header and no define. Vectors begin at multiples of 16 bytes, tensors at multiples of 8 elements.
+//
+// A thread block does one tile of one tensor. A momentum is read as what was received over k, a number for each tensor:
+// from rows, a sign an element and a size a block of values, or from floats.
+//
+// The sum over a tile: lane l of 8 adds the squares of elements 8 j + l over j, then lanes fold 4 + 4, 2 + 2, 1 + 1, and
+// the elements behind the last whole eight are added to that, which a tensor may end with. The sum over a tensor adds its
+// tiles one after the other. So the number of threads, and of tiles at a time, is in no result.
+
+#define THREADS 256
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 4)
+#define FOUR 4u
+#define BYTE 8u
+#define WARP 32u
+#define ALL 0xffffffffu
+#define SIGN 0x80000000u
+#define SLAB (FOUR * THREADS)
+#define KINDS 3u              // of squares: of the direction, of the update, of the parameters
+#define ROOM (SLAB + BYTE)    // for those of one kind, so that three lanes with one number read from three banks
+#define TOLD (THREADS + BYTE)  // the same of what is found of tiles
+
+typedef unsigned char byte;
+
+struct Block {
+    long long at;
+    unsigned size, scale, bits, dead, dead_stop;
+    float live;
+};
+// Elements of one tensor that lie together. at: the first, a multiple of 8. size: without dead elements behind the last.
+struct Tile {
+    long long at;
+    unsigned size, tensor;
+};
+
+__device__ __forceinline__ float4 four(const float* x, long long i) { return *reinterpret_cast<const float4*>(x + i); }
+__device__ __forceinline__ void put_four(float* x, long long i, float4 values) {
+    *reinterpret_cast<float4*>(x + i) = values;
+}
+// One of the four, k = 0 .. 3.
+__device__ __forceinline__ float& at(float4& x, unsigned k) { return k == 0 ? x.x : k == 1 ? x.y : k == 2 ? x.z : x.w; }
+__device__ __forceinline__ float larger(float x, float y) { return y > x ? y : x; }  // x where y is no number
+__device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
+
+// What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square.
+struct Numbers {
+    float beta1, weight1, beta2, weight2, eps, decay;
+};
+
+// Momenta in rows. block: the number of a block that the tile begins in; each thread goes on to the one that it needs.
+struct FromRows {
+    const float *values, *values_before;
+    const byte *bits, *bits_before;
+    const Block* blocks;
+    float k, k_before;
+    unsigned block;
+    Block b;
+    float size, steady, moving;
+
+    __device__ __forceinline__ void begin(unsigned first) { block = first, b = blocks[first]; }
+    __device__ __forceinline__ bool go_on(long long i) {
+        bool moves = i >= b.at + b.size;
+        while (i >= b.at + b.size) b = blocks[++block];
+        return moves;
+    }
+    // Its size, and what the square of the implied gradient adds where signs have stayed and where they have turned.
+    __device__ __forceinline__ void measure(const Numbers& n) {
+        size = __fdiv_rn(values[b.scale], k);
+        float before = __fmul_rn(n.beta1, __fdiv_rn(values_before[b.scale], k_before));
+        float agreed = __fdiv_rn(__fsub_rn(size, before), n.weight1);
+        float turned = __fdiv_rn(__fadd_rn(size, before), n.weight1);
+        steady = __fmul_rn(__fmul_rn(n.weight2, agreed), agreed);
+        moving = __fmul_rn(__fmul_rn(n.weight2, turned), turned);
+    }
+    __device__ __forceinline__ unsigned signs(const byte* of, long long i) const {
+        return (unsigned)of[b.bits + (unsigned)(i - b.at) / BYTE] << (i & FOUR ? 28 : 24);
+    }
+    __device__ __forceinline__ float4 signed4(unsigned signs) const {
+        unsigned minus = __float_as_uint(size) ^ SIGN;
+        float4 m;
+#pragma unroll
+        for (unsigned k = 0; k < FOUR; ++k) at(m, k) = __uint_as_float(minus ^ ((signs << k) & SIGN));
+        return m;
+    }
+    __device__ __forceinline__ void both4(long long i, const Numbers& n, float4& m, float4& adds) {
+        if (go_on(i)) measure(n);
+        unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i);
+        m = signed4(now);
+#pragma unroll
+        for (unsigned k = 0; k < FOUR; ++k) at(adds, k) = (differ << k) & SIGN ? moving : steady;
+    }
+    __device__ __forceinline__ float4 m4(long long i) {
+        if (go_on(i)) size = __fdiv_rn(values[b.scale], k);
+        return signed4(signs(bits, i));
+    }
+};
+
+// Momenta in floats.
+struct FromFloats {
+    const float *z, *before;
+    float k, k_before;
+
+    __device__ __forceinline__ float4 m4(long long i) const {
+        float4 m = four(z, i);
+#pragma unroll
+        for (unsigned j = 0; j < FOUR; ++j) at(m, j) = __fdiv_rn(at(m, j), k);
+        return m;
+    }
+    __device__ __forceinline__ void both4(long long i, const Numbers& n, float4& m, float4& adds) const {
+        m = m4(i), adds = four(before, i);
+#pragma unroll
+        for (unsigned j = 0; j < FOUR; ++j) {
+            float was = __fmul_rn(n.beta1, __fdiv_rn(at(adds, j), k_before));
+            float implied = __fdiv_rn(__fsub_rn(at(m, j), was), n.weight1);
+            at(adds, j) = __fmul_rn(__fmul_rn(n.weight2, implied), implied);
+        }
+    }
+};
+
+// v_fresh, and of the tile the largest ratio of roots, and the sums of the three squares: found, float[4, tiles].
+// Behind a tensor v_fresh becomes 0. Slabs are squared into two places in turns, so that one warp adds up the one before.
+template <typename From>
+__device__ __forceinline__ void measure(From from, const Tile& tile, const float* p, const float* v, float* fresh_v,
+                                        const Numbers& n, float* found) {
+    extern __shared__ float shared[];
+    float most = 0.f, sum = 0.f, rest = 0.f;
+    unsigned lane = threadIdx.x % BYTE, kind = threadIdx.x / BYTE, whole = tile.size / BYTE * BYTE;
+    for (unsigned begin = 0, turn = 0; begin < tile.size; begin += SLAB, turn ^= 1u) {
+        float* squares = shared + turn * KINDS * ROOM;
+        unsigned inside = FOUR * threadIdx.x;
+        if (unsigned i = begin + inside; i < (tile.size + BYTE - 1u) / BYTE * BYTE) {
+            float4 p4 = four(p, tile.at + i), v4 = four(v, tile.at + i), f4 = four(fresh_v, tile.at + i);
+            float4 m4, adds, of[KINDS];
+            from.both4(tile.at + i, n, m4, adds);
+#pragma unroll
+            for (unsigned k = 0; k < FOUR; ++k) {
+                float d = __fadd_rn(__fsqrt_rn(at(v4, k)), n.eps);
+                float fresh = __fadd_rn(__fmul_rn(n.beta2, at(f4, k)), at(adds, k));
+                float u0 = __fdiv_rn(at(m4, k), d), u = __fadd_rn(u0, __fmul_rn(n.decay, at(p4, k)));
+                float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(fresh), n.eps));
+                at(of[0], k) = square(u0), at(of[1], k) = square(u), at(of[2], k) = square(at(p4, k));
+                if (i + k < tile.size) most = larger(most, ratio);
+                at(f4, k) = i + k < tile.size ? fresh : 0.f;
+            }
+            put_four(fresh_v, tile.at + i, f4);
+#pragma unroll
+            for (unsigned j = 0; j < KINDS; ++j) put_four(squares, j * ROOM + inside, of[j]);
+        }
+        __syncthreads();
+        if (kind < KINDS) {
+            const float* own = squares + kind * ROOM;
+            unsigned end = whole > begin ? whole - begin : 0u, stop = tile.size - begin;
+            if (end > SLAB) end = SLAB;
+            if (stop > SLAB) stop = SLAB;
+#pragma unroll 8
+            for (unsigned k = lane; k < end; k += BYTE) sum = __fadd_rn(sum, own[k]);
+            if (lane == 0)
+#pragma unroll 1
+                for (unsigned k = end; k < stop; ++k) rest = __fadd_rn(rest, own[k]);
+        }
+    }
+    unsigned tiles = gridDim.x, number = blockIdx.x;
+    if (threadIdx.x < WARP)
+        for (unsigned half = BYTE / 2u; half; half /= 2u) sum = __fadd_rn(sum, __shfl_down_sync(ALL, sum, half));
+    if (kind < KINDS && lane == 0) found[(1u + kind) * tiles + number] = __fadd_rn(sum, rest);
+    for (unsigned half = WARP / 2u; half; half /= 2u) most = larger(most, __shfl_down_sync(ALL, most, half));
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = most;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (unsigned warp = 1; warp < THREADS / WARP; ++warp) most = larger(most, shared[warp]);
+        found[number] = most;
+    }
+}
+
+// Of momenta in rows. block_of: of each tile, the number of the block that it begins in.
+KERNEL measure_rows(const Tile* tiles, const unsigned* block_of, const float* p, const float* v, float* fresh_v,
+                    const float* scaling, const float* scaling_before, const float* values, const byte* bits,
+                    const float* values_before, const byte* bits_before, const Block* blocks,
+                    const __grid_constant__ Numbers numbers, float* found) {
+    Tile tile = tiles[blockIdx.x];
+    FromRows from = {values, values_before, bits, bits_before, blocks, scaling[tile.tensor], scaling_before[tile.tensor]};
+    from.begin(block_of[blockIdx.x]);
+    from.measure(numbers);
+    measure(from, tile, p, v, fresh_v, numbers, found);
+}
+// Of momenta in floats.
+KERNEL measure_floats(const Tile* tiles, const float* p, const float* v, float* fresh_v, const float* scaling,
+                      const float* scaling_before, const float* z, const float* before,
+                      const __grid_constant__ Numbers numbers, float* found) {
+    Tile tile = tiles[blockIdx.x];
+    FromFloats from = {z, before, scaling[tile.tensor], scaling_before[tile.tensor]};
+    measure(from, tile, p, v, fresh_v, numbers, found);
+}
+
+// Bounds of r, of its change, of the trust ratio c, and by how many times that a step is bounded; bounded: is it? weighs:
+// r counts for the part of an update that is not decay. follows: factors are q, and stay.
+struct Bounds {
+    float least_factor, most_factor, slower, faster, least_coeff, most_coeff, longest, lr;
+    unsigned bounded, weighs, follows, unused;
+};
+
+// rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; factor <- r. A block for each
+// tensor, whose tiles are [first[t], first[t + 1]). tiles: of all tensors.
+KERNEL rates_of(const long long* first, const float* found, unsigned tiles, const float* coeff, float* factor,
+                const __grid_constant__ Bounds bounds, float* rates) {
+    extern __shared__ float shared[];
+    unsigned tensor = blockIdx.x, row = threadIdx.x;
+    long long stop = first[tensor + 1u];
+    float total = 0.f;
+    for (long long begin = first[tensor]; begin < stop; begin += THREADS) {
+        if (begin + threadIdx.x < stop)
+#pragma unroll
+            for (unsigned r = 0; r <= KINDS; ++r) shared[r * TOLD + threadIdx.x] = found[r * tiles + begin + threadIdx.x];
+        __syncthreads();
+        if (row <= KINDS) {
+            unsigned count = stop - begin < THREADS ? (unsigned)(stop - begin) : THREADS;
+#pragma unroll 8
+            for (unsigned k = 0; k < count; ++k) {
+                float x = shared[row * TOLD + k];
+                total = row ? __fadd_rn(total, x) : larger(total, x);
+            }
+        }
+        __syncthreads();
+    }
+    if (row <= KINDS) shared[row] = row ? __fsqrt_rn(total) : total;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float r = shared[0] > 0.f ? shared[0] : 1.f;  // 0: every element was floored
+    float direction = shared[1], update = shared[2], size = shared[3], before = factor[tensor];
+    if (bounds.weighs) {
+        float part = __fdiv_rn(direction, update);
+        part = part < 1.f ? part : 1.f;
+        r = __fadd_rn(__fmul_rn(r, part), __fsub_rn(1.f, part));
+    }
+    float slower = __fmul_rn(before, bounds.slower), faster = __fmul_rn(before, bounds.faster);
+    r = larger(r, bounds.least_factor), r = bounds.most_factor < r ? bounds.most_factor : r;
+    r = larger(r, slower), r = faster < r ? faster : r;
+    float trust = 1.f;
+    if (size > 0.f && update > 0.f) {
+        trust = larger(__fdiv_rn(size, update), bounds.least_coeff);
+        trust = bounds.most_coeff < trust ? bounds.most_coeff : trust;
+    }
+    if (!bounds.follows) factor[tensor] = r;
+    float rate = __fmul_rn(coeff[tensor], bounds.follows ? 1.f : r), longest = __fmul_rn(bounds.longest, trust);
+    if (bounds.bounded && longest < rate) rate = longest;
+    if (bounds.follows && before != 1.f) rate = __fmul_rn(before, trust);
+    rates[tensor] = __fmul_rn(rate, bounds.lr);
+}
+
+// p <- p - rate (m / (sqrt(v) + eps) + decay p), 0 behind a tensor.
+template <typename From>
+__device__ __forceinline__ void move(From from, const Tile& tile, float* p, const float* v, float eps, float decay,
+                                     float rate) {
+    for (unsigned i = FOUR * threadIdx.x, end = (tile.size + BYTE - 1u) / BYTE * BYTE; i < end; i += 2u * SLAB) {
+        unsigned both = i + SLAB < end;
+        float4 p4[2], v4[2], m4[2];
+        p4[0] = four(p, tile.at + i), v4[0] = four(v, tile.at + i);
+        if (both) p4[1] = four(p, tile.at + i + SLAB), v4[1] = four(v, tile.at + i + SLAB);
+        m4[0] = from.m4(tile.at + i);
+        if (both) m4[1] = from.m4(tile.at + i + SLAB);
+#pragma unroll
+        for (unsigned j = 0; j < 2u; ++j) {
+            unsigned own = i + j * SLAB;
+            if (j && !both) break;
+#pragma unroll
+            for (unsigned k = 0; k < FOUR; ++k) {
+                float u0 = __fdiv_rn(at(m4[j], k), __fadd_rn(__fsqrt_rn(at(v4[j], k)), eps));
+                float x = at(p4[j], k), u = __fadd_rn(u0, __fmul_rn(decay, x));
+                at(p4[j], k) = own + k < tile.size ? __fsub_rn(x, __fmul_rn(rate, u)) : 0.f;
+            }
+            put_four(p, tile.at + own, p4[j]);
+        }
+    }
+}
+KERNEL move_rows(const Tile* tiles, const unsigned* block_of, float* p, const float* v, const float* scaling,
+                 const float* values, const byte* bits, const Block* blocks, float eps, float decay,
+                 const float* rates) {
+    Tile tile = tiles[blockIdx.x];
+    FromRows from = {values, values, bits, bits, blocks, scaling[tile.tensor], 1.f};
+    from.begin(block_of[blockIdx.x]);
+    from.size = __fdiv_rn(values[from.b.scale], from.k);
+    move(from, tile, p, v, eps, decay, rates[tile.tensor]);
+}
+KERNEL move_floats(const Tile* tiles, float* p, const float* v, const float* scaling, const float* z, float eps,
+                   float decay, const float* rates) {
+    Tile tile = tiles[blockIdx.x];
+    FromFloats from = {z, z, scaling[tile.tensor], 1.f};
+    move(from, tile, p, v, eps, decay, rates[tile.tensor]);
+}

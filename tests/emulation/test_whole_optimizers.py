@@ -1,0 +1,162 @@
+"""Whole steps of the optimizers on emulated kernels are those on the loops, bit for bit; how many launches one is."""
+
+import pytest
+import torch
+
+from tests.emulation.emulator import Emulator, require_compiler
+from thinwire.comm.exchange import bucketed, narrow_mean
+from thinwire.comm.groups.threads import run_threads
+from thinwire.comm.kernels.cuda import int8
+from thinwire.comm.kernels.cuda import kernels as exchange
+from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
+from thinwire.optim.engine import exchanges
+from thinwire.optim.kernels import updates
+from thinwire.optim.kernels.cuda import lamb, launches
+from thinwire.optim.kernels.cuda.lamb import CudaLamb, CudaTiles
+from thinwire.optim.kernels.cuda.launches import CudaUpdates
+
+SHAPES = [(24, 16), (40,), (7,), (64, 8), (3, 5)]
+WARMUP, STEPS = 3, 8
+OPTIMIZERS = {
+    "1-bit Adam": (OneBitAdam, {}),
+    "1-bit Adam in bfloat16": (OneBitAdam, {"variance": "bf16", "error_memory": "bf16"}),
+    "1-bit Adam after 8 bits": (OneBitAdam, {"full_exchange": "int8"}),
+    "1-bit LAMB": (OneBitLamb, {}),
+    "0/1 Adam": (
+        ZeroOneAdam,
+        {
+            "var_freeze_step": WARMUP,
+            "dense_steps": 0,
+            "var_update_scaler": 2,
+            "local_step_scaler": 2,
+            "local_step_clipper": 2,
+        },
+    ),
+}
+HYPER = {"weight_decay": 0.1, "block": 64, "bucket_elements": 512}
+
+
+class Launchers:
+    """Emulators of all sources, in the place of CuPy; vectors on the CPU are vectors on a GPU then."""
+
+    def __init__(self, monkeypatch, make=Emulator):
+        self.exchange, self.updates, self.lamb, self.int8 = (
+            make(module.source()) for module in (exchange, launches, lamb, int8)
+        )
+        kernels, moves = CudaKernels(self.exchange), CudaUpdates(self.updates)
+        monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
+        monkeypatch.setattr(narrow_mean, "int8_launcher", lambda *_: self.int8)
+        monkeypatch.setattr(exchanges, "reads_narrow", lambda *_: True)
+        monkeypatch.setattr(updates, "_on_cuda", lambda _: moves)
+        monkeypatch.setattr(updates, "fits", lambda _: False)
+        monkeypatch.setattr(onebit_lamb, "fits", lambda _: True)
+        monkeypatch.setattr(lamb_math, "tiles_of", CudaTiles)
+        monkeypatch.setattr(onebit_lamb, "descent_of", lambda vectors, *rest: CudaLamb(self.lamb, *vectors, *rest))
+
+    def take(self):
+        """What was launched since the last call, by all ranks."""
+        every = (self.exchange, self.updates, self.lamb, self.int8)
+        found = [name for one in every for name in one.launched]
+        for one in every:
+            one.launched.clear()
+        return found
+
+
+def trained(name, size, dtype, steps=STEPS, shapes=SHAPES, overlap=True, each=None, **more):
+    """The parameters of every rank, after so many steps."""
+    kind, options = OPTIMIZERS[name]
+    warmup = {} if kind is ZeroOneAdam else {"warmup": WARMUP}
+    options = {**HYPER, **warmup, **options, **more}
+
+    def work(group):
+        start = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=start).to(dtype)) for shape in shapes]
+        optimizer = kind(params, lr=1e-2, group=group, overlap=overlap, **options)
+        own = torch.Generator().manual_seed(1 + group.rank)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            targets = [torch.randn(shape, generator=own) for shape in shapes]
+            sum(((p.float() - t) ** 2).sum() for p, t in zip(params, targets, strict=True)).backward()
+            optimizer.step()
+            if each is not None:
+                group.start_sum_(torch.zeros(1)).wait()  # all ranks have made the step, and none begins the next
+                if group.rank == 0:
+                    each()
+                group.start_sum_(torch.zeros(1)).wait()
+        return optimizer.space.p_N.clone()
+
+    return run_threads(size, work)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (2, torch.bfloat16),
+        pytest.param(1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, dtype, monkeypatch):
+    require_compiler()
+    theirs = trained(name, size, dtype)
+    with monkeypatch.context() as inside:
+        launchers = Launchers(inside)
+        ours = trained(name, size, dtype)
+        launched = set(launchers.take())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    if size > 1:
+        narrow = {"encode_lerp_narrow", "serve_narrow", "descend_narrow"}
+        due = {
+            "1-bit Adam": {"encode_lerp", "serve", "descend", "adam"},
+            "1-bit Adam in bfloat16": narrow,
+            "1-bit Adam after 8 bits": {
+                "encode_rows",
+                "mean_of_rows",
+                "left_out_of_rows",
+                "decode_rows",
+                "encode_lerp",
+            },
+            "1-bit LAMB": {"encode_scaled", "measure_rows", "measure_floats", "rates_of", "move_rows"},
+            "0/1 Adam": {"encode_sum", "first_proposal", "propose", "first_local", "receive_rows"},
+        }
+        assert due[name] <= launched
+
+
+class Counting:
+    """A Launcher that only counts: what rows hold are zeros, which is finite."""
+
+    def __init__(self, _):
+        self.launched = []
+
+    def launch(self, kernel, blocks, shared_bytes, arguments, reads=()):
+        self.launched.append(kernel)
+
+
+MOST_LAUNCHES = 350
+SHAPES_OF_82_BUCKETS = [(64, 16)] * 40 + [(16,)] * 7 + [(64, 16)] * 41
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1-bit LAMB",
+        "0/1 Adam",
+        pytest.param("1-bit Adam", marks=pytest.mark.slow),
+        pytest.param("1-bit Adam in bfloat16", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_compressed_step_of_340_m_values_is_at_most_350_launches(name, size, monkeypatch):
+    """82 buckets of the default size. Here they are small, and as many: a launch does a whole one, with any ranks."""
+    launchers, counted = Launchers(monkeypatch, Counting), []
+    options = {"shapes": SHAPES_OF_82_BUCKETS, "bucket_elements": 1024, "overlap": False, "steps": WARMUP + 3}
+    trained(name, size, torch.float32, **options, each=lambda: counted.append(launchers.take()))
+    served = [(sum(kernel.startswith("serve") for kernel in one), len(one)) for one in counted]
+    steps = [launched / size for serves, launched in served if serves]
+    assert len(steps) >= 2
+    assert max(serves for serves, _ in served) == 82 * size
+    assert max(steps) <= MOST_LAUNCHES
