@@ -23,7 +23,7 @@ SELDOM = {
         "optim.onebit_lamb.OneBitLamb.on_freeze",
         "optim.variance.sparse.StaleVariance.use_",
     },
-    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed"},
+    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.sums.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
     | {"optim.variance.sparse.StaleVariance.use_", "optim.variance.sparse.StaleVariance.counts"},
     "the automatic rule tests": {"optim.variance.when_to_freeze.VarianceStability.read_norms"},

@@ -43,9 +43,11 @@ __device__ __forceinline__ float& at(float4& x, unsigned k) { return k == 0 ? x.
 __device__ __forceinline__ float larger(float x, float y) { return y > x ? y : x; }  // x where y is no number
 __device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
 
-// What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square.
+// What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square. sums: v_fresh
+// is A of optim/variance/sums.py, takes in m - beta1 m_before, with a beta2 of 1, and no ratio is looked for.
 struct Numbers {
     float beta1, weight1, beta2, weight2, eps, decay;
+    unsigned sums;
 };
 
 // Momenta in rows. block: the number of a block that the tile begins in; each thread goes on to the one that it needs.
@@ -68,8 +70,9 @@ struct FromRows {
     __device__ __forceinline__ void measure(const Numbers& n) {
         size = __fdiv_rn(values[b.scale], k);
         float before = __fmul_rn(n.beta1, __fdiv_rn(values_before[b.scale], k_before));
-        float agreed = __fdiv_rn(__fsub_rn(size, before), n.weight1);
-        float turned = __fdiv_rn(__fadd_rn(size, before), n.weight1);
+        steady = __fsub_rn(size, before), moving = __fadd_rn(size, before);
+        if (n.sums) return;
+        float agreed = __fdiv_rn(steady, n.weight1), turned = __fdiv_rn(moving, n.weight1);
         steady = __fmul_rn(__fmul_rn(n.weight2, agreed), agreed);
         moving = __fmul_rn(__fmul_rn(n.weight2, turned), turned);
     }
@@ -88,7 +91,11 @@ struct FromRows {
         unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i);
         m = signed4(now);
 #pragma unroll
-        for (unsigned k = 0; k < FOUR; ++k) at(adds, k) = (differ << k) & SIGN ? moving : steady;
+        for (unsigned k = 0; k < FOUR; ++k) {
+            float given = (differ << k) & SIGN ? moving : steady;
+            unsigned minus = n.sums ? ~(now << k) & SIGN : 0u;
+            at(adds, k) = __uint_as_float(__float_as_uint(given) ^ minus);
+        }
     }
     __device__ __forceinline__ float4 m4(long long i) {
         if (go_on(i)) size = __fdiv_rn(values[b.scale], k);
@@ -112,8 +119,8 @@ struct FromFloats {
 #pragma unroll
         for (unsigned j = 0; j < FOUR; ++j) {
             float was = __fmul_rn(n.beta1, __fdiv_rn(at(adds, j), k_before));
-            float implied = __fdiv_rn(__fsub_rn(at(m, j), was), n.weight1);
-            at(adds, j) = __fmul_rn(__fmul_rn(n.weight2, implied), implied);
+            float given = __fsub_rn(at(m, j), was), implied = __fdiv_rn(given, n.weight1);
+            at(adds, j) = n.sums ? given : __fmul_rn(__fmul_rn(n.weight2, implied), implied);
         }
     }
 };
@@ -140,7 +147,7 @@ __device__ __forceinline__ void measure(From from, const Tile& tile, const float
                 float u0 = __fdiv_rn(at(m4, k), d), u = __fadd_rn(u0, __fmul_rn(n.decay, at(p4, k)));
                 float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(fresh), n.eps));
                 at(of[0], k) = square(u0), at(of[1], k) = square(u), at(of[2], k) = square(at(p4, k));
-                if (i + k < tile.size) most = larger(most, ratio);
+                if (i + k < tile.size && !n.sums) most = larger(most, ratio);
                 at(f4, k) = i + k < tile.size ? fresh : 0.f;
             }
             put_four(fresh_v, tile.at + i, f4);

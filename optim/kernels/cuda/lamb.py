@@ -35,7 +35,7 @@ SHARED_FLOATS = 2 * KINDS * (4 * THREADS + BYTE)
 SHARED_FOUND = (KINDS + 1) * (THREADS + BYTE)
 """Of rates_of, in floats."""
 NUMBERS: Structure = np.dtype(
-    [("beta1", "f4"), ("weight1", "f4"), ("beta2", "f4"), ("weight2", "f4"), ("eps", "f4"), ("decay", "f4")]
+    [*((name, "f4") for name in ("beta1", "weight1", "beta2", "weight2", "eps", "decay")), ("sums", "u4")]
 )
 BOUNDS: Structure = np.dtype(
     [
@@ -120,7 +120,9 @@ class CudaLamb:
         if not tiles.count:
             return
         scaling_t, scaling_before_t = self._now.factor_T[tensors], self._before.factor_T[tensors]
-        given = h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
+        sums = self._bounds.follows
+        beta2 = 1.0 if sums else h.beta2
+        given = h.beta1, 1 - h.beta1, beta2, 1 - h.beta2, h.eps, h.weight_decay, sums
         vectors, scalings = (self._p_N, self._v_N, self._fresh_v_N), (scaling_t, scaling_before_t)
         tail: tuple[Argument, ...] = (np.array([given], NUMBERS), tiles.found)
         said, said_before = self._now.in_rows, self._before.in_rows
