@@ -88,13 +88,12 @@ struct FromRows {
     }
     __device__ __forceinline__ void both4(long long i, const Numbers& n, float4& m, float4& adds) {
         if (go_on(i)) measure(n);
-        unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i);
+        unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i), minus = n.sums ? ~now : 0u;
         m = signed4(now);
 #pragma unroll
         for (unsigned k = 0; k < FOUR; ++k) {
             float given = (differ << k) & SIGN ? moving : steady;
-            unsigned minus = n.sums ? ~(now << k) & SIGN : 0u;
-            at(adds, k) = __uint_as_float(__float_as_uint(given) ^ minus);
+            at(adds, k) = __uint_as_float(__float_as_uint(given) ^ ((minus << k) & SIGN));
         }
     }
     __device__ __forceinline__ float4 m4(long long i) {
