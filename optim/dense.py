@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
-from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_no_number, refuse_out_of_range
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.saving import GRADIENT_ERROR
@@ -167,6 +167,8 @@ class SGD(DenseOptimizer[SgdState]):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""
+        for name in ("lr", "momentum", "weight_decay"):
+            refuse_no_number(name, group[name])
         refuse_out_of_range(
             ("lr", group["lr"], "at least 0", group["lr"] >= 0),
             ("momentum", group["momentum"], "in [0, 1)", 0 <= group["momentum"] < 1),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,16 @@ class AdamHyper:
 
 def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
     """The per-group hyperparameters of the Adam family, under torch.optim's names."""
+    refuse_other_betas(betas)
     return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 def check_adam_group(group: dict[str, Any]) -> None:
     """Refuse hyperparameters of the Adam family out of range. Raises: ValueError."""
+    refuse_other_betas(group["betas"])
     beta1, beta2 = group["betas"]
+    for name in ("lr", "eps", "weight_decay"):
+        refuse_no_number(name, group[name])
     refuse_out_of_range(
         ("lr", group["lr"], "at least 0", group["lr"] >= 0),
         ("betas[0]", beta1, "in [0, 1)", 0 <= beta1 < 1),
@@ -37,6 +44,27 @@ def check_adam_group(group: dict[str, Any]) -> None:
         ("eps", group["eps"], "above 0", group["eps"] > 0),
         ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
     )
+
+
+def refuse_other_betas(betas: object) -> None:
+    """Raises: ValueError where they are not two numbers."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas = {betas!r}: must be two numbers, as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        refuse_no_number(f"betas[{i}]", beta)
+
+
+def refuse_no_number(name: str, value: object) -> None:
+    """Raises: ValueError; a tensor of one element is a number too, as in torch.optim."""
+    is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number or isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: must be a number")
+
+
+def refuse_no_count(name: str, value: object, least: int) -> None:
+    """Raises: ValueError where it is neither None nor an int of at least `least`. NumPy's cannot be saved with weights."""
+    if value is not None and (type(value) is not int or value < least):
+        raise ValueError(f"{name} = {value!r}: must be a whole number (int), at least {least}, or None")
 
 
 def refuse_out_of_range(*checks: tuple[str, float, str, bool]) -> None:

@@ -358,14 +358,20 @@ def _with_room(
 
 
 def _give_out_gradients(optimizer: Saved, name: str | None, states: Mapping[Tensor, TensorState]) -> None:
-    """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here."""
+    """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here.
+
+    v takes R in as a gradient too: where 8 bits have left out all that an element had, v is 0, and m / sqrt(v) no step.
+    """
     if name is None or optimizer.full_exchange == "int8":
         return
+    betas = {p: group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     weights = {p: optimizer.gradient_weight(group) for group in optimizer.param_groups for p in group["params"]}
     for param, state in states.items():
         if name in state.residuals:
             residual = state.residuals[name]
             state.vectors["m_N"] = state.vectors["m_N"] + weights[param] * residual
+            if "v_N" in state.vectors:
+                state.vectors["v_N"] = state.vectors["v_N"] + (1 - betas[param][1]) * residual**2
             state.residuals[name] = torch.zeros_like(residual)
 
 

@@ -18,10 +18,10 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.bf16 import Noise, noise_of
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.layout import BYTE, DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim import adam_math
-from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_no_count
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.scales import Scales, scaled_reducer
@@ -107,6 +107,10 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         self.refresh = checked_part(refresh)
         if refresh is not None and not chosen.refresh:
             raise ValueError(f"refresh = {refresh}: these settings (parity, or refresh=False) keep v as it was frozen")
+        refuse_no_count("total_steps", total_steps, 1)
+        refuse_no_count("lr_warmup_steps", lr_warmup_steps, 0)
+        if type(block) is not int or block < BYTE or block % BYTE:
+            raise ValueError(f"block = {block!r}: values that share a scale, a positive multiple of {BYTE}")
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
         self.block = block

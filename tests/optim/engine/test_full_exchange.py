@@ -190,6 +190,34 @@ def test_what_was_left_out_goes_into_the_momentum_where_a_run_is_loaded_that_sen
     assert all(run_threads(2, work))
 
 
+@pytest.mark.parametrize("name", [name for name in HOW if name != "sgd"])
+def test_what_8_bits_had_left_out_of_an_element_altogether_makes_no_long_step_where_a_run_sends_in_full(name):
+    """As of a row of an embedding that was met once, beside large gradients: v is 0 there, R is not."""
+
+    def work(group):
+        params, optimizer = made(group, name, dtype=torch.float32)
+        optimizer.zero_grad()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[2].grad[7] = 1e-3
+        optimizer.step()
+        before = params[2].detach().clone()
+        again, full = made(group, name, "fp32", dtype=torch.float32)
+        for mine, theirs in zip(again, params, strict=True):
+            mine.data.copy_(theirs.data)
+        full.load_state_dict(optimizer.state_dict())
+        full.zero_grad()
+        for param in again:
+            param.grad = torch.ones_like(param)
+        again[2].grad[7] = 0.0
+        full.step()
+        moved = (again[2].detach() - before).abs()
+        assert 0 < float(moved[7]) <= 2 * float(moved[8])
+        return True
+
+    assert all(run_threads(2, work))
+
+
 @every_value({"name": HOW, "at": (2, WARMUP - 1)})
 @pytest.mark.law
 def test_a_nan_on_one_rank_stops_all_and_changes_nothing(name, at):

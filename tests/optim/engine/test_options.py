@@ -95,3 +95,23 @@ def test_names_and_types_for_callers_are_those_of_the_constructor_that_takes_the
         assert mine.items() <= get_type_hints(given).items()
     assert set(get_type_hints(CompressedOptions)) == set(COMPRESSED)
     assert set(get_type_hints(OneBitOptions)) == {*COMPRESSED, "warmup"}
+
+
+@pytest.mark.parametrize("made", TAKES)
+def test_a_value_that_is_none_is_refused_by_its_name_before_a_parameter_is_touched(made):
+    """And not some steps later, where a step would be half done, or by an error that names no option."""
+    wrong = {"lr": ("x", True, None), "max_grad_norm": ("1", True, [1.0])}
+    if made is not SGD:
+        wrong |= {"betas": ((0.9,), 0.9, ("a", "b"), (True, 0.9)), "eps": ("x",)}
+    if "block" in TAKES[made]:
+        wrong |= {
+            "block": (0, -8, 3, True, 4096.0),
+            "total_steps": (0, "x", True, float("nan"), 10.0),
+            "lr_warmup_steps": (-1, "x", True, float("nan")),
+        }
+    for name, values in wrong.items():
+        for value in values:
+            (param,) = parameters()
+            with pytest.raises(ValueError, match=f"^{name}"):
+                made([param], **{name: value, "group": SoloGroup()})
+            assert param.grad is None
