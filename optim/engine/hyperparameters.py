@@ -62,7 +62,7 @@ def refuse_no_number(name: str, value: object) -> None:
 
 
 def refuse_no_count(name: str, value: object, least: int) -> None:
-    """Raises: ValueError where it is neither None nor an int of at least `least`. NumPy's cannot be saved with weights."""
+    """Raises: ValueError where it is neither None nor an int of at least `least`; torch.load refuses NumPy's."""
     if value is not None and (type(value) is not int or value < least):
         raise ValueError(f"{name} = {value!r}: must be a whole number (int), at least {least}, or None")
 
