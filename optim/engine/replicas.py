@@ -89,7 +89,7 @@ def settings(optimizer: Replica) -> dict[str, Any]:
         "non_finite": optimizer.non_finite,
         "topology": optimizer.topology,
     }
-    found |= dict.fromkeys(optimizer.narrowed, "bf16")
+    found |= {name: "bf16" if name in optimizer.narrowed else None for name in ("variance", "error_memory")}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}
     return found

@@ -234,6 +234,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse evidence that the automatic rule cannot go on from. Raises: ValueError."""
+        super().check_saved(saved)
         evidence, known = saved.get("stability", {"beta2": 0.0}), {field.name for field in fields(VarianceStability)}
         if not isinstance(evidence, dict) or "beta2" not in evidence or not set(evidence) <= known:
             raise ValueError(f"state_dict has saved['stability'] = {evidence!r}, the rule needs {sorted(known)}")

@@ -401,6 +401,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse a run of other settings. Raises: ValueError."""
+        super().check_saved(saved)
         mine = self.settings.plain()
         since = {name: mine[name] for name in ("dense_start", "refresh")}  # settings that older versions did not have
         theirs = {**since, **saved["settings"]}

@@ -117,6 +117,13 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         self.scale: Scale = scale
         super().__init__(params, defaults, **options)
 
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse steps that are none. Raises: ValueError."""
+        for name in ("refreshed_at", "warmup_from"):
+            step = saved.get(name, 0)
+            if type(step) is not int or step < 0:
+                raise ValueError(f"state_dict has saved[{name!r}] = {step!r}: must be a step, a whole number; damaged")
+
     def begin(self) -> None:
         """Set what a fresh run begins with."""
         self.evidence["floored_elements"] = 0

@@ -120,6 +120,20 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         "must be flat with optimizer.variance = bf16",
     ),
     (
+        "8 bits and boxes",
+        {"optimizer": {**ONEBIT, "full_exchange": "int8"}, "topology": "node_first"},
+        "topology",
+        "node_first",
+        "must be flat or auto with optimizer.full_exchange = int8",
+    ),
+    (
+        "the other norm and boxes",
+        {"optimizer": {**ONEBIT, "scale": "l1"}, "topology": "node_first"},
+        "topology",
+        "node_first",
+        "must be flat or auto with optimizer.scale = l1",
+    ),
+    (
         "bfloat16 of another optimizer",
         {"optimizer": {"name": "onebit_lamb", "error_memory": "bf16"}},
         "optimizer.error_memory",

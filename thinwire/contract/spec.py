@@ -541,6 +541,10 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
     if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
         name = "variance" if adam.variance else "error_memory"
         found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
+    if spec.topology == "node_first":
+        for name, value in (("full_exchange", "int8"), ("scale", "l1")):
+            if getattr(adam, name, None) == value:
+                found.append(("topology", spec.topology, f"flat or auto with optimizer.{name} = {value}"))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

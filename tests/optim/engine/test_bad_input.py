@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.optim.seeded import seeded
-from thinwire.comm import WireMismatch, run_threads
+from thinwire.comm import SoloGroup, WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 MAKE = {
@@ -210,3 +210,23 @@ def test_loading_keeps_the_names_that_parameters_have_now():
     optimizer = Adam(other.named_parameters())
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["param_names"][0] == "0.weight"
+
+
+@pytest.mark.parametrize("name", ["refreshed_at", "warmup_from"])
+def test_a_saved_step_that_is_none_is_refused_by_the_load_and_not_by_the_step_after(name):
+    for made in (OneBitAdam, ZeroOneAdam):
+        optimizer = made([torch.nn.Parameter(torch.ones(9))], group=SoloGroup())
+        state = optimizer.state_dict()
+        for wrong in ("x", None, [1], -1):
+            state["saved"][name] = wrong
+            with pytest.raises(ValueError, match=name):
+                optimizer.load_state_dict(state)
+
+
+def test_ranks_that_keep_the_variance_in_other_types_are_told_that_and_nothing_else():
+    def work(group):
+        with pytest.raises(WireMismatch, match="variance = bf16; rank 1 has variance = None"):
+            OneBitAdam([torch.nn.Parameter(torch.ones(9))], group=group, variance=("bf16", None)[group.rank])
+        return True
+
+    assert all(run_threads(2, work))
