@@ -364,14 +364,14 @@ def _give_out_gradients(optimizer: Saved, name: str | None, states: Mapping[Tens
     """
     if name is None or optimizer.full_exchange == "int8":
         return
-    betas = {p: group.get("betas") for group in optimizer.param_groups for p in group["params"]}
+    beta2 = {p: group.get("betas", (0, 0))[1] for group in optimizer.param_groups for p in group["params"]}
     weights = {p: optimizer.gradient_weight(group) for group in optimizer.param_groups for p in group["params"]}
     for param, state in states.items():
         if name in state.residuals:
             residual = state.residuals[name]
             state.vectors["m_N"] = state.vectors["m_N"] + weights[param] * residual
             if "v_N" in state.vectors:
-                state.vectors["v_N"] = state.vectors["v_N"] + (1 - betas[param][1]) * residual**2
+                state.vectors["v_N"] = state.vectors["v_N"] + (1 - beta2[param]) * residual**2
             state.residuals[name] = torch.zeros_like(residual)
 
 
