@@ -32,7 +32,7 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
     times = replace(Times(), beat_s=0.2, collective_s=1.0, connect_s=0.3)
     found = cut_for(CUTS["one pair of three, one direction"], None, times, tmp_path, settle_steps=3)
     assert found.fenced in ([1], [2])  # the higher rank of the two
-    assert "cannot reach it (w" in found.reasons[0]
+    assert "cannot reach it (" in found.reasons[0]  # why not differs: whether it was asked, and how often, in time
     assert found.given_up == 0
 
 

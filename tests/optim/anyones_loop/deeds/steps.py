@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,12 +137,15 @@ STARTED = Raises(
 )
 
 
-@deed(STEPS, "`torch.amp.GradScaler`", STARTED)
+STARTED_IN_SYNCS = replace(STARTED, when=(When.COMPRESSED,), optimizers=("zero_one_adam",))
+
+
+@deed(STEPS, "`torch.amp.GradScaler`", STARTED, STARTED_IN_SYNCS)
 def loss_scaled(loop: Loop) -> None:
     _scaling(loop, clips=False)
 
 
-@deed(STEPS, "`torch.amp.GradScaler`, `unscale_`, `clip_grad_norm_`", STARTED)
+@deed(STEPS, "`torch.amp.GradScaler`, `unscale_`, `clip_grad_norm_`", STARTED, STARTED_IN_SYNCS)
 def loss_scaled_and_clipped(loop: Loop) -> None:
     _scaling(loop, clips=True)
 
