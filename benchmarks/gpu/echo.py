@@ -6,11 +6,11 @@ from collections import deque
 
 from torch import Tensor
 
-from thinwire.comm.groups.pending import FINISHED
-from thinwire.comm.protocol import Pending, Stats
+from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.protocol import Stats
 
 
-class Echo:
+class Echo(Blocking):
     """One end of a group whose ranks give the same. The others serve what they were sent, as it is.
 
     Collectives are copies on the device, of as many bytes as a rank receives. What is started is done, as far as the
@@ -19,7 +19,7 @@ class Echo:
 
     def __init__(self, size: int = 2, *, first: Echo | None = None) -> None:
         self.rank, self.size = 0, size
-        self.stats = Stats() if first is None else first.stats
+        self.stats: Stats = Stats() if first is None else first.stats
         self._sent: deque[Tensor] = deque() if first is None else first._sent
         self._second: Echo | None = None
 
@@ -42,20 +42,9 @@ class Echo:
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """All have the same."""
 
-    def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
-        """all_to_all."""
-        self.all_to_all(out_nB, in_nB)
-        return FINISHED
-
-    def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
-        """all_gather."""
-        self.all_gather(out_nB, in_B)
-        return FINISHED
-
-    def start_sum_(self, x: Tensor) -> Pending:
+    def sum_(self, x: Tensor) -> None:
         """x <- size x."""
         x.mul_(self.size)
-        return FINISHED
 
     def second_communicator(self) -> Echo:
         """Another one of the same ranks, so that an exchange goes its way as over NCCL."""
