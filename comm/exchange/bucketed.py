@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import sqrt
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.errors import CommError, NonFiniteInput
-from thinwire.comm.exchange.fidelity import Fidelity, alignment, density, sampled_elements
+from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.kept_fidelity import fidelity_of
 from thinwire.comm.exchange.kept_sums import SERVER, WORKER, Kept, KeptSums, noise_for
 from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
@@ -367,28 +367,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         """
         if self._last_of is None or self._last_of[0] is not memory or not isinstance(memory, KeptSums):
             return None
-        worker_sums, server_sums = self._like.new_zeros(3), self._like.new_zeros(3)
-        at_k = sampled_elements(self.buckets.layout, self._like.device)
-        residual_k = memory.worker_N[at_k]
-        given = self._like.new_zeros(1)
-        for rows, worker, server in zip(self._rows, memory.worker, memory.server, strict=True):
-            worker_sums += alignment(worker.sum_c.to(self._like), worker.sent(rows.table))
-            sent_c = server.sent(rows.own_table)
-            server_sums += alignment(server.sum_c.to(self._like), sent_c)
-            result_c = torch.empty_like(sent_c)
-            if rows.own_table.numel:
-                self._results[self._last].decode_(result_c, rows.own.start, rows.own.stop)
-            own_k = (at_k >= rows.own.start) & (at_k < rows.own.stop)
-            here_k = at_k[own_k] - rows.own.start
-            residual_k[own_k] += self.size * (server.sum_c - sent_c)[here_k]
-            given += result_c[here_k].square().sum()
-        told = torch.cat([worker_sums, server_sums, given, residual_k])
-        self._group.mean_(told)
-        length = float(torch.linalg.vector_norm(told[7:]))
-        *sums, given_mean = told[:7].tolist()
-        return Fidelity(
-            density(sums[:3]), density(sums[3:]), length / sqrt(self.size * given_mean) if given_mean > 0 else None
-        )
+        return fidelity_of(memory, self._rows, self._results[self._last], self._group)
 
     def _make_means(self, wire: FullWire) -> FullMeans:
         like, second = self._like, self._second_communicator
