@@ -74,9 +74,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     params: parameters or groups, as torch.optim takes them. betas, eps, weight_decay (decoupled): as in AdamW.
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
-    the rates that come; total_steps of the run sharpens it (optim.variance.when_to_freeze).
-    dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; the freeze ends them too.
-    None: 1 / (1 - beta2) of them, or a tenth of total_steps where that is fewer, at least 10; with parity or a gradient
+    the rates that come, and of the dense start; total_steps of the run sharpens it (optim.variance.when_to_freeze).
+    dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; a given freeze ends them.
+    None: 1 / (1 - beta2) of them, or a fifth of total_steps where that is fewer, at least 10; with parity or a gradient
     stage none, nor in the paper's settings. 0: none. A second warm-up (set_global_batch) has none.
     var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has

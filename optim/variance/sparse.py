@@ -186,7 +186,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return False
         if self.warmup_from:
             return step >= self.freeze.second_end(self.warmup_from)
-        return self.freeze.reason(step, self._rose_at(step)) is not None
+        return self.freeze.reason(step, self._rose_at(step), self.dense_until) is not None
 
     @property
     def can_begin_again(self) -> bool:
@@ -244,9 +244,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def _begins(self) -> int:
         """The first step that may be compressed: after the dense start, or after a freeze that comes before its end."""
-        given, rise = self.freeze.var_freeze_step, self.freeze.lr_warmup_steps
-        if given is None and rise is not None:
-            given = max(rise, FEWEST_STEPS)
+        given = self.freeze.var_freeze_step
         return 1 + (self.dense_until if given is None else min(given, self.dense_until))
 
     @property
@@ -395,7 +393,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         if self.warmup_from:
             logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
-        elif reason := self.freeze.told(now, self.saved["lr_rose_at"], updates):
+        elif reason := self.freeze.told(now, self.saved["lr_rose_at"], self.dense_until, updates):
             self.evidence["warmup_ended_by"] = str(reason)
         return True
 

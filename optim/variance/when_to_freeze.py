@@ -16,8 +16,9 @@ docs/algorithms.md.
     var_freeze_step given        after it
     lr_warmup_steps given        after it, but not before step 10 (or a fifth of the run, where that is shorter)
     neither                      once no group's rate has risen for W steps; after a fifth of the run at the latest
+    in both                      not before the end of the dense start (or a fifth of the run)
 
-Before it, the dense start of 0/1 Adam: 1 / (1 - beta2) steps, or a tenth of the run where that is fewer, at least 10.
+The dense start of 0/1 Adam: 1 / (1 - beta2) steps, or a fifth of the run where that is fewer, at least 10.
 
 W is the same in both: total_steps / 20, at least 10, at most 1 / (1 - beta2), which it also is where total_steps is not
 known; then there is no latest step either. The variance of 0/1 Adam itself is not asked: it is updated at so few steps
@@ -200,15 +201,24 @@ class VarianceFreeze:
 
     @property
     def dense_steps(self) -> int:
-        """Steps of Adam at the beginning of 0/1 Adam: as many as v remembers, or a tenth of the run."""
-        longest = memory_steps(self.beta2)
-        return longest if self.total_steps is None else min(max(self.total_steps // 10, FEWEST_STEPS), longest)
+        """Steps of Adam at the beginning of 0/1 Adam: as many as v remembers, or a fifth of the run."""
+        longest, latest = memory_steps(self.beta2), self._latest
+        return longest if latest is None else min(max(latest, FEWEST_STEPS), longest)
 
-    def reason(self, step: int, lr_rose_at: int) -> FrozenBy | None:
-        """Why to freeze after `step` (from 1), or None. lr_rose_at: the last step, up to this one, at which it rose."""
+    @property
+    def _latest(self) -> int | None:
+        return None if self.total_steps is None else max(1, round(LATEST_FRACTION * self.total_steps))
+
+    def reason(self, step: int, lr_rose_at: int, dense_until: int) -> FrozenBy | None:
+        """Why to freeze after `step` (from 1), or None.
+
+        lr_rose_at: the last step, up to this one, at which the rate rose. dense_until: the last of the dense start.
+        """
         if self.var_freeze_step is not None:
             return FrozenBy.GIVEN if step >= self.var_freeze_step else None
-        latest = None if self.total_steps is None else max(1, round(LATEST_FRACTION * self.total_steps))
+        latest = self._latest
+        if step < (dense_until if latest is None else min(dense_until, latest)):
+            return None
         if self.lr_warmup_steps is not None:
             earliest = FEWEST_STEPS if latest is None else min(FEWEST_STEPS, latest)
             return FrozenBy.LR_WARMUP if step >= max(self.lr_warmup_steps, earliest) else None
@@ -226,9 +236,9 @@ class VarianceFreeze:
         left = None if self.total_steps is None else max(self.total_steps - start, 1)
         return start + VarianceStability(self.beta2, left).window
 
-    def told(self, step: int, lr_rose_at: int, variance_updates: int) -> FrozenBy | None:
+    def told(self, step: int, lr_rose_at: int, dense_until: int, variance_updates: int) -> FrozenBy | None:
         """Say in the log why the variance is frozen after `step`, and return it; None where the step was given."""
-        reason = self.reason(step, lr_rose_at)
+        reason = self.reason(step, lr_rose_at, dense_until)
         if reason in (None, FrozenBy.GIVEN):
             return None
         logger.log(

@@ -179,7 +179,7 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     dense_steps: Whole | None = Field(
         None,
         ge=0,
-        description="first steps, which are Adam's and uncompressed; null: a tenth of the run, at most 1 / (1 - beta2)",
+        description="first steps, which are Adam's and uncompressed; null: a fifth of the run, at most 1 / (1 - beta2)",
     )
     var_update_scaler: Whole = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
     local_step_scaler: Whole | None = Field(

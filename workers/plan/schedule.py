@@ -77,8 +77,9 @@ def zero_one(spec: TrainSpec) -> Kinds:
     if spec.steps < 2:
         return Kinds(full=spec.steps)
     freeze = VarianceFreeze(_beta2(spec), spec.var_freeze_step, spec.steps, min(spec.lr_warmup_steps, spec.steps - 1))
-    end = _first(lambda step: freeze.reason(step, 0) is not None, spec.steps)
-    dense_steps = min(freeze.dense_steps if given.dense_steps is None else given.dense_steps, end)
+    dense_steps = freeze.dense_steps if given.dense_steps is None else given.dense_steps
+    end = _first(lambda step: freeze.reason(step, 0, dense_steps) is not None, spec.steps)
+    dense_steps = min(dense_steps, end)
     between = end - dense_steps
     both = variance_steps(between, given.var_update_scaler)
     syncs, refreshes = _syncs(spec, given, end)

@@ -55,10 +55,10 @@ def test_0_1_adam_says_when_its_dense_start_ends(caplog):
     run_threads(1, lambda group: ZeroOneAdam(network().parameters(), group=group))
     assert lines(caplog, "compression_begins") == [
         "compression_begins earliest_step=1001 latest_step=1001 dense_steps=1000 total_steps=None",
-        "compression_begins earliest_step=31 latest_step=31 dense_steps=30 total_steps=300",
+        "compression_begins earliest_step=61 latest_step=61 dense_steps=60 total_steps=300",
         "compression_begins earliest_step=1 latest_step=1 dense_steps=0 total_steps=None",
         "compression_begins earliest_step=8 latest_step=1001 dense_steps=1000 total_steps=None",
-        "compression_begins earliest_step=51 latest_step=1001 dense_steps=1000 total_steps=None",
+        "compression_begins earliest_step=1001 latest_step=1001 dense_steps=1000 total_steps=None",
     ]
 
 

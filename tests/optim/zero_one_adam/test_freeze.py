@@ -10,13 +10,14 @@ from thinwire.comm import run_threads
 from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceFreeze
 
 
-def frozen(freeze, rate, steps=10_000):
-    """(step, reason) of the freeze, under the rates of a run."""
+def frozen(freeze, rate, dense_until=None, steps=10_000):
+    """(step, reason) of the freeze, under the rates of a run. dense_until: None: the default."""
+    dense_until = freeze.dense_steps if dense_until is None else dense_until
     rose_at, before = 0, 0.0
     for step in range(1, steps + 1):
         rose_at = step if rate(step) > before else rose_at
         before = rate(step)
-        reason = freeze.reason(step, rose_at)
+        reason = freeze.reason(step, rose_at, dense_until)
         if reason:
             return step, reason
     return None
@@ -30,13 +31,15 @@ def rising(warmup):
     ("settings", "expected"),
     [
         ({"var_freeze_step": 7, "lr_warmup_steps": 50}, (7, FrozenBy.GIVEN)),
-        ({"lr_warmup_steps": 50}, (50, FrozenBy.LR_WARMUP)),
+        ({"lr_warmup_steps": 50}, (100, FrozenBy.LR_WARMUP)),
+        ({"lr_warmup_steps": 150}, (150, FrozenBy.LR_WARMUP)),
         ({"lr_warmup_steps": 50, "total_steps": 100}, (50, FrozenBy.LR_WARMUP)),
-        ({"lr_warmup_steps": 0}, (10, FrozenBy.LR_WARMUP)),
+        ({"lr_warmup_steps": 10, "total_steps": 100}, (20, FrozenBy.LR_WARMUP)),
+        ({"lr_warmup_steps": 0}, (100, FrozenBy.LR_WARMUP)),
         ({"lr_warmup_steps": 1, "total_steps": 20}, (4, FrozenBy.LR_WARMUP)),
         ({}, (40 + 100, FrozenBy.RULE)),
-        ({"total_steps": 1000}, (40 + 50, FrozenBy.RULE)),
-        ({"total_steps": 300}, (40 + 15, FrozenBy.RULE)),
+        ({"total_steps": 1000}, (100, FrozenBy.RULE)),
+        ({"total_steps": 300}, (60, FrozenBy.RULE)),
         ({"total_steps": 100_000}, (40 + 100, FrozenBy.RULE)),
         ({"total_steps": 160}, (32, FrozenBy.CAP)),
         ({"total_steps": 3}, (1, FrozenBy.CAP)),
@@ -47,6 +50,18 @@ def test_the_variance_is_frozen_where_the_warmup_ends_by_number_or_once_the_rate
 ):
     """A rate that rises for 40 steps; beta2 = 0.99, so that the longest window is 100."""
     assert frozen(VarianceFreeze(0.99, **settings), rising(40)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_warmup_steps": 50}, (50, FrozenBy.LR_WARMUP)),
+        ({"lr_warmup_steps": 0}, (10, FrozenBy.LR_WARMUP)),
+        ({"total_steps": 1000}, (40 + 50, FrozenBy.RULE)),
+    ],
+)
+def test_without_a_dense_start_the_freeze_does_not_wait_for_one(settings, expected):
+    assert frozen(VarianceFreeze(0.99, **settings), rising(40), dense_until=0) == expected
 
 
 def test_alone_a_constant_rate_freezes_after_the_memory_of_the_variance_and_a_rising_one_never():
