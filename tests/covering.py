@@ -23,19 +23,6 @@ def every_value(axes: Axes) -> pytest.MarkDecorator:
     return _parametrize(axes, values, diagonal)
 
 
-def every_pair(axes: Axes) -> pytest.MarkDecorator:
-    """Parametrize by the product of `axes`; so many cases run always that any two values of two axes meet in one."""
-    values = [list(axis) for axis in axes.values()]
-    places = list(itertools.product(*(range(len(axis)) for axis in values)))
-    pairs = {place: set(itertools.combinations(enumerate(place), 2)) for place in places}
-    missing, chosen = set().union(*pairs.values()), set()
-    while missing:
-        best = max(places, key=lambda place: len(pairs[place] & missing))  # the first of equals: always the same set
-        chosen.add(best)
-        missing -= pairs[best]
-    return _parametrize(axes, values, chosen)
-
-
 def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...]]) -> pytest.MarkDecorator:
     """One case for each place of the product: flat, as names such as "one, other" take two values."""
     width = [len(name.split(",")) for name in axes]

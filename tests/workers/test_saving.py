@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from tests.workers.checkpoints.states import CPU, bits
 from thinwire.comm import run_threads
@@ -97,7 +97,7 @@ def loading_run(store, name, size, dtype, steps=AFTER):
     return run_threads(size, work)
 
 
-@every_pair({"size": SIZES, "name": OPTIMIZERS, "dtype": [torch.float32, torch.bfloat16]})
+@every_value({"size": SIZES, "name": OPTIMIZERS, "dtype": [torch.float32, torch.bfloat16]})
 def test_a_resumed_run_is_bit_equal_to_the_one_that_saved_and_went_on(tmp_path, name, size, dtype):
     store = CheckpointStore(tmp_path, keep=1)
     saved, resumed = saving_run(store, name, size, dtype), loading_run(store, name, size, dtype)

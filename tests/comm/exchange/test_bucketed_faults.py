@@ -7,7 +7,7 @@ import torch
 
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
-from tests.covering import every_pair
+from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.groups.pending import Blocking
 
@@ -84,7 +84,7 @@ def lost():
     raise PeerLost("injected")
 
 
-@every_pair(
+@every_value(
     {
         "dtype": [torch.float32, torch.float64],
         "momentum": (False, True),
@@ -166,7 +166,7 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
     assert torch.equal(first, last)
 
 
-@every_pair({"bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070), "momentum": (False, True)})
+@every_value({"bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070), "momentum": (False, True)})
 @pytest.mark.law
 def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where, momentum):
     rounds = inputs(3, 4, torch.float32)

@@ -6,7 +6,7 @@ import torch
 from tests.comm.exchange.test_bucketed import make as make_bucketed
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
 from tests.comm.exchange.test_redone import Losing
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import Refused
@@ -58,7 +58,7 @@ def averaged(size, kind, rounds, wire="int8", layout=LAYOUT):
     return [[outs[t] for outs, _ in by_rank] for t in range(len(rounds))], by_rank[0][1]
 
 
-@every_pair(
+@every_value(
     {
         "size": SIZES,
         "kind": ("bucketed", "plain"),
@@ -77,7 +77,7 @@ def test_t1_means_and_residual_add_up_to_the_inputs(size, kind, wire, num_live, 
     assert (total_out + residual - total_in).abs().max() <= tolerance * max(1.0, float(total_in.abs().max())) * 10
 
 
-@every_pair({"size": SIZES, "kind": ("bucketed", "plain"), "wire": WIRES})
+@every_value({"size": SIZES, "kind": ("bucketed", "plain"), "wire": WIRES})
 @pytest.mark.law
 def test_t2_means_are_bit_identical_and_near_and_dead_elements_stay_zero(size, kind, wire):
     rounds = inputs(size, 5, torch.float32)
@@ -110,7 +110,7 @@ def test_t3_a_resize_keeps_what_eight_bits_left_out(old, new, kind):
         torch.testing.assert_close(out + left, sum(more) / new + residual, rtol=1e-5, atol=1e-4)
 
 
-@every_pair({"size": MANY, "phase": ("all_to_all", "all_gather"), "kind": ("bucketed", "plain")})
+@every_value({"size": MANY, "phase": ("all_to_all", "all_gather"), "kind": ("bucketed", "plain")})
 @pytest.mark.law
 def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(size, phase, kind):
     rounds = inputs(size, 3, torch.float32)
@@ -172,7 +172,7 @@ def test_a_mean_that_lost_a_peer_counts_where_another_has_its_result(kind):
     torch.testing.assert_close(total_out + residual, total_in, rtol=1e-12, atol=1e-12)
 
 
-@every_pair({"bad": (float("nan"), float("inf"), 3.4e38), "where": (0, 500, 1070), "wire": WIRES})
+@every_value({"bad": (float("nan"), float("inf"), 3.4e38), "where": (0, 500, 1070), "wire": WIRES})
 @pytest.mark.law
 def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, where, wire):
     *before, last = inputs(3, 3, torch.float32)

@@ -8,7 +8,7 @@ import torch
 
 from tests.comm.exchange.test_bucketed_faults import BETA1, EPS, room, step
 from tests.comm.exchange.test_plain import LAYOUT, inputs
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, PeerLost, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import Refused
@@ -56,7 +56,7 @@ def exchanged(boxes, rounds, layout=LAYOUT, **how):
     return run_threads(len(boxes), work, boxes=boxes)
 
 
-@every_pair(
+@every_value(
     {
         "boxes": BOXES,
         "bucket_elements, num_live": [*((cut, None) for cut in CUTS), (8, 1), (8, 9), (504, 1001)],
@@ -246,7 +246,7 @@ boxes, one bucket behind."""
 PLACES = [("all_to_all", at) for at in (0, 1, 2, 5, 9)] + [("all_gather", at) for at in (0, 3, 4, 5)]
 
 
-@every_pair({"place": range(len(PLACES)), "when": list(When), "boxes": ("2 of 2", "2 of 3"), "momentum": (False, True)})
+@every_value({"place": range(len(PLACES)), "when": list(When), "boxes": ("2 of 2", "2 of 3"), "momentum": (False, True)})
 @pytest.mark.law
 def test_t6_a_peer_lost_at_any_collective_leaves_the_errors_of_all_ranks_untouched(place, when, boxes, momentum):
     of_rank = BOXES[boxes]
@@ -360,7 +360,7 @@ def test_a_rank_that_takes_no_part_is_named_and_ranks_that_abandon_go_on():
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
-@every_pair({"boxes": BOXES, "bucket_elements": CUTS, "full": ("fp32", "bf16")})
+@every_value({"boxes": BOXES, "bucket_elements": CUTS, "full": ("fp32", "bf16")})
 @pytest.mark.law
 def test_a_mean_in_full_is_the_mean_bit_identical_on_all_and_a_nan_is_named(boxes, bucket_elements, full):
     of_rank = BOXES[boxes]

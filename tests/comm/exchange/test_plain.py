@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
 from thinwire.comm.codecs import REGISTRY, Bf16Codec, DenseCodec, Int8Codec, SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
@@ -60,7 +60,7 @@ def test_every_registered_codec_is_covered():
     assert {codec.name for codec in CODECS.values()} == set(REGISTRY)
 
 
-@every_pair(
+@every_value(
     {
         "size": SIZES,
         "name": CODECS,
@@ -93,7 +93,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(size, name):
     assert not any(memory.worker_N[dead].any() for memory in slots)
 
 
-@every_pair({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
+@every_value({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES})
 @pytest.mark.law
 def test_collective_equals_the_simulation_bit_for_bit(size, dtype, scale):
     rounds = inputs(size, 10, dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.covering import every_pair
+from tests.covering import every_value
 from thinwire.comm.kernels import int8_cpu, int8_reference
 
 KERNELS = (int8_cpu, int8_reference)
@@ -24,7 +24,7 @@ def encoded(kernels, x, block):
     return bool(kernels.encode(x, scale, q, block)), scale, q
 
 
-@every_pair(
+@every_value(
     {
         "numel": (0, 1, 7, 64, 255, 257, 5000),
         "block": (8, 64, 256, 4096),

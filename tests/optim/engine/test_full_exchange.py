@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -52,7 +52,7 @@ def residual(optimizer):
     return memory.residual()
 
 
-@every_pair({"name": HOW, "wire": ("bf16", "int8"), "size": (1, 2, 3, 4, 8)})
+@every_value({"name": HOW, "wire": ("bf16", "int8"), "size": (1, 2, 3, 4, 8)})
 @pytest.mark.law
 def test_replicas_are_bit_equal_and_near_those_of_full_exchanges(name, wire, size):
     def work(group):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.optim.reference.written_out import CLASSES, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -88,7 +88,7 @@ def everything(optimizer):
     return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
 
 
-@every_pair({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]})
+@every_value({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]})
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
     """Both phases, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
@@ -50,7 +50,7 @@ def skip_by(how, net, optimizer):
         optimizer.zero_grad()
 
 
-@every_pair(
+@every_value(
     {
         "name": ("adam", *COMPRESSED),
         "steps": (2, FIRST, FIRST + 3),
@@ -81,7 +81,7 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "policy": ("raise", "skip")})
+@every_value({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "policy": ("raise", "skip")})
 @pytest.mark.law
 def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, policy):
     def work(group):
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, poli
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_pair({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "late": (False, True)})
+@every_value({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "late": (False, True)})
 @pytest.mark.law
 def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late):
     held, ready = {}, threading.Event()

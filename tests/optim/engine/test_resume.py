@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -149,7 +149,7 @@ def test_a_run_loaded_before_the_automatic_freeze_freezes_at_the_same_step(name,
     assert 8 <= frozen_at[0] <= 60
 
 
-@every_pair(
+@every_value(
     {
         "name": COMPRESSED,
         "old, new": [(2, 2), (3, 3), (1, 3), (4, 2)],

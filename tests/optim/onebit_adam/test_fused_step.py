@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, groups_of, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import run_threads
@@ -127,7 +127,7 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
         assert kinds == [True, False, True, False, True]
 
 
-@every_pair(
+@every_value(
     {
         "name": ("onebit_adam", "onebit_lamb"),
         "saved_at": (WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 4),

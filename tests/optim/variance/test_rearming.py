@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import FailingGroup
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import SIZES, gradients, start
 from thinwire.comm import PeerLost, run_threads
@@ -33,7 +33,7 @@ def go_on(optimizer, parameters, group, steps, silent=()):
         feed(optimizer, parameters, grads)
 
 
-@every_pair({"size": SIZES, "name": CLASSES, "setting": SETTINGS})
+@every_value({"size": SIZES, "name": CLASSES, "setting": SETTINGS})
 def test_what_compression_left_out_goes_into_the_momentum(size, name, setting):
     """One more step of the momentum's identity, without a gradient: m' = m + R, R' = 0, and v as it was."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.covering import every_pair, every_value
+from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import (
     COUNTED,
     FREEZE,
@@ -58,7 +58,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, s
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_pair({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21), "settings": SETTINGS.values()})
+@every_value({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21), "settings": SETTINGS.values()})
 def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at, settings):
     def save(group):
         model, optimizer = make(group, settings=settings)
