@@ -1,14 +1,12 @@
 """Real processes over gloo on the loopback interface, each running one piece of source.
 
-They are forked from a process that has imported torch, numba and what the first optimizer imports (torch._dynamo) once:
-imports are most of what a short rank costs.
+They are forked (tests/forked.py): imports are most of what a short rank costs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,8 +14,7 @@ import textwrap
 import traceback
 from pathlib import Path
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["thinwire.comm", "thinwire.optim", "thinwire.comm.kernels.cpu", "torch._dynamo"])
+from tests.forked import FORKSERVER
 
 PREAMBLE = """
 import datetime, gc, os, signal, sys, time
@@ -54,7 +51,7 @@ class Rank:
     """A process that was started, with what tests need of subprocess.Popen."""
 
     def __init__(self, program: str, arguments: list[str]) -> None:
-        self._process = _FORKSERVER.Process(target=_run, args=(program, arguments), daemon=True)
+        self._process = FORKSERVER.Process(target=_run, args=(program, arguments), daemon=True)
         self._process.start()
 
     def wait(self, timeout: float | None = None) -> int:

@@ -1,12 +1,11 @@
 """A small job whose workers are real processes under a membership server of the test: killed, stopped, replaced.
 
-Processes are forked from one that has imported torch, so that a worker is there in a moment.
+Processes are forked (tests/forked.py), so that a worker is there in a moment.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from tests.forked import FORKSERVER
 from tests.lab.inside import enter, inside
 from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
@@ -26,10 +26,6 @@ from thinwire.workers.forming import reach
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
 
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    ["thinwire.workers.loop", "thinwire.workers.ranks", "thinwire.workers.session.script", "tests.workers.small_job"]
-)
 SECRET = "sixteen-characters-or-more"
 
 
