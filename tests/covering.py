@@ -42,4 +42,6 @@ def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...
 def _told(value: Any, otherwise: str) -> str:
     """How a value is called in the name of a case."""
     plain = value is None or isinstance(value, str | int | float)
-    return str(value) if plain or type(value).__name__ == "dtype" else otherwise
+    if plain or type(value).__name__ == "dtype":
+        return str(value)
+    return getattr(value, "__name__", otherwise)

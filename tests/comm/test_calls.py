@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.written_out import bits
 from thinwire.comm import CallMismatch, SoloGroup, run_threads
 from thinwire.comm.calls import Calls, Place, calls_of, mismatch, refuse_other_calls
@@ -120,8 +121,7 @@ ALONE = {
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("call", ALONE)
-@pytest.mark.parametrize("phase", PHASES)
+@every_value({"phase": PHASES, "call": ALONE})
 def test_a_call_of_one_rank_beside_a_step_of_another_raises_on_both_and_changes_nothing(phase, call):
     cls, more = PHASES[phase]
 

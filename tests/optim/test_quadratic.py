@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.covering import every_value
 from thinwire.comm import CompressedAllReduce, run_threads
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.optim import OneBitAdam
@@ -65,7 +64,8 @@ def losses(kind, size, noise, lr):
     return run_threads(size, work)[0]
 
 
-@every_value({"noise, lr": [(0.0, 5e-3), (0.1, 1e-2)], "size": (2, 3)})
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("noise", "lr"), [(0.0, 5e-3), pytest.param(0.1, 1e-2, marks=pytest.mark.slow)])
 @pytest.mark.law
 def test_t12_on_a_quadratic_problem_onebit_adam_ends_where_frozen_adam_does_and_without_feedback_it_does_not(
     size, noise, lr

@@ -246,7 +246,9 @@ boxes, one bucket behind."""
 PLACES = [("all_to_all", at) for at in (0, 1, 2, 5, 9)] + [("all_gather", at) for at in (0, 3, 4, 5)]
 
 
-@every_value({"place": range(len(PLACES)), "when": list(When), "boxes": ("2 of 2", "2 of 3"), "momentum": (False, True)})
+@every_value(
+    {"place": range(len(PLACES)), "when": list(When), "boxes": ("2 of 2", "2 of 3"), "momentum": (False, True)}
+)
 @pytest.mark.law
 def test_t6_a_peer_lost_at_any_collective_leaves_the_errors_of_all_ranks_untouched(place, when, boxes, momentum):
     of_rank = BOXES[boxes]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from thinwire.comm import BucketedAllReduce, NonFiniteInput, VectorLayout, run_threads
 from thinwire.comm.codecs import SignCodec
 
@@ -60,9 +61,7 @@ def test_which_runs_may_lie_elsewhere():
     assert LAYOUT.alone() == [0, 2]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("bucket_elements", [512, 1 << 20])
-@pytest.mark.parametrize("apart", [{0}, {0, 2}])
+@every_value({"apart": [{0}, {0, 2}], "bucket_elements": [512, 1 << 20], "ranks": [2, 3]})
 def test_rows_are_the_same_bit_for_bit(ranks, bucket_elements, apart):
     copied = run_threads(ranks, lambda group: exchange(group, set(), bucket_elements))
     in_place = run_threads(ranks, lambda group: exchange(group, apart, bucket_elements))

@@ -168,8 +168,7 @@ def test_t4_reusing_server_errors_by_rank_would_break_the_residual():
     assert (wrong - right).norm() > 0.5 * residual.norm()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
-@pytest.mark.parametrize("where", [0, 500, 1070])
+@every_value({"where": [0, 500, 1070], "bad": [float("nan"), float("inf"), -float("inf"), 1e30]})
 @pytest.mark.law
 def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, where):
     rounds = inputs(3, 4, torch.float32)

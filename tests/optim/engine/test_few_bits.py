@@ -203,8 +203,7 @@ def maker(**more):
     return lambda net: made(net, None, **{**BOTH, **more})
 
 
-@pytest.mark.parametrize("steps", [3, FREEZE, 9])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (4, 2)])
+@every_value({"before, after": [(1, 2), (2, 3), (3, 1), (4, 2)], "steps": [3, FREEZE, 9]})
 @pytest.mark.law
 def test_t3_a_planned_change_keeps_r_to_4_ulp_and_newcomers_have_the_same_bits(before, after, steps):
     ranks = [
@@ -243,8 +242,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("where", FAULTS)
-@pytest.mark.parametrize("keeps", [Keeps.NOTHING, Keeps.REPLICA, Keeps.ROWS])
+@every_value({"keeps": [Keeps.NOTHING, Keeps.REPLICA, Keeps.ROWS], "where": FAULTS})
 @pytest.mark.law
 def test_t6_survivors_of_a_death_hold_the_same_and_go_on(where, keeps):
     """R that they hold together is what they held, to a unit; where the step counts, to rounding in float32."""

@@ -111,8 +111,7 @@ def averaged(net, optimizer, step, size):
     optimizer.step()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["adam", "onebit_adam"])
+@every_value({"name": ["adam", "onebit_adam"], "overlap": [False, True]})
 @pytest.mark.law
 def test_gradual_unfreezing_and_a_late_group_are_as_under_adamw(name, overlap):
     """Each parameter has a step count of its own, stands still while it is frozen, and goes on from its old moments."""
@@ -242,10 +241,17 @@ def test_a_group_added_in_mid_run_joins_and_the_others_keep_what_they_have(name,
     assert ("warmup_rearmed step=13 late_tensors=2 of=6" in caplog.text) == (name in COMPRESSED and way_back)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [("adam", 3), ("onebit_adam", 3), ("onebit_adam", 8), ("onebit_lamb_parity", 8), ("zero_one_adam", 12)],
+@every_value(
+    {
+        "name, at": [
+            ("adam", 3),
+            ("onebit_adam", 3),
+            ("onebit_adam", 8),
+            ("onebit_lamb_parity", 8),
+            ("zero_one_adam", 12),
+        ],
+        "overlap": [False, True],
+    }
 )
 def test_ranks_that_freeze_otherwise_are_told_which_parameter_and_nothing_changes(name, at, overlap):
     def work(group):

@@ -239,8 +239,7 @@ def test_a_nan_on_one_rank_stops_all_and_changes_nothing(name, at):
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("name", ["adam", "onebit_adam", "onebit_lamb"])
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@every_value({"wire": ["bf16", "int8"], "name": ["adam", "onebit_adam", "onebit_lamb"]})
 @pytest.mark.law
 def test_buckets_that_leave_during_backward_give_the_same_bits(name, wire):
     def work(group, *, overlap):

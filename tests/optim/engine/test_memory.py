@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -20,8 +21,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", sorted(HELD))
+@every_value({"name": sorted(HELD), "size": [2, 4]})
 def test_stats_say_how_many_bytes_a_parameter_are_held(name, size):
     make, expected = HELD[name]
 

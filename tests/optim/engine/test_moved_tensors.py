@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.engine.test_training_loops import ADAM, end, inputs, loss_of, network
 from tests.optim.reference.written_out import bits, make
 from thinwire.comm import run_threads
@@ -53,8 +54,7 @@ def trained(deed, overlap, name, group):
     return end(optimizer), bits(*(p.detach() for p in net.parameters()))
 
 
-@every_overlap
-@pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam"])
+@every_value({"name": ["adam", "onebit_adam", "zero_one_adam"], "overlap": (False, True)})
 def test_tensors_that_were_moved_train_on(name, overlap):
     expected = run_threads(2, lambda group: trained(lambda net: None, overlap, name, group))
     for what, deed in DEEDS.items():

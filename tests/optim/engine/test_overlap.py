@@ -148,8 +148,7 @@ def test_all_buckets_but_those_of_the_last_layer_go_before_backward_reaches_it()
         assert told == {"buckets": 5, "in_backward": 5, "in_step": 0, "waits_for": None}
 
 
-@pytest.mark.parametrize("clear", ["to zero", "never"])
-@pytest.mark.parametrize("name", MERGED)
+@every_value({"name": MERGED, "clear": ["to zero", "never"]})
 def test_gradients_that_backward_adds_to_go_early_too(name, clear):
     """They are the flat gradient itself, or one that is never cleared and grows, as any optimizer would have it."""
 

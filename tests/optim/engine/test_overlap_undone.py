@@ -179,8 +179,7 @@ def remove(net):
     net.last.weight.grad = None
 
 
-@pytest.mark.parametrize("change", [write_in_place, clip, replace, remove])
-@pytest.mark.parametrize("steps", [0, 2])
+@every_value({"steps": [0, 2], "change": [write_in_place, clip, replace, remove]})
 def test_gradients_that_are_written_after_they_may_have_been_sent_are_refused(change, steps):
     """From the first step on, though nothing has been sent there: a loop is right or wrong, whatever the step."""
 

@@ -122,8 +122,7 @@ def train_smoothly(net, optimizer, steps, rank):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", AUTO)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@every_value({"size": [1, 2, 3], "name": AUTO})
 def test_a_run_loaded_before_the_automatic_freeze_freezes_at_the_same_step(name, size):
     def work(group):
         net = network(seed=0)

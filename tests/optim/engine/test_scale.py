@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, in_pieces, make, parameters_of, reference_of
 from tests.optim.small_problem import assert_same
 from thinwire.comm import run_threads
@@ -42,8 +43,7 @@ def run(name, size, scale):
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", COMPRESSED)
+@every_value({"name": COMPRESSED, "size": [2, 3]})
 def test_with_the_l1_scale_it_is_the_reference_with_that_scale(name, size):
     results = run(name, size, "l1")
     optimizer, first, *_ = results[0]

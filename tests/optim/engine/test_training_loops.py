@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.covering import every_value
 from tests.optim.reference.written_out import CLASSES, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -91,8 +92,7 @@ def with_gradients_of_ones_own(net, optimizer, rank):
 LOOPS = [with_closure, zeroed_by_the_model, zeroed_in_place_by_the_model, with_gradients_of_ones_own]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=[loop.__name__ for loop in LOOPS])
-@every_optimizer
+@every_value({"name": CLASSES, "loop": LOOPS})
 def test_every_way_to_write_the_loop_gives_the_same_bits(name, loop):
     def work(group):
         ends = []
@@ -145,8 +145,7 @@ def one_cycle(optimizer):
 SCHEDULERS = [lambda_lr, one_cycle]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@every_optimizer
+@every_value({"name": CLASSES, "scheduler": SCHEDULERS})
 def test_a_scheduler_steers_as_rates_set_by_hand_do(name, scheduler):
     theirs = scheduler(torch.optim.SGD([{"params": [torch.zeros(1)], "lr": rate} for rate in (1e-2, 3e-3)]))
     rates = []
@@ -175,8 +174,7 @@ def test_a_scheduler_steers_as_rates_set_by_hand_do(name, scheduler):
         assert torch.equal(steered, by_hand)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@every_optimizer
+@every_value({"name": CLASSES, "scheduler": SCHEDULERS})
 def test_model_optimizer_and_scheduler_go_on_from_one_file(name, scheduler):
     def work(group):
         net = network()

@@ -3,9 +3,9 @@
 The wire has a sign for each value, so a value of rounding size may get either; none of these inputs has one.
 """
 
-import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.parity import (
     BLOCK,
     WARMUP,
@@ -108,8 +108,7 @@ def hold_residual(exchange, scales, size, residual):
     exchange.errors["momentum"] = Errors([torch.zeros_like(padded) for _ in range(size)], padded)
 
 
-@pytest.mark.parametrize("before", [4, WARMUP - 1, WARMUP, WARMUP + 9])
-@pytest.mark.parametrize(("kind", "settings"), CASES)
+@every_value({"kind, settings": CASES, "before": [4, WARMUP - 1, WARMUP, WARMUP + 9]})
 def test_one_step_in_float32_is_that_of_float64(kind, settings, before):
     size = 3
     results = one_step(size, kind, settings, before)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.small_problem import HYPER, SHAPES, SHARED, SIZES, always, assert_same, gradients, never, run, start
 from thinwire.optim.reference.exchange import TwoPhase, exact_mean, floor_of, tensor_units
 from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceAdam, ReferenceZeroOneAdam
@@ -42,8 +43,7 @@ def test_zero_one_adam_with_the_fresh_variance_is_adam():
     assert_same(run(reference, 25, 3).x[2], adam.x)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("eps_outside", [False, True])
+@every_value({"eps_outside": [False, True], "size": SIZES})
 def test_t8_a_sync_leaves_y_as_it_was_and_makes_workers_equal(size, eps_outside):
     exchange = TwoPhase(tensor_units(start()))
     reference = ReferenceZeroOneAdam(

@@ -401,8 +401,7 @@ def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, s
     assert (found_N - whole_N).abs().max() <= 64 * EPS * largest
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+@every_value({"name": ["onebit_adam", "onebit_lamb", "zero_one_adam"], "before, after": [(2, 3), (3, 2)]})
 def test_frozen_parameters_and_their_state_go_along(name, before, after):
     ranks = new_ranks(before, maker(name))
     thaw = lambda rank, trained: rank.net[0].requires_grad_(trained)  # noqa: E731

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -126,8 +127,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("overlap", [False, True])
+@every_value({"overlap": [False, True], "name": SCHEDULES})
 def test_a_scheduler_that_knows_the_length_of_the_run_tells_it(name, overlap, caplog):
     make, length = SCHEDULES[name]
     caplog.set_level(logging.INFO)

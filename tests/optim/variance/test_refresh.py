@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import FailingGroup
+from tests.covering import every_value
 from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import gradients, start
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
@@ -60,8 +61,7 @@ def test_gaps_grow_with_the_age_of_v_and_no_gradient_counts_for_more_than_a_part
         assert weight_of(8, 1000, beta2) == pytest.approx(0.00797 / 0.6323, rel=1e-3)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", CLASSES)
+@every_value({"name": CLASSES, "size": [1, 2, 3]})
 @pytest.mark.law
 def test_a_refresh_is_an_exchange_in_full_from_which_v_is_brought_up_to_date(name, size):
     def work(group):
@@ -99,8 +99,7 @@ def test_a_refresh_is_an_exchange_in_full_from_which_v_is_brought_up_to_date(nam
     assert all(torch.equal(x, results[0][1]) for _, x in results)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("name", CLASSES)
+@every_value({"name": CLASSES, "share": [False, True]})
 @pytest.mark.law
 def test_a_run_loaded_before_at_and_after_a_refresh_is_the_one_that_went_on(name, share):
     def work(group):

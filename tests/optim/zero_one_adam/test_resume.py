@@ -160,8 +160,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_nothing_changed():
         other.load_state_dict([])
 
 
-@pytest.mark.parametrize("before", [3, 4, FREEZE, 8, 13, 21])
-@pytest.mark.parametrize("settings", [OURS, LITERAL, DEEPSPEED], ids=["ours", "paper", "deepspeed"])
+@every_value({"settings": [OURS, LITERAL, DEEPSPEED], "before": [3, 4, FREEZE, 8, 13, 21]})
 def test_one_step_in_float32_is_that_of_float64_from_an_equal_state(settings, before):
     """And the float64 one is the reference's: test_zero_one_parity.py."""
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import HYPER, backward, bits, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim import ZeroOneAdam
@@ -43,9 +44,7 @@ def test_a_learning_rate_of_zero_from_the_first_step_is_safe():
     assert torch.isfinite(optimizer.space.p_N).all()
 
 
-@pytest.mark.parametrize("tail", [1, 24])
-@pytest.mark.parametrize("low", [1e-17, 1e-3])
-@pytest.mark.parametrize("clipper", [1, 4])
+@every_value({"clipper": [1, 4], "low": [1e-17, 1e-3], "tail": [1, 24]})
 def test_a_restart_after_a_low_learning_rate_does_not_explode(clipper, low, tail):
     """Error memory of the high rate, divided by a sum of low ones, would be a momentum of thousands to 1e17."""
 
