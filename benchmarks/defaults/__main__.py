@@ -1,8 +1,10 @@
 """The command: python -m benchmarks.defaults. Runs what is missing, seed by seed, for some hours; then the table.
 
-The rate of a task is the best of a grid of factors of two for the dense method, from one seed that is not compared
-(pilot); for tasks of the convergence study it is the study's. Each finished run is a JSON file. Stop it whenever you
-like: the same command goes on. Two of them side by side, with other --tasks each, use two cores.
+The rate of a task is the dense method's best, from a seed that is not compared (pilot): of rates a factor of two apart,
+as many as it takes until those on both sides of the best are worse, and then of those a factor of sqrt(2) from it. At a
+rate that is too low for the dense method anything that makes steps shorter would look worse, and anything that makes
+them longer better. For tasks of the convergence study the rate is the study's. Each finished run is a JSON file. Stop
+it whenever you like: the same command goes on. Two of them side by side, with other --tasks each, use two cores.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf, log2
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +29,7 @@ from thinwire.contract.files import write_whole
 
 RESULTS = ROOT / "benchmarks" / "results" / "defaults"
 PILOT_RATES = {"adam": (4e-3, 8e-3, 1.6e-2), "lamb": (1e-2, 2e-2, 4e-2)}
+"""To begin with."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -64,11 +68,32 @@ def _needed(task: DefaultsTask, method: str, seed: int, out: Path) -> Iterator[t
     if task.problem is None:
         yield method, RATES[task.name][dense], seed
         return
-    for lr in PILOT_RATES[dense]:
+    tried: dict[float, float] = {}
+    while lr := next_rate(PILOT_RATES[dense], tried):
         yield dense, lr, PILOT_SEED
-    found = [one for one in _stored(out / task.name) if (one.method, one.seed) == (dense, PILOT_SEED)]
-    if len(found) == len(PILOT_RATES[dense]):
-        yield method, min(found, key=lambda one: float("inf") if one.diverged else one.curve[-1]).lr, seed
+        path = _path(out, task.name, dense, PILOT_SEED, lr)
+        if not path.exists():
+            return  # no time was left for it
+        found = json.loads(path.read_text())
+        tried[lr] = inf if found["diverged"] else found["curve"][-1]
+    yield method, min(tried, key=tried.__getitem__), seed
+
+
+def next_rate(first: Sequence[float], tried: Mapping[float, float]) -> float | None:
+    """The rate that a pilot is to try next; None where the best of `tried`, rates to losses, is between worse ones.
+
+    first: to begin with.
+    """
+    for lr in first:
+        if lr not in tried:
+            return lr
+    best = min(tried, key=tried.__getitem__)
+    for part in (1.0, 0.5):
+        for sign in (1, -1):
+            near = (sign * log2(other / best) for other in tried)
+            if not any(0 < octaves < part + 0.01 for octaves in near):  # rates are rounded
+                return float(f"{best * 2 ** (sign * part):.3g}")
+    return None
 
 
 def _path(out: Path, task: str, method: str, seed: int, lr: float) -> Path:
