@@ -1,4 +1,4 @@
-"""benchmarks.defaults: the rate of a task is the dense method's best, between worse ones; and what is told of a pair."""
+"""benchmarks.defaults: a task has the dense method's best rate, between worse ones; and what is told of a pair."""
 
 from math import log2
 
