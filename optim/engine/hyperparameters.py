@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -38,12 +39,19 @@ def check_adam_group(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         refuse_no_number(name, group[name])
     refuse_out_of_range(
-        ("lr", group["lr"], "at least 0", group["lr"] >= 0),
+        ("lr", group["lr"], "at least 0, and finite", 0 <= group["lr"] < inf),
         ("betas[0]", beta1, "in [0, 1)", 0 <= beta1 < 1),
         ("betas[1]", beta2, "in (0, 1)", 0 < beta2 < 1),
-        ("eps", group["eps"], "above 0", group["eps"] > 0),
-        ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
+        ("eps", group["eps"], "above 0, and finite", 0 < group["eps"] < inf),
+        ("weight_decay", group["weight_decay"], "at least 0, and finite", 0 <= group["weight_decay"] < inf),
     )
+
+
+def as_python(value: object) -> object:
+    """A number of NumPy, as schedules compute them, as Python's, which torch.load takes too; all else as it is."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
+    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
 
 
 def refuse_other_betas(betas: object) -> None:

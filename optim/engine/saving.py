@@ -14,6 +14,7 @@ from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine import shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.hyperparameters import as_python
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import error_memories, replicated
@@ -174,7 +175,9 @@ def plain(optimizer: Saved) -> dict[str, Any]:
         "saved": copy.deepcopy(optimizer.saved),
         "names": sorted(optimizer.saved),
         "evidence": copy.deepcopy(optimizer.evidence),
-        "param_groups": [SavedGroup(copy.deepcopy({k: v for k, v in g.items() if k != "params"})) for g in groups],
+        "param_groups": [
+            SavedGroup(copy.deepcopy({k: as_python(v) for k, v in g.items() if k != "params"})) for g in groups
+        ],
         "frozen": _frozen(optimizer),
         "ages": [[age.missed, age.unseen] for age in optimizer.ages],
         "parked": [[i, state.steps, state.seen] for i, state in _parked(optimizer)],
@@ -204,6 +207,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     of_then = {name: whole if name in per_element else len(then.tensors) for name in vectors}
     of_parked = {name: sum(sizes) if name in per_element else len(parked) for name in vectors}
     _refuse_other_vectors("vectors", loaded["vectors"], _like(vectors, of_then))
+    _refuse_no_variance(loaded["vectors"].get("v_N"))
     share = None
     if is_share:
         _refuse_other_frozen(frozen, _frozen(optimizer))
@@ -324,6 +328,15 @@ def room_for_parked(optimizer: Saved, parked: Sequence[Sequence[Any]]) -> dict[s
         "parked_residuals": {name: like.new_zeros(whole) for name in error_memories(optimizer.vectors)},
         **({"parked_master": like.new_zeros(low)} if low else {}),
     }
+
+
+def _refuse_no_variance(v_N: Tensor | None) -> None:
+    damaged = 0 if v_N is None else int((~(v_N >= 0)).count_nonzero())
+    if damaged:
+        raise ValueError(
+            f"state_dict has vectors['v_N'] with {damaged} values that are NaN or below 0, and no mean of squares is: it "
+            "is damaged; load another file"
+        )
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,12 +167,18 @@ def damaged(state):
     yield {**state, "vectors": {**state["vectors"], vector: torch.ones(3)}}, rf"vectors\['{vector}'\].*\[3\]"
     yield {**state, "vectors": {**state["vectors"], vector: None}}, rf"vectors\['{vector}'\] = NoneType"
     yield {**state, "vectors": {**state["vectors"], "more": torch.ones(3)}}, "more"
+    if "v_N" in state["vectors"]:
+        for value in (float("nan"), -1e-9):
+            v_N = state["vectors"]["v_N"].clone()
+            v_N[1:3] = value
+            yield {**state, "vectors": {**state["vectors"], "v_N": v_N}}, r"vectors\['v_N'\] with 2 values that are NaN"
     yield {**state, "param_groups": []}, "param_groups = 0"
     yield {**state, "param_groups": 3}, "param_groups = 3"
     yield {**state, "param_groups": [3]}, r"param_groups\[0\] = 3"
     yield {**state, "param_groups": [{}]}, r"param_groups\[0\] without \['lr'"
     yield {**state, "param_groups": [{**group, "lr": -1.0}]}, "lr = -1.0"
     yield {**state, "param_groups": [{**group, "lr": "fast"}]}, "'fast'"
+    yield {**state, "param_groups": [{**group, "lr": float("inf")}]}, "lr = inf: must be at least 0, and finite"
     yield {**state, "param_groups": [{**group, "betas": (0.9,)}]}, r"betas.*\(0.9,\)"
     yield {**state, "master": torch.ones(3)}, "master"
     for name, residual in state["residuals"].items():
@@ -202,6 +209,17 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_half_applied(n
     assert optimizer.num_steps == 5
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert len(cases) > 25
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_rates_that_numpy_computed_are_saved_as_numbers_that_torch_loads(name, tmp_path):
+    net = network()
+    optimizer = MAKE[name](net.parameters(), lr=np.float32(0.5))
+    optimizer.param_groups[0]["lr"] *= np.float64(0.5)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    loaded = MAKE[name](network().parameters())
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert loaded.param_groups[0]["lr"] == 0.25
 
 
 def test_loading_keeps_the_names_that_parameters_have_now():
