@@ -51,7 +51,8 @@ def as_python(value: object) -> object:
     """A number of NumPy, as schedules compute them, as Python's, which torch.load takes too; all else as it is."""
     if isinstance(value, tuple | list):
         return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
-    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
+    is_pythons = type(value) is bool or type(value) is int or type(value) is float
+    return float(value) if isinstance(value, Real) and not is_pythons else value
 
 
 def refuse_other_betas(betas: object) -> None:
