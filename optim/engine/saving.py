@@ -334,8 +334,8 @@ def _refuse_no_variance(v_N: Tensor | None) -> None:
     damaged = 0 if v_N is None else int((~(v_N >= 0)).count_nonzero())
     if damaged:
         raise ValueError(
-            f"state_dict has vectors['v_N'] with {damaged} values that are NaN or below 0, as no mean of squares is. It "
-            "is damaged; load another file"
+            f"state_dict has vectors['v_N'] with {damaged} values that are NaN or below 0, as no mean of squares is. "
+            "It is damaged; load another file"
         )
 
 
