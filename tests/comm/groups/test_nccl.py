@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
@@ -240,10 +242,46 @@ def test_a_gate_that_was_closed_too_late_stays_open(monkeypatch):
     assert pipeline.admitted(3) is None
 
 
+def test_a_group_closes_the_gate_of_a_pipeline_before_it_aborts(alone):
+    group = alone(seen=False)
+    pipeline = side.SidePipeline(group, streams_whose_events(lambda: True), torch.zeros(1), 3)
+    group.leave("it was told to")
+    assert pipeline.gate.is_closed
+
+
+def test_what_is_spoilt_and_what_is_told_of_it_come_from_one_look_at_the_gate():
+    """It may close between the two."""
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+
+    class Closing(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            given = operation(*args, **(kwargs or {}))
+            pipeline.gate.closed.fill_(True)
+            return given
+
+    scales = torch.ones(3)
+    with Closing():
+        pipeline.admit(1, lambda: scales)
+    assert scales.tolist() == [1, 1, 1]
+    assert not pipeline._closed_K.any()
+
+
+def test_a_bucket_is_served_when_the_next_one_is_sent():
+    """So that no bucket's encoding is queued behind the collective of the one before."""
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+    served = []
+    pipeline.submit(served.append, 0)
+    assert served == []
+    pipeline.submit(served.append, 1)
+    assert served == [0]
+    assert pipeline.drain() is None
+    assert served == [0, 1]
+
+
 def streams_whose_events(query):
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=query), wait_event=lambda event: None)
     return SimpleNamespace(
-        stream=lambda: stream, current=lambda: stream, on=lambda _: threading.Lock(), pinned=torch.empty_like
+        stream=lambda: stream, current=lambda: stream, on=lambda _: nullcontext(), pinned=torch.empty_like
     )
 
 
