@@ -191,6 +191,28 @@ def test_an_error_of_nccl_and_a_wait_beyond_the_time_out_are_peer_lost_too(alone
     assert group.told == ["abort", "abort"]
 
 
+def test_a_peer_whose_process_has_ended_is_lost_where_its_last_rows_do_not_come(alone, monkeypatch):
+    """Over shared memory NCCL does not notice."""
+    monkeypatch.setattr("thinwire.comm.groups.distributed.ENDED_S", 0.02)
+    group = alone(seen=False)
+    monkeypatch.setattr(group._detector, "ended", lambda: {1: "its process ended"})
+    with pytest.raises(PeerLost, match="a peer has ended"):
+        group.await_device("finish", lambda: False)
+    assert group.told == ["abort", "abort"]
+
+
+def test_who_is_interrupted_while_it_waits_leaves_the_others(alone):
+    group = alone(seen=False)
+
+    def done():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.await_device("finish", done)
+    assert group.told == ["abort", "abort"]
+    assert "KeyboardInterrupt in" in group._detector.left
+
+
 def test_an_error_of_the_device_is_no_lost_peer(alone):
     """An index out of bounds in a layer of the user's is told by the event that is asked: no rank is to blame."""
     group = alone(seen=False)
