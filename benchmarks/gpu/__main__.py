@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -13,9 +14,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.convergence.provenance import ROOT, ProvenanceError, provenance
-from benchmarks.gpu import machine, report
+from benchmarks.gpu import kernels, machine, report
 from benchmarks.gpu.clock import Gpu, Measured, Rehearsal
-from benchmarks.gpu.run import run
+from benchmarks.gpu.run import Found, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 REHEARSED = ROOT / "runs" / "gpu-rehearsal"
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write. Returns the exit code."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=HELP, formatter_class=form)
-    parser.add_argument("--minutes", type=float, default=10.0, help="what may be spent; 10 by default")
+    parser.add_argument("--minutes", type=_minutes, default=10.0, help="what may be spent; 10 by default")
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -65,24 +66,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     device: Measured = Rehearsal() if given.rehearse else Gpu()
-    found = run(device, given.minutes, say)
     words = sys.argv[1:] if arguments is None else arguments
-    result = {
+    head = {
         "rehearsal": device.rehearsal,
         "command": shlex.join(["python", "-m", "benchmarks.gpu", *words]),
         "commit": made_by.commit,
         "began": told,
         "minutes": given.minutes,
         "hardware": made_by.hardware,
-        "gpus": machine.gpus(),
-        "nvidia_smi": machine.smi(),
+        "gpus": [] if device.rehearsal else machine.gpus(),
+        "nvidia_smi": [] if device.rehearsal else machine.smi(),
         "versions": {**made_by.versions, **machine.versions()},
-        **asdict(found),
+        "kernels": kernels.kind(device.device),
     }
-    path = report.write(result, given.out or (REHEARSED if given.rehearse else RESULTS))
-    print(report.table({**result, "parts": report.plain(found.parts)} if device.rehearsal else result))
+    folder = given.out or (REHEARSED if given.rehearse else RESULTS)
+
+    def keep(found: Found) -> None:
+        """What there is so far, in case that this process does not come to its end: a GPU may hang."""
+        report.write({**head, "finished": False, **asdict(found)}, folder)
+
+    keep(Found())  # a folder that cannot be written is told now, not in ten minutes
+    found = run(device, given.minutes, say, keep)
+    result = {**head, "finished": True, **asdict(found)}
+    path = report.write(result, folder)
+    print(report.table(report.shown(result)))
     say(f"wrote {path}")
     return 1 if found.failed or any(one["exit"] for one in found.parts.get("tests", [])) else 0
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return minutes
 
 
 if __name__ == "__main__":

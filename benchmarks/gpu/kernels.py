@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.clock import Call, Measured
+from benchmarks.gpu.report import WITH_KERNELS
 from benchmarks.kernels import traffic
 from benchmarks.kernels.cases import NUM_ROWS, Buffers
 from thinwire.comm.kernels.choose import kernels_for
@@ -32,6 +33,11 @@ UPDATES: dict[str, tuple[float, Callable[..., None]]] = {
 
 class NoKernels(Exception):
     """Vectors of this device get plain torch: there is nothing to measure."""
+
+
+def kind(device: torch.device) -> str:
+    """What ours runs as on vectors of this device."""
+    return WITH_KERNELS if isinstance(kernels_for(device, torch.float32), CudaKernels) else "plain torch"
 
 
 def measured(device: Measured, numel: int) -> list[dict[str, Any]]:

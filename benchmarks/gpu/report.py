@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 REHEARSAL = "REHEARSAL"
+WITH_KERNELS = "CUDA kernels"
 WARNING = (
     f"# {REHEARSAL}: nothing here was measured on a GPU\n\n"
     "A made-up device ran the benchmark with kernels that an emulator executes, on a processor. Times are left out.\n"
@@ -29,15 +30,18 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
+def shown(result: dict[str, Any]) -> dict[str, Any]:
+    """What of it is written."""
+    return {**result, "parts": plain(result["parts"])} if result["rehearsal"] else result
+
+
 def write(result: dict[str, Any], folder: Path) -> Path:
     """Both files into the folder. Returns the path of the first."""
     rehearsal = bool(result["rehearsal"])
-    name = REHEARSAL if rehearsal else "gpu"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    kept = {**result, "parts": plain(result["parts"])} if rehearsal else result
+    path, kept = folder / f"{REHEARSAL if rehearsal else 'gpu'}.json", shown(result)
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    (folder / ("REHEARSAL.md" if rehearsal else "README.md")).write_text(table(kept), encoding="utf-8")
+    (folder / (f"{REHEARSAL}.md" if rehearsal else "README.md")).write_text(table(kept), encoding="utf-8")
     return path
 
 
@@ -55,6 +59,10 @@ def table(result: dict[str, Any]) -> str:
         "until step() has returned, with the one wait in it.",
         "",
     ]
+    if not result["finished"]:
+        head += ["**Not finished**: this was written before the command came to its end.", ""]
+    if result["kernels"] != WITH_KERNELS:
+        head += [f"**Ours ran as {result['kernels']}**: without CuPy there are no kernels to measure.", ""]
     for one in parts.get("tests", []):
         head += [f"Tests: `{one['command']}`: {one['summary']}", *(f"* {line}" for line in one["failures"]), ""]
     sections = [

@@ -154,8 +154,13 @@ class LeftOut(Exception):
     """It cannot be measured here; the message says why."""
 
 
-def run(device: Measured, minutes: float, say: Callable[[str], None]) -> Found:
-    """Measure what fits. say: is told what is being done, and how long it may take."""
+def run(
+    device: Measured, minutes: float, say: Callable[[str], None], keep: Callable[[Found], None] = lambda found: None
+) -> Found:
+    """Measure what fits. say: is told what is being done, and how long it may take. keep: is told what there is so far.
+
+    Ctrl-C ends it, with what there is. So does nothing else: an error of the device, which all after it meet, is kept.
+    """
     found, began = Found(), time.monotonic()
     known: dict[str, float] = {}  # how much slower than was thought, by family
     every = tasks(device)
@@ -166,29 +171,37 @@ def run(device: Measured, minutes: float, say: Callable[[str], None]) -> Found:
     for number, task in enumerate(every, 1):
         expected = task.seconds * known.get(task.family, 1.0)
         line, why = f"{number}/{len(every)} {task.part}: {task.what}", None
-        if task.needs_bytes > (free := steps.SPARE * device.free_bytes()):
-            why = f"it needs {task.needs_bytes / 1e9:.1f} GB of the device's memory, {free / 1e9:.1f} GB are free"
-        elif expected > left_s():
-            why = f"it takes about {expected:.0f} s, and {max(left_s(), 0):.0f} s are left of {minutes:g} minutes"
-        if why is None:
+        interrupted = False
+        try:
+            if task.needs_bytes > (free := steps.SPARE * device.free_bytes()):
+                raise LeftOut(
+                    f"it needs {task.needs_bytes / 1e9:.1f} GB of the device's memory, {free / 1e9:.1f} are free"
+                )
+            if expected > left_s():
+                raise LeftOut(
+                    f"it takes about {expected:.0f} s, and {max(left_s(), 0):.0f} s are left of {minutes:g} minutes"
+                )
             say(f"{line}, about {expected:.0f} s ({left_s():.0f} s left)")
             started = time.monotonic()
-            try:
-                found.parts.setdefault(task.part, []).extend(task.call())
-                if task.family:
-                    known[task.family] = min(max((time.monotonic() - started) / task.seconds, 0.5), 3.0)
-            except LeftOut as error:
-                why = str(error)
-            except torch.OutOfMemoryError as error:
-                why = f"out of memory: {str(error).splitlines()[0]}"
-            except Exception as error:  # noqa: BLE001 - one part is not to cost the others
-                words = f"{type(error).__name__}: {error}"
-                found.failed.append(
-                    {"part": task.part, "what": task.what, "error": words, "at": traceback.format_exc()}
-                )
-                say(f"{line}: FAILED: {words.splitlines()[0][:200]}")
+            found.parts.setdefault(task.part, []).extend(task.call())
+            if task.family:
+                known[task.family] = min(max((time.monotonic() - started) / task.seconds, 0.5), 3.0)
+        except LeftOut as error:
+            why = str(error)
+        except torch.OutOfMemoryError as error:
+            why = f"out of memory: {str(error).splitlines()[0]}"
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - one part is not to cost the others
+            interrupted = isinstance(error, KeyboardInterrupt)
+            words = f"{type(error).__name__}: {error}"
+            found.failed.append({"part": task.part, "what": task.what, "error": words, "at": traceback.format_exc()})
+            say(f"{line}: FAILED: {words.splitlines()[0][:200]}")
         if why is not None:
             found.left_out.append({"part": task.part, "what": task.what, "why": why})
             say(f"{line}: left out: {why}")
-    found.spent_s = time.monotonic() - began
+        if interrupted:
+            found.left_out += [{"part": one.part, "what": one.what, "why": "interrupted"} for one in every[number:]]
+        found.spent_s = time.monotonic() - began
+        keep(found)
+        if interrupted:
+            break
     return found

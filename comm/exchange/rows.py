@@ -103,6 +103,8 @@ class BucketRows:
         self.gathered: list[RowMemory] = []
         self.gathered_nB: list[Tensor] = []
         self.replica = ReplicaRows(self, block, rank, like) if keeps is Keeps.REPLICA else None
+        self._num_filled = int((self.table.on_host.row_starts.diff() > 0).sum())
+        """Rows with elements; the others stand behind them."""
         self.served_B[0] = 1
 
     def fuse(self) -> Tensor:
@@ -155,7 +157,7 @@ class BucketRows:
     def refuse(self) -> None:
         """Say that nothing was encoded: the flag of every row with elements 0, every scale NaN."""
         self.sent.values_V[self.table.scale_at] = torch.nan
-        self.sent.bytes_B[self.table.flag_at[self.table.row_starts.diff() > 0]] = 0
+        self.sent_nB[: self._num_filled, 0] = 0  # by a mask on the device the host would wait for it
 
 
 def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, keeps: Keeps) -> list[BucketRows]:

@@ -122,21 +122,24 @@ class SidePipeline(InlinePipeline):
 
 
 class DeviceGate:
-    """A number on the GPU: 0 while open. closed: bool, 0-dim. is_closed: has the GPU written it?"""
+    """A number on the GPU: 0 while open. closed: bool, 0-dim. is_closed: had the GPU written it in time?"""
 
     def __init__(self, streams: Streams, like: Tensor) -> None:
         self._streams, self._stream = streams, streams.stream()
         self.closed = torch.zeros((), dtype=torch.bool, device=like.device)
         self._stream.wait_event(streams.current().record_event())
-        self.is_closed = False
+        self.is_closed = self._is_asked = False
 
     def close(self) -> None:
         """Write it, and wait until it is there, CLOSE_S at most. For good: whoever closes it leaves the group.
 
-        On a stream of its own, which waits for no collective, so that it comes before what is queued behind one.
+        On a stream of its own, which waits for no collective, so that it comes before what is queued behind one. Once:
+        where it came too late, something may have been aborted meanwhile, and is_closed stays False.
         """
-        if not self.is_closed:
-            with self._streams.on(self._stream):
-                self.closed.fill_(True)
-                event = self._stream.record_event()
-            self.is_closed = poll(event.query, CLOSE_S)
+        if self._is_asked:
+            return
+        self._is_asked = True
+        with self._streams.on(self._stream):
+            self.closed.fill_(True)
+            event = self._stream.record_event()
+        self.is_closed = poll(event.query, CLOSE_S)

@@ -220,7 +220,8 @@ class TorchGroup:
         """Return when done(), as an event on a GPU behind all that this rank has begun. what: for messages.
 
         Signals are handled. Raises: PeerLost, CallMismatch where a peer is gone, NCCL tells of an error, or it takes
-        longer than the time-out of the process group: all communicators are aborted then.
+        longer than the time-out of the process group; what done() raises, then this rank leaves. All communicators are
+        aborted then.
         """
         calls, detector, process_group = self.calls, self._detector, self._process_group()
         at = calls.recent[-1] if calls.recent else NOWHERE
@@ -249,9 +250,20 @@ class TorchGroup:
             if now > until:
                 raise RuntimeError("it took longer than the time-out of the process group")
 
+        broken: list[RuntimeError] = []
+
+        def is_done() -> bool:
+            try:
+                return done()
+            except RuntimeError as error:  # of the device, such as an assertion in a kernel of the user's: no peer's
+                broken.append(error)
+                return True
+
         try:
             with self._peers(what, at):
-                poll(done, look=look)
+                poll(is_done, look=look)
+            if broken:
+                raise broken[0]
         except CommError:
             raise
         except BaseException as error:  # a signal's: the others wait for what this rank does not go on with

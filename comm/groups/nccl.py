@@ -35,6 +35,7 @@ import weakref
 import torch.distributed as dist
 
 from thinwire.comm.groups.watching import Gate
+from thinwire.comm.signals import deferred
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +91,9 @@ class Communicators:
         """Close all gates, then abort all that NCCL carries; the kernels of their collectives end. Once.
 
         Takes ABORT_S at most, and what each gate takes. An abort that takes longer goes on in a thread of its own.
+        Signals wait for the end of it: half of it would leave kernels that never end.
         """
-        with self._lock:
+        with deferred(to_the_end=True), self._lock:
             if self.aborted:
                 return
             alive = [one for known in self._made if (one := known()) is not None]

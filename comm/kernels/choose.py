@@ -153,8 +153,7 @@ def narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
 def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Launcher | None:
     """What launches this CUDA source for such vectors; None where that is not possible, which one line of the log says.
 
-    The only place where that is decided. The source is compiled here, seconds the first time; CuPy keeps it in
-    ~/.cupy/kernel_cache.
+    The only place where that is decided. The source is compiled here, which takes seconds in each process.
     """
     if device.type != "cuda" or dtype != torch.float32:
         return None

@@ -68,11 +68,16 @@ def test_without_a_gpu_it_says_what_is_missing_and_ends_with_2(capsys):
 
 
 class Device:
-    """Nothing: only its memory is asked for."""
+    """Nothing: only its memory is asked for. broken: as after an error of CUDA, which every call meets."""
 
     rehearsal, device = False, torch.device("cpu")
 
+    def __init__(self, *, broken=False):
+        self._broken = broken
+
     def free_bytes(self):
+        if self._broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return 100
 
 
@@ -98,6 +103,31 @@ def test_what_fails_or_does_not_fit_is_kept_and_the_others_go_on(monkeypatch):
     assert any("quick, about 30 s" in line for line in said)
 
 
+def test_what_was_measured_outlives_a_broken_device_and_an_interrupt(monkeypatch):
+    def interrupts():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        parts, "tasks", lambda device: [parts.Task("steps", str(k), 1.0, lambda: [1]) for k in range(2)]
+    )
+    found = parts.run(Device(broken=True), 1.0, lambda line: None)
+    assert ["illegal memory access" in one["error"] for one in found.failed] == [True, True]
+    tasks = [parts.Task("steps", "0", 1.0, lambda: [1]), parts.Task("steps", "1", 1.0, interrupts)]
+    tasks.append(parts.Task("steps", "2", 1.0, lambda: [2]))
+    monkeypatch.setattr(parts, "tasks", lambda device: tasks)
+    kept = []
+    found = parts.run(Device(), 1.0, lambda line: None, lambda found: kept.append(len(found.parts["steps"])))
+    assert kept == [1, 1]
+    assert [one["what"] for one in found.failed] == ["1"]
+    assert found.left_out == [{"part": "steps", "what": "2", "why": "interrupted"}]
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_minutes_that_are_none_are_refused(minutes):
+    with pytest.raises(SystemExit):
+        command.main(["--rehearse", "--minutes", minutes])
+
+
 def test_the_table_of_a_gpu_has_medians_spread_and_shares():
     steps = {"values": 25_000_000, "step": "1-bit Adam", "ranks": 8, "seconds": [1e-3, 2e-3, 4e-3]}
     steps |= {"adam_seconds": [1e-3], "over_adam": 2.0, "launches": 31.0}
@@ -106,12 +136,18 @@ def test_the_table_of_a_gpu_has_medians_spread_and_shares():
     result = {
         "rehearsal": False, "command": "python -m benchmarks.gpu", "commit": "abc", "began": "now", "spent_s": 5.0,
         "minutes": 10.0, "gpus": [{"name": "X100"}], "nvidia_smi": [{"driver_version": "1.2"}],
-        "versions": {"torch": "9"}, "parts": {"steps": [steps], "kernels": [kernel]}, "left_out": [], "failed": [],
+        "versions": {"torch": "9"}, "kernels": "CUDA kernels", "finished": True,
+        "parts": {"steps": [steps], "kernels": [kernel]}, "left_out": [], "failed": [],
     }  # fmt: skip
     shown = table(result)
     assert shown.startswith("# On a GPU: X100")
     assert "| 25 M | 1-bit Adam | 8 | 2.000 (1.000 to 4.000) | 1.000 (1.000 to 1.000) | 2.00 x | 31 |" in shown
     assert "| 25 M | serve | 1.000 (1.000 to 1.000) | 1500 | 2000 | 75% |" in shown
+    assert "Not finished" not in shown
+    assert "plain torch" not in shown
+    shown = table({**result, "kernels": "plain torch", "finished": False})
+    assert "Not finished" in shown
+    assert "Ours ran as plain torch" in shown
 
 
 def test_the_chain_loses_nothing_but_to_its_errors():

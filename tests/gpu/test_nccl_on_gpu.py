@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from tests.comm.streams.ranks import exchange, inputs_of, reducer_of
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl, run_threads
 from thinwire.comm.exchange.side import SidePipeline
+from thinwire.comm.groups.nccl import SETTINGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda")
@@ -26,7 +27,8 @@ several = pytest.mark.skipif(
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A group of one rank over NCCL."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "")  # NCCL reads the process's own environment; it is put back behind the test
     prepare_nccl()
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield TorchGroup()

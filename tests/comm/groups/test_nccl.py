@@ -3,13 +3,16 @@
 import gc
 import logging
 import os
+import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
@@ -18,6 +21,7 @@ from thinwire.comm.exchange import side
 from thinwire.comm.groups import nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.groups.nccl import SETTINGS, Communicators, ends_the_process
+from thinwire.comm.groups.watching import poll
 
 
 class Aborted:
@@ -81,6 +85,21 @@ def test_an_abort_that_hangs_is_not_waited_for(all_nccl, caplog):
     assert told == []
     assert "nccl_abort_hangs" in caplog.text
     go_on.set()
+
+
+def test_ctrl_c_in_an_abort_waits_for_the_end_of_it(all_nccl):
+    """Else nothing would be aborted for good: an abort is begun once."""
+    told = []
+    gate, first = Gate(told), Aborted(told)
+    communicators = ended(first, gates=[gate])
+    gate.close = lambda: poll(lambda: told.append(signal.raise_signal(signal.SIGINT)) or len(told) > 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            communicators.abort()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told[-1] == "abort"
 
 
 def test_a_communicator_or_a_gate_that_is_gone_is_none(all_nccl):
@@ -176,6 +195,42 @@ def test_an_error_of_nccl_and_a_wait_beyond_the_time_out_are_peer_lost_too(alone
     assert group.told == ["abort", "abort"]
 
 
+def test_a_peer_whose_process_has_ended_is_lost_where_its_last_rows_do_not_come(alone, monkeypatch):
+    """Over shared memory NCCL does not notice."""
+    monkeypatch.setattr("thinwire.comm.groups.distributed.ENDED_S", 0.02)
+    group = alone(seen=False)
+    monkeypatch.setattr(group._detector, "ended", lambda: {1: "its process ended"})
+    with pytest.raises(PeerLost, match="a peer has ended"):
+        group.await_device("finish", lambda: False)
+    assert group.told == ["abort", "abort"]
+
+
+def test_who_is_interrupted_while_it_waits_leaves_the_others(alone):
+    group = alone(seen=False)
+
+    def done():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.await_device("finish", done)
+    assert group.told == ["abort", "abort"]
+    assert "KeyboardInterrupt in" in group._detector.left
+
+
+def test_an_error_of_the_device_is_no_lost_peer(alone):
+    """An index out of bounds in a layer of the user's is told by the event that is asked: no rank is to blame."""
+    group = alone(seen=False)
+
+    def done():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        group.await_device("finish", done)
+    assert group.told == ["abort", "abort"]
+    with pytest.raises(PeerLost, match="has left the group: RuntimeError in"):
+        group.await_device("finish", lambda: False)
+
+
 def test_who_leaves_aborts_both(alone):
     group = alone()
     group.leave("it was told to")
@@ -198,17 +253,62 @@ def test_a_gate_that_stays_open_is_known_to_be(monkeypatch):
     """A GPU that does not answer: nobody can tell what was served, and nothing of it counts."""
     monkeypatch.setattr(side, "CLOSE_S", 0.01)
     monkeypatch.setattr(side, "DRAIN_S", 0.01)
-    stuck = SimpleNamespace(query=lambda: False)
-    stream = SimpleNamespace(record_event=lambda: stuck, wait_event=lambda event: None)
-    streams = SimpleNamespace(
-        stream=lambda: stream,
-        current=lambda: stream,
-        on=lambda _: threading.Lock(),
-        pinned=torch.empty_like,
-    )
-    pipeline = side.SidePipeline(SimpleNamespace(), streams, torch.zeros(1), 3)
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: False), torch.zeros(1), 3)
     assert pipeline.admitted(3) is None
     assert not pipeline.gate.is_closed
+
+
+def test_a_gate_that_was_closed_too_late_stays_open(monkeypatch):
+    """One queue for all streams: the gate comes behind what was aborted, and all that was served of it is garbage."""
+    monkeypatch.setattr(side, "CLOSE_S", 0.01)
+    ended = []
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: bool(ended)), torch.zeros(1), 3)
+    pipeline.gate.close()
+    ended.append("the kernels, by the abort")
+    assert pipeline.admitted(3) is None
+
+
+def test_a_group_closes_the_gate_of_a_pipeline_before_it_aborts(alone):
+    group = alone(seen=False)
+    pipeline = side.SidePipeline(group, streams_whose_events(lambda: True), torch.zeros(1), 3)
+    group.leave("it was told to")
+    assert pipeline.gate.is_closed
+
+
+def test_what_is_spoilt_and_what_is_told_of_it_come_from_one_look_at_the_gate():
+    """It may close between the two."""
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+
+    class Closing(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            given = operation(*args, **(kwargs or {}))
+            pipeline.gate.closed.fill_(True)
+            return given
+
+    scales = torch.ones(3)
+    with Closing():
+        pipeline.admit(1, lambda: scales)
+    assert scales.tolist() == [1, 1, 1]
+    assert not pipeline._closed_K.any()
+
+
+def test_a_bucket_is_served_when_the_next_one_is_sent():
+    """So that no bucket's encoding is queued behind the collective of the one before."""
+    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+    served = []
+    pipeline.submit(served.append, 0)
+    assert served == []
+    pipeline.submit(served.append, 1)
+    assert served == [0]
+    assert pipeline.drain() is None
+    assert served == [0, 1]
+
+
+def streams_whose_events(query):
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=query), wait_event=lambda event: None)
+    return SimpleNamespace(
+        stream=lambda: stream, current=lambda: stream, on=lambda _: nullcontext(), pinned=torch.empty_like
+    )
 
 
 KILLED = """

@@ -250,7 +250,7 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense":
+        if name == "_local_scalar_dense" or torch.Tag.dynamic_output_shape in func.tags:
             if args[0].untyped_storage().data_ptr() not in self._pinned:  # torch waits for the stream
                 self.world.finish(self)
                 for stream in self.streams:

@@ -50,6 +50,7 @@ def differ(ours, theirs):
     ("size", "keeps", "seeds"),
     [
         (3, Keeps.ROWS, 1),
+        (2, Keeps.REPLICA, 1),
         *(
             pytest.param(size, keeps, 12, marks=pytest.mark.slow)
             for size in (1, 2, 3, 4)
@@ -119,12 +120,64 @@ def test_means_are_those_of_the_cpu_bit_for_bit(wire, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_nothing_of_the_exchange_is_queued_on_the_stream_of_backward(monkeypatch):
+def mean_with_a_death(world, step):
+    """Of every rank that lives: does its mean in bfloat16 count, and what has it served? The last one dies."""
+    size = len(world.devices)
+    met = threading.Barrier(size, timeout=60)
+
+    def work(group):
+        means, x, (given,) = reducer_of(group).means("bf16"), torch.zeros(LAYOUT.numel), inputs_of(group.rank, 1)
+        means.begin()
+        if met.wait() == 0:
+            world.kill = (size - 1, world.ran + step)
+        met.wait()
+        counts = True
+        with group.device:
+            try:
+                x.copy_(given)
+                for k in range(len(means._rows)):
+                    means.launch(k, x)
+                means.finish()
+            except PeerLost:
+                with means.redone() as counts:
+                    pass
+        return counts, done(group, lambda: [one.served_B.clone() for one in means._rows]), means.has_lost
+
+    return run_late(world, work)
+
+
+@pytest.mark.parametrize("num", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_death_in_a_mean_in_bfloat16_is_that_too(num, monkeypatch):
+    def whole(group):
+        means, x, (given,) = reducer_of(group).means("bf16"), torch.zeros(LAYOUT.numel), inputs_of(group.rank, 1)
+        means.begin()
+        x.copy_(given)
+        for k in range(len(means._rows)):
+            means.launch(k, x)
+        means.finish()
+        return [one.served_B.clone() for one in means._rows]
+
+    true, lost = run_threads(3, whole), 0
+    late(monkeypatch)
+    for seed, step in moments(num, most=110):
+        told = [one for one in mean_with_a_death(World(3, seed), step) if not isinstance(one, Died)]
+        assert all(isinstance(one, tuple) for one in told), told
+        has_it = any(not has_lost for *_, has_lost in told)
+        for (counts, rows, has_lost), due in zip(told, true, strict=False):
+            lost += has_lost
+            assert counts or not has_it, "another rank has the whole mean, and this one says that it has not served it"
+            assert not counts or all(torch.equal(a, b) for a, b in zip(rows, due, strict=True)), "it has not served it"
+    assert lost
+
+
+@pytest.mark.parametrize(("make", "boxes"), [(reducer_of, ()), (by_node_first, (0, 0, 1, 1))])
+def test_nothing_of_the_exchange_is_queued_on_the_stream_of_backward(make, boxes, monkeypatch):
     """So backward waits for no collective: overlap is kept."""
     late(monkeypatch)
+    size = len(boxes) or 2
 
     def on_main(group):
-        reducer, x = reducer_of(group), torch.zeros(LAYOUT.numel)
+        reducer, x = make(group), torch.zeros(LAYOUT.numel)
         memory, main = reducer.new_memory(), group.device.current()
         with group.device:
             reducer.begin(memory)
@@ -135,9 +188,48 @@ def test_nothing_of_the_exchange_is_queued_on_the_stream_of_backward(monkeypatch
             reducer.finish()
         return [b - a for a, b in zip(before, after, strict=True)]
 
-    assert run_late(World(2, 0), on_main) == [[0, 0]] * 2
+    assert run_late(World(size, 0, boxes=boxes), on_main) == [[0, 0]] * size
     everything_on_the_stream_of_backward(monkeypatch)
-    assert all(queued > 0 and waited > 0 for queued, waited in run_late(World(2, 0), on_main))
+    told = run_late(World(size, 0, boxes=boxes), on_main)
+    assert all(queued > 0 and waited > 0 for queued, waited in told)
+
+
+def test_what_is_refused_or_given_up_is_undone_as_on_the_cpu_bit_for_bit(monkeypatch):
+    """A rank refuses a bucket, then one gives up after its first; then all exchange."""
+
+    def work(group):
+        reducer = reducer_of(group)
+        memory, x, out = reducer.new_memory(), torch.zeros(LAYOUT.numel), torch.empty(LAYOUT.numel)
+        first, second, third = inputs_of(group.rank, 3)
+        with getattr(group, "device", nullcontext()):
+            reducer.begin(memory)
+            for k, (start, stop) in enumerate(reducer.buckets.spans):
+                x[start:stop].copy_(first[start:stop])
+                if (group.rank, k) == (1, 1):
+                    reducer.launch_refused(k)
+                else:
+                    reducer.launch_sum(k, x)
+            with pytest.raises(NonFiniteInput):
+                reducer.finish()
+            x.copy_(second)
+            if group.rank == 0:
+                reducer.begin(memory)
+                reducer.launch_sum(0, x)
+                reducer.abandon()
+            else:
+                with pytest.raises(NonFiniteInput):
+                    exchange(reducer, memory, x, second, lerp=False)
+            exchange(reducer, memory, x, third, lerp=False)
+            reducer.result.decode_(out)
+            reducer.commit()
+        return done(group, lambda: ([out.clone()], memory.share(group.size)))
+
+    theirs = run_threads(3, work)
+    late(monkeypatch)
+    ours = run_late(World(3, 0), work)
+    if (error := raised(ours)) is not None:
+        raise error
+    assert not differ(ours, theirs)
 
 
 def served(reducer):
