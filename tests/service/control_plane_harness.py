@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from thinwire.contract.files import private_folder
 from thinwire.service.config import Settings
+from thinwire.service.db import Database
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import LaunchState
 from thinwire.service.main import ControlPlane, create_app
@@ -57,6 +61,16 @@ class Clock:
         self.now += seconds
 
 
+@functools.cache
+def migrated() -> bytes:
+    """An SQLite database of this version without a row: to make one anew is half of what it takes to start a service."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = Database(f"sqlite:///{folder}/thinwire.db")
+        database.upgrade()
+        database.close()
+        return (Path(folder) / "thinwire.db").read_bytes()
+
+
 class Service:
     """An application without its lifespan: `turn` is the reconciler's thread."""
 
@@ -65,6 +79,11 @@ class Service:
         self.clock = Clock()
         self.launcher = launcher or FakeLauncher()
         self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",), **settings)
+        database = home / "thinwire.db"
+        if self.settings.database == f"sqlite:///{database}" and not database.exists():
+            private_folder(home)
+            database.touch(mode=0o600)
+            database.write_bytes(migrated())
         self.open()
 
     def open(self) -> None:
