@@ -13,9 +13,12 @@ PYTEST := $(BIN)/python -m pytest --durations=25
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
+# Where those of the one Ray are.
+RAYS := tests/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/workers/drill tests/workers/elastic
 TEST_JOBS ?= 4
-# Those of the one Ray run one at a time, and mostly wait; all others run side by side.
+# Those of the one Ray mostly wait: two files at a time; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
+OF_RAY := -n 2 --dist loadfile
 
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
@@ -36,7 +39,7 @@ test: .venv/.dev
 	@log=$$(mktemp); \
 	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
 	trap 'kill $$beside' INT TERM; \
-	$(PYTEST) -m "ray and not slow and not gpu"; of_ray=$$?; \
+	$(PYTEST) -m "ray and not slow and not gpu" $(OF_RAY) $(RAYS); of_ray=$$?; \
 	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops
@@ -45,7 +48,7 @@ test-fast: .venv/.dev .venv/.loops
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
 	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
-	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough
+	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough $(RAYS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
+from tests.comm.gloo_ranks import start
 from tests.workers.small_job import run_small
 from thinwire.contract.spec import TrainSpec
 
@@ -31,9 +33,33 @@ def run(*command: str) -> str:
     return told
 
 
-def test_the_two_line_change_compresses_under_torchrun():
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    told = run(*torchrun, str(EXAMPLES / "two_line_change.py"))
+FORKED = """
+import contextlib, runpy
+if size > 1:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="AT_PORT", TORCHELASTIC_USE_AGENT_STORE="True")
+sys.argv = ARGV
+with open(os.path.join(folder, f"{rank}.told"), "w") as told, contextlib.redirect_stdout(told):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_forked(folder: Path, workers: int, *argv: str) -> str:
+    """The same in processes that have imported torch already, with what torchrun gives each; what they print."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder.mkdir()
+    ranks = start(FORKED.replace("AT_PORT", str(store.port)).replace("ARGV", repr(list(argv))), workers, folder)
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * workers
+    return "".join((folder / f"{rank}.told").read_text() for rank in range(workers))
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_the_two_line_change_compresses(under, tmp_path):
+    script = str(EXAMPLES / "two_line_change.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
     warmup, compressed = re.search(r"bytes a step: ([\d,]+) in warm-up, ([\d,]+) compressed", told).groups()
     assert int(warmup.replace(",", "")) / int(compressed.replace(",", "")) == pytest.approx(32, rel=0.03)
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", told)]
@@ -45,20 +71,22 @@ def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     assert "sent 0 bytes" in told.splitlines()[-1]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, marks=pytest.mark.slow), ()])
+@pytest.mark.parametrize(
+    "launcher", [None, *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in (TORCHRUN, ()))]
+)
 def test_a_loop_over_a_session_learns_and_goes_on_from_its_folder(launcher, tmp_path):
-    command = (sys.executable, *launcher, str(EXAMPLES / "nanogpt.py"), "--folder", str(tmp_path), "--steps", "60")
-    told = run(*command)
-    assert f"{2 if launcher else 1} workers" in told
-    assert float(re.search(r"validation loss (\d\.\d+)", told)[1]) < 5.6  # 6.2 where nothing is known
-    assert run(*command).count("step 50") == 0  # it was at its end
+    command = (str(EXAMPLES / "nanogpt.py"), "--folder", str(tmp_path / "kept"), "--steps", "60")
+    first, second = (
+        run_forked(tmp_path / turn, 1, *command) if launcher is None else run(sys.executable, *launcher, *command)
+        for turn in ("first", "second")
+    )
+    assert f"{2 if launcher else 1} workers" in first
+    assert float(re.search(r"validation loss (\d\.\d+)", first)[1]) < 5.6  # 6.2 where nothing is known
+    assert second.count("step 50") == 0  # it was at its end
 
 
 @pytest.mark.slow  # importing transformers takes long, and tests/integrations/test_transformers.py has done it
-@pytest.mark.parametrize("launcher", [("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), ()])
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()])
 def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
     pytest.importorskip("transformers")
     told = run(sys.executable, *launcher, str(EXAMPLES / "transformers_trainer.py"))

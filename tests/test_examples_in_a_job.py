@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("script", "needs", "steps", "arguments", "learned"),
     [
-        ("nanogpt.py", "tokenizers", 60, ("--steps", 60), 0.9),
+        pytest.param("nanogpt.py", "tokenizers", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),
         ("images.py", "torch", 60, ("--steps", 60), 0.7),
         ("accelerate_loop.py", "accelerate", 120, (), 0.2),
         pytest.param("transformers_trainer.py", "transformers", 80, (), 0.7, marks=pytest.mark.slow),

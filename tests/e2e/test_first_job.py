@@ -69,11 +69,17 @@ def regroups(server, job_id):
 
 @dataclass
 class Followed:
-    """A long job whose control plane is killed in the middle, and what Prometheus said before that, by query."""
+    """A long job that has ended: one of its two workers was killed, and when another was in its place the service."""
 
     job: dict[str, Any]
     killed_at_step: int
-    scraped: dict[str, list[dict]] = field(default_factory=dict)
+    """The service; the worker at step 45 or soon after."""
+    scraped: dict[str, list[dict]]
+    """What Prometheus said before that, by query."""
+    series: int
+    """How many the job had in Prometheus before that."""
+    on_the_train_page: list[set[int]]
+    """Pids of the workers that live, each time that they were others."""
 
 
 RATIO = "thinwire_compression_ratio"
@@ -86,114 +92,8 @@ QUERIES = (
 )
 
 
-@pytest.fixture(scope="module")
-def followed(server, prometheus) -> Followed:
-    job_id = server.submit(**LONG)
-
-    def both_compressed():
-        assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
-        series = prometheus.ask(f'{RATIO}{{job_id="{job_id}"}}')
-        return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
-
-    scraped = {}
-    if prometheus is not None:
-        scraped = {RATIO: wait_for("Prometheus knows both workers' compression ratio", both_compressed)}
-        scraped |= {query: wait_for(query, lambda query=query: prometheus.ask(query), 60) for query in QUERIES}
-    before = server.wait_for_step(job_id, 30)["progress"]["step"]
-    server.kill()
-    server.start()
-    if prometheus is not None:
-        prometheus.look_at(server)
-    return Followed(server.wait_for_end(job_id), before, scraped)
-
-
-@pytest.mark.parametrize("query", [RATIO, *QUERIES])
-def test_a_real_prometheus_scrapes_the_service_and_the_workers_of_a_job(followed, query):
-    if not followed.scraped:
-        missing("prometheus is not installed: apt install prometheus")
-    assert followed.scraped[query]
-
-
-def test_a_real_prometheus_is_told_the_compression_of_each_rank(followed):
-    if not followed.scraped:
-        missing("prometheus is not installed: apt install prometheus")
-    series = followed.scraped[RATIO]
-    assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
-    # 31.7, or 29.8 in each 16th step, which tells the others the largest errors too (workers.shadow).
-    assert all(29.0 < float(s["value"][1]) < 32.2 for s in series), series
-
-
-def test_a_job_has_no_more_series_than_are_told(prometheus, bereaved):
-    """Asked while a job of two ran; and when it is over there are none."""
-    if prometheus is None:
-        missing("prometheus is not installed: apt install prometheus")
-    assert 20 < bereaved.series <= most_series(2)
-
-    def gone():
-        return not prometheus.ask(f'{{__name__=~"thinwire_.+", job_id="{bereaved.job["id"]}", rank!=""}}')
-
-    wait_for("the series of workers that have ended go away", gone, 60)
-
-
-@pytest.mark.parametrize("where", [*of_dashboards(), *of_rules()])
-def test_every_query_of_every_dashboard_and_rule_has_an_answer_of_a_real_job(prometheus, bereaved, where):
-    if prometheus is None:
-        missing("prometheus is not installed: apt install prometheus")
-    if not WIRE_INTERFACE and "wire_" in {**of_dashboards(), **of_rules()}[where] and where in prometheus.unanswered:
-        pytest.skip("this machine has no interface but loopback")
-    assert (where in prometheus.unanswered) == (where in OF_SCRIPTS_ALONE)
-
-
-def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server, followed):
-    assert followed.killed_at_step < LONG["steps"]
-    assert_whole(server, followed.job, LONG["steps"])
-    assert followed.job["attempt"] == 1
-    assert not [e for e in server.history(followed.job["id"])["events"] if e["kind"] == "resumed"]
-
-
-@pytest.fixture(scope="module")
-def short(server):
-    """A job of 40 steps that has ended."""
-    job = server.wait_for_end(server.submit(steps=40))
-    assert job["summary"]["steps"] == 40, job["reason"]
-    return job
-
-
-def rays_answer(server, job, **headers):
-    """What the Ray dashboard says of the job."""
-    dashboard = job["dashboard_url"].split("/#/")[0]
-    return httpx.get(f"{dashboard}/api/jobs/{job['id']}", headers=headers)
-
-
 def rays_token(server):
     return (server.home / "ray" / "auth_token").read_text().strip()
-
-
-def test_the_ray_job_has_the_same_id(server, short):
-    assert short["dashboard_url"].endswith(f"/#/jobs/{short['id']}")
-    answer = rays_answer(server, short, Authorization=f"Bearer {rays_token(server)}")
-    assert answer.json()["submission_id"] == short["id"]
-
-
-def test_the_ray_dashboard_refuses_who_has_no_token(server, short):
-    assert rays_answer(server, short).status_code == 401
-
-
-def test_no_token_is_shown_by_ray_or_by_a_log(server, short):
-    answer = rays_answer(server, short, Authorization=f"Bearer {rays_token(server)}")
-    told = answer.text + server.logs(short["id"]) + (server.home / "server.log").read_text()
-    for secret in ((Path(short["run_dir"]) / "token").read_text().strip(), rays_token(server), server.token):
-        assert secret not in told
-
-
-@dataclass
-class Bereaved:
-    """A job that has ended, one of whose two workers was killed; how many series it had in Prometheus before that."""
-
-    job: dict[str, Any]
-    series: int
-    on_the_train_page: list[set[int]]
-    """Pids of the workers that live, each time that they were others."""
 
 
 def on_the_train_page(server, job_id) -> set[int]:
@@ -212,35 +112,119 @@ def on_the_train_page(server, job_id) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def bereaved(server, prometheus):
-    """One of its workers was killed with -9 at step 45 or soon after."""
-    job_id, series = server.submit(**LONG), 0
+def followed(server, prometheus) -> Followed:
+    """One job for all of these laws, as a job takes half a minute to start."""
+    job_id = server.submit(**LONG)
+
+    def both_compressed():
+        assert server.job(job_id)["state"] not in ("FAILED", "SUCCEEDED"), server.job(job_id)["reason"]
+        series = prometheus.ask(f'{RATIO}{{job_id="{job_id}"}}')
+        return series if len(series) == 2 and all(float(s["value"][1]) > 25 for s in series) else None
+
+    scraped, series = {}, 0
+    if prometheus is not None:
+        scraped = {RATIO: wait_for("Prometheus knows both workers' compression ratio", both_compressed)}
+        scraped |= {query: wait_for(query, lambda query=query: prometheus.ask(query), 60) for query in QUERIES}
     server.wait_for_step(job_id, 45)
     if prometheus is not None:
         prometheus.ask_all(job_id)
         counted = prometheus.ask(f'count({{__name__=~"thinwire_.+", job_id="{job_id}", rank!=""}})')
         series = int(counted[0]["value"][1])
-    shown = [on_the_train_page(server, job_id)]
+    shown, restarted_at = [on_the_train_page(server, job_id)], None
     os.kill(pids(server, job_id, 1)[0], signal.SIGKILL)
     while server.job(job_id)["state"] == "RUNNING":
         if prometheus is not None:
             prometheus.ask_all(job_id)
         if (now := on_the_train_page(server, job_id)) != shown[-1]:
             shown.append(now)
+        another = len(shown) > 1 and len(shown[-1]) == 2
+        if restarted_at is None and another and regroups(server, job_id):
+            restarted_at = server.job(job_id)["progress"]["step"]
+            server.kill()
+            server.start()
+            if prometheus is not None:
+                prometheus.look_at(server)
         time.sleep(0.5)
-    return Bereaved(server.wait_for_end(job_id), series, shown)
+    return Followed(server.wait_for_end(job_id), restarted_at or LONG["steps"], scraped, series, shown)
 
 
-def test_the_train_page_of_rays_dashboard_shows_the_workers_of_now(server, bereaved):
-    (survivor,) = pids(server, bereaved.job["id"], 0)
-    dead, newcomer = pids(server, bereaved.job["id"], 1)[:2]
-    assert bereaved.on_the_train_page[0] == {survivor, dead}
-    assert {survivor, newcomer} in bereaved.on_the_train_page
+@pytest.mark.parametrize("query", [RATIO, *QUERIES])
+def test_a_real_prometheus_scrapes_the_service_and_the_workers_of_a_job(followed, query):
+    if not followed.scraped:
+        missing("prometheus is not installed: apt install prometheus")
+    assert followed.scraped[query]
 
 
-def test_a_killed_worker_costs_no_step(server, bereaved):
-    assert_whole(server, bereaved.job, LONG["steps"])
-    events = server.history(bereaved.job["id"])["events"]
+def test_a_real_prometheus_is_told_the_compression_of_each_rank(followed):
+    if not followed.scraped:
+        missing("prometheus is not installed: apt install prometheus")
+    series = followed.scraped[RATIO]
+    assert sorted(s["metric"]["rank"] for s in series) == ["0", "1"]
+    # 31.7, or 29.8 in each 16th step, which tells the others the largest errors too (workers.shadow).
+    assert all(29.0 < float(s["value"][1]) < 32.2 for s in series), series
+
+
+def test_a_job_has_no_more_series_than_are_told(prometheus, followed):
+    """Asked while a job of two ran; and when it is over there are none."""
+    if prometheus is None:
+        missing("prometheus is not installed: apt install prometheus")
+    assert 20 < followed.series <= most_series(2)
+
+    def gone():
+        return not prometheus.ask(f'{{__name__=~"thinwire_.+", job_id="{followed.job["id"]}", rank!=""}}')
+
+    wait_for("the series of workers that have ended go away", gone, 60)
+
+
+@pytest.mark.parametrize("where", [*of_dashboards(), *of_rules()])
+def test_every_query_of_every_dashboard_and_rule_has_an_answer_of_a_real_job(prometheus, followed, where):
+    if prometheus is None:
+        missing("prometheus is not installed: apt install prometheus")
+    if not WIRE_INTERFACE and "wire_" in {**of_dashboards(), **of_rules()}[where] and where in prometheus.unanswered:
+        pytest.skip("this machine has no interface but loopback")
+    assert (where in prometheus.unanswered) == (where in OF_SCRIPTS_ALONE)
+
+
+def test_a_killed_control_plane_follows_the_job_to_its_end_when_it_is_back(server, followed):
+    assert followed.killed_at_step < LONG["steps"]
+    assert_whole(server, followed.job, LONG["steps"])
+    assert followed.job["attempt"] == 1
+    assert not [e for e in server.history(followed.job["id"])["events"] if e["kind"] == "resumed"]
+
+
+def rays_answer(server, job, **headers):
+    """What the Ray dashboard says of the job."""
+    dashboard = job["dashboard_url"].split("/#/")[0]
+    return httpx.get(f"{dashboard}/api/jobs/{job['id']}", headers=headers)
+
+
+def test_the_ray_job_has_the_same_id(server, followed):
+    assert followed.job["dashboard_url"].endswith(f"/#/jobs/{followed.job['id']}")
+    answer = rays_answer(server, followed.job, Authorization=f"Bearer {rays_token(server)}")
+    assert answer.json()["submission_id"] == followed.job["id"]
+
+
+def test_the_ray_dashboard_refuses_who_has_no_token(server, followed):
+    assert rays_answer(server, followed.job).status_code == 401
+
+
+def test_no_token_is_shown_by_ray_or_by_a_log(server, followed):
+    answer = rays_answer(server, followed.job, Authorization=f"Bearer {rays_token(server)}")
+    told = answer.text + server.logs(followed.job["id"]) + (server.home / "server.log").read_text()
+    for secret in ((Path(followed.job["run_dir"]) / "token").read_text().strip(), rays_token(server), server.token):
+        assert secret not in told
+
+
+def test_the_train_page_of_rays_dashboard_shows_the_workers_of_now(server, followed):
+    (survivor,) = pids(server, followed.job["id"], 0)
+    dead, newcomer = pids(server, followed.job["id"], 1)[:2]
+    assert followed.on_the_train_page[0] == {survivor, dead}
+    assert {survivor, newcomer} in followed.on_the_train_page
+
+
+def test_a_killed_worker_costs_no_step(server, followed):
+    assert_whole(server, followed.job, LONG["steps"])
+    events = server.history(followed.job["id"])["events"]
     assert not [e for e in events if e["kind"] == "resumed"]
     first = next(e for e in events if e["kind"] == "regrouped")
     assert first["fields"]["world_size"] == 2
@@ -248,10 +232,10 @@ def test_a_killed_worker_costs_no_step(server, bereaved):
     assert first["step"] >= 45
 
 
-def test_when_a_worker_is_killed_the_other_keeps_its_process(server, bereaved):
-    assert bereaved.job["attempt"] == 1
-    assert len(pids(server, bereaved.job["id"], 0)) == 1
-    assert len(pids(server, bereaved.job["id"], 1)) > 1
+def test_when_a_worker_is_killed_the_other_keeps_its_process(server, followed):
+    assert followed.job["attempt"] == 1
+    assert len(pids(server, followed.job["id"], 0)) == 1
+    assert len(pids(server, followed.job["id"], 1)) > 1
 
 
 @dataclass

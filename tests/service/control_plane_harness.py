@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import secrets
+import sqlite3
 import tempfile
 import time
 import warnings
@@ -63,7 +66,7 @@ class Clock:
 
 @functools.cache
 def migrated() -> bytes:
-    """An SQLite database of this version without a row: to make one anew is half of what it takes to start a service."""
+    """An SQLite database of this version without a job: to migrate one is half of what a service takes to start."""
     with tempfile.TemporaryDirectory() as folder:
         database = Database(f"sqlite:///{folder}/thinwire.db")
         database.upgrade()
@@ -84,6 +87,9 @@ class Service:
             private_folder(home)
             database.touch(mode=0o600)
             database.write_bytes(migrated())
+            with contextlib.closing(sqlite3.connect(database)) as connection:  # what each of them has of its own
+                connection.execute("UPDATE service SET id = ?", (secrets.token_hex(4),))
+                connection.commit()
         self.open()
 
     def open(self) -> None:

@@ -106,7 +106,10 @@ def _state(client: httpx.Client, job_id: str) -> str:
     return str(client.get(f"/v1/jobs/{job_id}").json()["state"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server], number: int) -> None:
     server = Server(tmp_path / "home")
     servers.append(server)

@@ -105,22 +105,10 @@ def test_a_resumed_run_is_bit_equal_to_the_one_that_saved_and_went_on(tmp_path, 
         assert went_on == went_on_too
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=SIZES)
-def saved(request, dtype, tmp_path_factory):
-    """(store, what rank 0 held at the checkpoint), written by so many ranks."""
-    store = CheckpointStore(tmp_path_factory.mktemp("saved"), keep=1)
-    ((then, _), *_) = saving_run(store, "onebit_adam", request.param, dtype)
-    return store, then
-
-
-@pytest.mark.parametrize("new_size", SIZES)
-def test_any_number_of_ranks_loads_what_any_number_wrote(saved, new_size, dtype):
-    store, (model, optimizer) = saved
+@every_value({"size": SIZES, "new_size": SIZES[2:] + SIZES[:2], "dtype": [torch.float32, torch.bfloat16]})
+def test_any_number_of_ranks_loads_what_any_number_wrote(tmp_path, size, new_size, dtype):
+    store = CheckpointStore(tmp_path, keep=1)
+    (((model, optimizer), _), *_) = saving_run(store, "onebit_adam", size, dtype)
     for (model_too, optimizer_too), _ in loading_run(store, "onebit_adam", new_size, dtype, steps=0):
         assert set(model) == set(model_too)
         assert all(bits(model[name]) == bits(model_too[name]) for name in model)

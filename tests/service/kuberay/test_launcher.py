@@ -23,6 +23,8 @@ from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import connect
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
 
+RECONCILER = "thinwire.service.jobs.reconciler"
+
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
 
 
@@ -79,10 +81,11 @@ def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
     kube: OnKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     kube.api.faults.refuse(503, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
-    with caplog.at_level("INFO", "thinwire.service.jobs.reconciler"):
+    with caplog.at_level("INFO", RECONCILER):
         kube.service.submit(**STORE)
         kube.service.turn(5)
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["submit_failed"]
+    told = [record.getMessage().split()[0] for record in caplog.records if record.name == RECONCILER]
+    assert told == ["submit_failed"]
 
 
 def test_a_quota_that_changes_meanwhile_is_no_rayjob_that_is_there(

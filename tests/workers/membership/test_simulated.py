@@ -20,7 +20,7 @@ def hold(seeds: range) -> None:
         assert broken is None, written(seed, job.timeline, broken)
 
 
-@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 200), marks=pytest.mark.slow)], ids=str)
 def test_the_laws_hold_under_any_faults(seeds):
     hold(seeds)
 
@@ -34,8 +34,8 @@ def test_the_laws_hold_under_many_more_faults(seeds):
 OLD = {
     "deaf": (range(400), 5),
     "silence-counts": (range(400), 5),
-    "no-lease": (range(400), 1),
-    "tokens-by-clock": (range(21600, 21700), 6),
+    "no-lease": (range(70, 400), 1),
+    "tokens-by-clock": (range(21640, 21700), 6),
 }
 """Within which seeds an old rule breaks which law, among others."""
 
