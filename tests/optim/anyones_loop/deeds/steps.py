@@ -237,7 +237,7 @@ def compiled_by_inductor(loop: Loop) -> None:
     loop.model = torch.compile(loop.net)
 
 
-@deed(STEPS, "`torch.compile(optimizer.step)`", apart=True, differs="the step itself is not compiled")
+@deed(STEPS, "`torch.compile(optimizer.step)`", apart=True, slow=True, differs="the step itself is not compiled")
 def step_compiled(loop: Loop) -> None:
     step = torch.compile(loop.optimizer.step, backend="eager")
 
