@@ -52,8 +52,10 @@ BOUNDS = LambHyper()
 """By default: DeepSpeed's."""
 LEAST, MOST = 0.5, 8.0
 """Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
-CHANCE = 2.0
-"""Standard errors of the length that g and m share that do not count: noise is never below 0, so it would add up."""
+CHANCE = 1.0
+"""Standard errors of what g and m have in common that do not count, of either sign."""
+LEAST_NOISE = 0.25
+"""|u_0|^2 is at least this part of what independent gradients would give it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,56 +160,74 @@ def step_(
     parts: Sequence[TensorSegments],
     bounds: LambHyper,
     bias_step: int | None,
-    times_T: Tensor | None = None,
+    squares_T: Tensor | None = None,
     seen_N: Tensor | None = None,
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
-    times: q of all tensors, modified: how many times longer u of a decoded m is (lengthened), the geometric mean of
-    what it was and of what is found now, where it was not exactly 1. None: q is 1.
+    squares: |u_0|^2 of all tensors as it would be of exact momenta, modified: the mean of what it was, where that is
+    known, and of what is found now (exact_squares); q is how many times longer u is (lengthened). None: q is 1.
     seen: what v takes in the square of, in place of g.
     """
     found = []
     for part in parts:
         p_s, g_s, m_s, v_s = (x_N[part.span] for x_N in (p_N, g_N, m_N, v_N))
-        times_t = None
-        if times_T is not None:
-            times_t, longer_t = times_T[part.tensors], lengthened(p_s, g_s, m_s, v_s, h, part)
-            times_t.copy_(torch.where(times_t == 1, longer_t, (times_t * longer_t).sqrt_()))
+        square_t = None
+        if squares_T is not None:
+            square_t, now_t = squares_T[part.tensors], exact_squares(g_s, m_s, v_s, h, part)
+            square_t.copy_(torch.where(are_known(square_t), (square_t + now_t) / 2, now_t))
         adam_math.momentum_(m_s, g_s, h.beta1)
         adam_math.variance_(v_s, g_s if seen_N is None else seen_N[part.span], h.beta2)
-        u_s = adam_direction(m_s, v_s, h, bias_step).add_(p_s, alpha=h.weight_decay)
-        found.append(trust_ratios(p_s, u_s, part, bounds))
-        move_(p_s, u_s, found[-1] if times_t is None else times_t * found[-1], h.lr, part)
+        u_s = adam_direction(m_s, v_s, h, bias_step)
+        direction_t = None if square_t is None else part.norms(u_s)
+        u_s.add_(p_s, alpha=h.weight_decay)
+        update_t = part.norms(u_s)
+        factors_t = clipped_ratios(part.norms(p_s), update_t, bounds)
+        found.append(factors_t)
+        if square_t is not None and direction_t is not None:
+            factors_t = factors_t * lengthened(square_t, direction_t, update_t)
+        move_(p_s, u_s, factors_t, h.lr, part)
     return torch.cat(found)
 
 
-def lengthened(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, segments: TensorSegments) -> Tensor:
-    """How many times longer u is, of a decoded m, than it would be of the mean of exact momenta: float[t], an estimate.
+def exact_squares(g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, segments: TensorSegments) -> Tensor:
+    """|u_0|^2 of each tensor as it would be of the mean of exact momenta, where m is decoded: float[t], an estimate.
 
     g: the mean gradient of the step after m; d = sqrt(v) + eps, with a v that has not seen g. What one bit leaves out
-    or adds has nothing to do with g, and neither has the noise of the gradients that m is made of. So
+    or adds has nothing to do with g, so that the exact m has with g in common what the decoded one has:
 
-        S = <g / d, m / d>            estimates the squared length of the expected gradient, in units of d;
-            less CHANCE |g m / d^2|   as far as chance alone would give it, and at least 0
-        |g / d|^2 - S                 that of a gradient's noise; m averages it down to (1 - beta1) / (1 + beta1)
-        |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of the exact m
-        q = |u| / sqrt(|u|^2 - (|m / d|^2 - |u_0|^2)),  u = m / d + wd x
+        S = <g / d, m / d>            less CHANCE |g m / d^2| of its size, which chance alone would give it
+        |u_0|^2 = S + (|g / d|^2 - S) (1 - beta1) / (1 + beta1)       of m = beta1 m + (1 - beta1) g in the long run
 
-    in [LEAST, MOST].
+    S = |g / d|^2 where all gradients are alike, 0 where they are independent, below where each undoes a part of the one
+    before. S is at most |g / d|^2, and the whole at least LEAST_NOISE times what independent gradients would give.
     """
     d_s = v_s.sqrt().add_(h.eps)
     gradient_s, u_s = g_s / d_s, m_s / d_s
     chance_t = segments.norms(gradient_s * u_s).mul_(CHANCE)
     decoded_t, gradient_t = segments.norms(u_s).square_(), segments.norms(gradient_s).square_()
-    both_t = segments.norms(gradient_s.add_(u_s)).square_()
-    update_t = segments.norms(u_s.add_(p_s, alpha=h.weight_decay)).square_()
-    signal_t = ((both_t - gradient_t - decoded_t) / 2).sub_(chance_t).clamp_(min=0)
+    signal_t = (segments.norms(gradient_s.add_(u_s)).square_() - gradient_t - decoded_t) / 2
+    signal_t = torch.copysign((signal_t.abs() - chance_t).clamp_(min=0), signal_t)
     signal_t = torch.minimum(signal_t, gradient_t)
-    exact_t = signal_t + (gradient_t - signal_t) * ((1 - h.beta1) / (1 + h.beta1))
-    left_t = (1 - (decoded_t - exact_t) / update_t).clamp_(MOST**-2, LEAST**-2)
-    return left_t.rsqrt_().nan_to_num_(1.0)
+    averaged = (1 - h.beta1) / (1 + h.beta1)
+    return torch.maximum(signal_t + (gradient_t - signal_t) * averaged, gradient_t * (LEAST_NOISE * averaged))
+
+
+def are_known(squares_t: Tensor) -> Tensor:
+    """Which of these squared lengths are: one that is exactly 1 has not been found yet, and 0 says nothing. bool[t]."""
+    return (squares_t != 1) & (squares_t > 0)
+
+
+def lengthened(square_t: Tensor, direction_t: Tensor, update_t: Tensor) -> Tensor:
+    """q of each tensor: how many times longer u = u_0 + wd x is, u_0 of a decoded m, than it would be of the exact one.
+
+    square: |u_0|^2 of the exact m; direction: |u_0|; update: |u|.  q = |u| / sqrt(|u|^2 - (|u_0|^2 - square)), in
+    [LEAST, MOST]; 1 where the square is not known, or u is 0.
+    """
+    left_t = 1 - (direction_t * direction_t - square_t) / (update_t * update_t)
+    left_t = torch.where(are_known(square_t), left_t, torch.ones_like(left_t))
+    return left_t.clamp_(MOST**-2, LEAST**-2).rsqrt_().nan_to_num_(1.0)
 
 
 def move_(p_s: Tensor, u_s: Tensor, factors_t: Tensor, lr: float, segments: TensorSegments) -> None:

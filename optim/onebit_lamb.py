@@ -13,8 +13,9 @@ far the variance has moved since. Its present value only bounds it: where gradie
 Where v is brought up to date (optim.variance.refresh), so is the trust ratio (optim.lamb_math.lengthened), in place of
 c_avg r_l:
 
-    at a refresh         q_l = how many times longer one bit has made u_l;  x_l <- x_l - lr q_l c_l u_l
-    compressed, after    x_l <- x_l - lr q_l c_l u_l;  r_l is 1
+    at the freeze, and   |u_0|^2 as it is, or would be, of the mean of exact momenta
+    at each refresh
+    compressed           x_l <- x_l - lr q_l c_l u_l,  q_l how many times longer one bit has made u_l;  r_l is 1
 
 There v_fresh has no use, and its place is that of the sum of all gradients since the last refresh, which v takes in
 where most gradients are zero (optim.variance.sums).
@@ -50,6 +51,8 @@ from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
+SQUARES = "squares"
+"""Among the saved values where factor_T is |u_0|^2 of exact momenta."""
 SUMMED_FROM = "summed_from"
 """Among the saved values: the step after which A counts; absent where R of then is not known."""
 
@@ -69,7 +72,7 @@ class OneBitLambState:
     scaling_T: Replicated
     """k_l, from the freeze on."""
     factor_T: Replicated
-    """r_l of the last step. Where the trust ratio is followed q_l, and exactly 1 until it is known."""
+    """r_l of the last step. Where the trust ratio is followed |u_0|^2 of exact momenta, exactly 1 until it is known."""
     momentum_error: Residual
 
     @property
@@ -98,9 +101,9 @@ def warm_up(
     is in units of k.
     """
     m_N = s.momentum.written()
-    times_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
+    squares_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
     for h, parts in groups:
-        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), times_T, seen_N)
+        coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), squares_T, seen_N)
         if plan.phase is not Phase.WARMUP:
             continue
         average_t = s.coeff_T[parts[0].tensors.start : parts[-1].tensors.stop]
@@ -193,12 +196,16 @@ def _factors(
     bounds: LambHyper,
     settings: OneBitSettings,
 ) -> Tensor:
-    """min(c_avg r, 4 c) of each tensor, float[t], new; where the trust ratio is followed q c. s: r is modified."""
+    """min(c_avg r, 4 c) of each tensor, float[t], new; where the trust ratio is followed and |u_0|^2 known q c.
+
+    s: r is modified.
+    """
     # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
     trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
     average_t, factor_t = s.coeff_T[part.tensors], s.factor_T[part.tensors]
     if settings.follow_trust:
-        return torch.where(factor_t == 1, _bounded(average_t, trust_t, settings), factor_t * trust_t)
+        followed_t = lamb_math.lengthened(factor_t, found.direction_t, found.update_t) * trust_t
+        return torch.where(lamb_math.are_known(factor_t), followed_t, _bounded(average_t, trust_t, settings))
     _move_ratio_(factor_t, found, h, bounds, settings)
     return _bounded(average_t * factor_t, trust_t, settings)
 
@@ -346,6 +353,13 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s = self.vectors
         self._begin_fresh(floored_N)
         s.factor_T.fill_(1)
+        self.saved.pop(SQUARES, None)
+        if self._followed.follow_trust:
+            self.saved[SQUARES] = True
+            for h, parts in zip(self.hypers(self.num_steps + 1), self.segments, strict=True):
+                for part in parts:
+                    u_s = lamb_math.adam_direction(s.m_N[part.span], s.v_N[part.span], h, None)
+                    s.factor_T[part.tensors] = part.norms(u_s).square_()
         if self.settings.bias_correction:
             parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
             s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype), s.coeff_T.device))
@@ -376,6 +390,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     def resumed(self) -> None:
         """As FreezingOptimizer.resumed. Of a run whose sums nobody will read v_fresh begins anew."""
         super().resumed()
+        if self.frozen_at is not None and self._followed.follow_trust != (SQUARES in self.saved):
+            self.vectors.factor_T.fill_(1)  # it was r, or q, of an older version; or is to be r
+            self.saved.pop(SQUARES, None)
+            if self._followed.follow_trust:
+                self.saved[SQUARES] = True
         if self._sums or self.saved.pop(SUMMED_FROM, None) is None:
             return
         if not self._followed.follow_trust:

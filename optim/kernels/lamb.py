@@ -115,8 +115,8 @@ class Heard:
 class Bounds:
     """Of r, of its change in a step, of the trust ratio, and by which multiple of that a step is bounded (inf: none).
 
-    weighs: does r count for the part of an update that is not decay, where there is decay? follows: factors are q of
-    optim.onebit_lamb, in place of r, and stay; fresh_v is A of optim.variance.sums.
+    weighs: does r count for the part of an update that is not decay, where there is decay? follows: factors are
+    |u_0|^2 of exact momenta, in place of r, and stay; fresh_v is A of optim.variance.sums.
     """
 
     least_factor: float

@@ -30,6 +30,8 @@ SLACK = 1e-5
 much slack for rounding. Elsewhere a root and a quotient are saved, half of all, and no bit changes."""
 LEAST_EPS = 1e-12
 """With less the squares would underflow: then every ratio is worked out."""
+LEAST_LEFT, MOST_LEFT = 8.0**-2, 0.5**-2
+"""1 / q^2 lies between them: MOST and LEAST of optim.lamb_math."""
 
 
 @compiled
@@ -278,10 +280,12 @@ def lamb_rates(
 ) -> None:
     """rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; r is written to `factor`.
 
-    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. follows: rates <- lr q c
-    where `factor` is a q other than 1, else c_avg in place of c_avg r; it is not written. sums: scratch.
+    longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. follows: `factor` is
+    |u_0|^2 of exact momenta, and rates <- lr q c where that is known (optim.lamb_math.are_known, lengthened), else it is
+    c_avg in place of c_avg r; it is not written. sums: scratch.
     """
     zero, one = lr - lr, factor.dtype.type(1)
+    least_left, most_left = factor.dtype.type(LEAST_LEFT), factor.dtype.type(MOST_LEFT)
     sums[:] = 0
     for tile in range(tensors.size):
         at = tensors[tile]
@@ -305,6 +309,9 @@ def lamb_rates(
         rate = coeff[at] * r
         if np.isfinite(longest):
             rate = min(rate, longest * trust)
-        if follows and factor[at] != one:
-            rate = factor[at] * trust
+        if follows and factor[at] != one and factor[at] > zero:
+            rate = trust
+            if update > zero:
+                left = one - (direction * direction - factor[at]) / (update * update)
+                rate = trust / np.sqrt(min(max(left, least_left), most_left))
         rates[at] = rate * lr

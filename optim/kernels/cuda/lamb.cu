@@ -20,6 +20,8 @@
 #define KINDS 3u              // of squares: of the direction, of the update, of the parameters
 #define ROOM (SLAB + BYTE)    // for those of one kind, so that three lanes with one number read from three banks
 #define TOLD (THREADS + BYTE)  // the same of what is found of tiles
+#define LEAST_LEFT 0.015625f   // 1 / q^2 lies between them: MOST and LEAST of optim/lamb_math.py
+#define MOST_LEFT 4.f
 
 typedef unsigned char byte;
 
@@ -201,7 +203,8 @@ KERNEL measure_floats(const Tile* tiles, const float* p, const float* v, float* 
 }
 
 // Bounds of r, of its change, of the trust ratio c, and by how many times that a step is bounded; bounded: is it? weighs:
-// r counts for the part of an update that is not decay. follows: factors are q, and stay.
+// r counts for the part of an update that is not decay. follows: factors are |u_0|^2
+// of exact momenta, 1 where that is not known, and stay.
 struct Bounds {
     float least_factor, most_factor, slower, faster, least_coeff, most_coeff, longest, lr;
     unsigned bounded, weighs, follows, unused;
@@ -251,7 +254,15 @@ KERNEL rates_of(const long long* first, const float* found, unsigned tiles, cons
     if (!bounds.follows) factor[tensor] = r;
     float rate = __fmul_rn(coeff[tensor], bounds.follows ? 1.f : r), longest = __fmul_rn(bounds.longest, trust);
     if (bounds.bounded && longest < rate) rate = longest;
-    if (bounds.follows && before != 1.f) rate = __fmul_rn(before, trust);
+    if (bounds.follows && before != 1.f && before > 0.f) {
+        rate = trust;
+        if (update > 0.f) {
+            float surplus = __fsub_rn(square(direction), before);
+            float left = __fsub_rn(1.f, __fdiv_rn(surplus, square(update)));
+            left = larger(left, LEAST_LEFT), left = MOST_LEFT < left ? MOST_LEFT : left;
+            rate = __fdiv_rn(trust, __fsqrt_rn(left));
+        }
+    }
     rates[tensor] = __fmul_rn(rate, bounds.lr);
 }
 
