@@ -281,8 +281,8 @@ def lamb_rates(
     """rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; r is written to `factor`.
 
     longest: infinite: no bound. weighs: r counts for the part of the update that is not decay. follows: `factor` is
-    |u_0|^2 of exact momenta, and rates <- lr q c where that is known (optim.lamb_math.are_known, lengthened), else c_avg
-    has the place of c_avg r; it is not written. sums: scratch.
+    |u_0|^2 of exact momenta, and is not written; rates <- lr q c where it is known (optim.lamb_math.are_known,
+    lengthened), else with c_avg in place of c_avg r. sums: scratch.
     """
     zero, one = lr - lr, factor.dtype.type(1)
     least_left, most_left = factor.dtype.type(LEAST_LEFT), factor.dtype.type(MOST_LEFT)
