@@ -356,8 +356,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         self.saved.pop(SQUARES, None)
         if self._followed.follow_trust:
             self.saved[SQUARES] = True
-            for h, parts in zip(self.hypers(self.num_steps + 1), self.segments, strict=True):
-                for part in parts:
+            for h, of_run in zip(self.hypers(self.num_steps + 1), self.segments, strict=True):
+                for part in of_run:
                     u_s = lamb_math.adam_direction(s.m_N[part.span], s.v_N[part.span], h, None)
                     s.factor_T[part.tensors] = part.norms(u_s).square_()
         if self.settings.bias_correction:
