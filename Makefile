@@ -16,9 +16,8 @@ LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/
 # Where those of the one Ray are.
 RAYS := tests/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/workers/drill tests/workers/elastic
 TEST_JOBS ?= 4
-# Those of the one Ray mostly wait: two files at a time; all others run side by side.
+# Those of the one Ray run one at a time; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
-OF_RAY := -n 2 --dist loadfile
 
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
@@ -39,7 +38,7 @@ test: .venv/.dev
 	@log=$$(mktemp); \
 	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
 	trap 'kill $$beside' INT TERM; \
-	$(PYTEST) -m "ray and not slow and not gpu" $(OF_RAY) $(RAYS); of_ray=$$?; \
+	$(PYTEST) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
 	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops

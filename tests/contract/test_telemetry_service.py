@@ -48,7 +48,7 @@ class Server:
     def call(self, method: str, path: str, **arguments: Any) -> Any:
         token = (self.home / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        answer = httpx.request(method, self.url + path, headers=headers, trust_env=False, **arguments)
+        answer = httpx.request(method, self.url + path, headers=headers, trust_env=False, timeout=60, **arguments)
         answer.raise_for_status()
         return answer.json()
 
@@ -74,7 +74,7 @@ def client(job: dict[str, Any]) -> Iterator[ServiceClient]:
     client.close()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
