@@ -66,6 +66,7 @@ def test_the_two_line_change_compresses(under, tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.slow
 def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     told = run(sys.executable, str(EXAMPLES / "two_line_change.py"))
     assert "sent 0 bytes" in told.splitlines()[-1]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import parametrize
 from tests.conftest import missing
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
@@ -20,7 +21,7 @@ PATIENCE_S = 300.0
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("script", "needs", "steps", "arguments", "learned"),
     [
         pytest.param("nanogpt.py", "tokenizers", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.timeout(1200)
         pytest.param("transformers_trainer.py", "transformers", 80, (), 0.7, marks=pytest.mark.slow),
         pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
     ],
+    usual=[1],
 )
 def test_it_goes_on_through_a_kill_and_a_resize(tmp_path, monkeypatch, script, needs, steps, arguments, learned):
     """learned: the last losses over the first, at most."""

@@ -15,6 +15,7 @@ import pytest
 import typer
 from rich.console import Console
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
@@ -142,8 +143,8 @@ def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
         read_summary(broken)
 
 
-@pytest.mark.parametrize(
-    ("state", "code"), [(LaunchState.SUCCEEDED, 0), (LaunchState.FAILED, 1), (LaunchState.STOPPED, 1)]
+@parametrize(
+    ("state", "code"), [(LaunchState.SUCCEEDED, 0), (LaunchState.FAILED, 1), (LaunchState.STOPPED, 1)], usual=[1]
 )
 def test_the_exit_code_of_watch_is_the_jobs(
     thinwire: Callable[..., Run], live: LiveService, state: LaunchState, code: int
@@ -253,6 +254,7 @@ def test_the_summary_of_a_run_that_skipped_rounds_says_how_many() -> None:
     assert "momentum compressed" not in out.getvalue()
 
 
+@pytest.mark.slow
 def test_serve_runs_until_asked_to_end(
     thinwire: Callable[..., Run], home: Path, spawned: list[subprocess.Popen[bytes]]
 ) -> None:

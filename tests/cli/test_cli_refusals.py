@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.service.control_plane_harness import spec
 from tests.service.live_service import LiveService
@@ -60,7 +61,7 @@ def test_a_missing_file_is_bad_input(thinwire: Callable[..., Run], home: Path) -
     assert "no/such.yaml cannot be read: No such file" in run.err
 
 
-@pytest.mark.parametrize("command", [("show",), ("watch",), ("logs",), ("resize", "--max", "2"), ("cancel",)])
+@parametrize("command", [("show",), ("watch",), ("logs",), ("resize", "--max", "2"), ("cancel",)], usual=[0])
 def test_an_unknown_id_is_an_error_without_a_traceback(
     thinwire: Callable[..., Run], live: LiveService, command: tuple[str, ...]
 ) -> None:
@@ -163,7 +164,7 @@ def test_serve_hints_at_what_is_wrong_with_where_it_listens(
     assert ("port 0 finds" in run.err) == ("port 0 finds" in hint)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "command",
     [
         ("jobs",),
@@ -174,6 +175,7 @@ def test_serve_hints_at_what_is_wrong_with_where_it_listens(
         ("cancel", "x"),
         ("fetch", "x"),
     ],
+    usual=[0, 1],
 )
 def test_without_a_server_every_command_says_how_to_start_one(
     thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]

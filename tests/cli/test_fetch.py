@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.s3_server import BUCKET, SECRET, S3Server, s3_session
 from tests.service.live_service import LiveService
@@ -32,7 +33,7 @@ def is_those(path: Path, model: dict[str, torch.Tensor]) -> bool:
     return weights.keys() == model.keys() and all(torch.equal(weights[name], model[name]) for name in model)
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@parametrize("beside", [True, False], usual=[1])
 def test_the_weights_come_from_the_run_folder_or_through_the_service(
     thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:

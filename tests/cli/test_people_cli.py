@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.service.live_service import LiveService
 
@@ -51,7 +52,7 @@ def test_the_operators_token_rotates_and_the_commands_go_on(thinwire: Callable[.
     assert thinwire("token", "list").code == 0
 
 
-@pytest.mark.parametrize("arguments", [("anna", "--days", "0"), ("operator",), ("An na",)])
+@parametrize("arguments", [("anna", "--days", "0"), ("operator",), ("An na",)], usual=[0])
 def test_what_cannot_be_a_token_is_refused_with_code_2(
     thinwire: Callable[..., Run], live: LiveService, arguments: tuple[str, ...]
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService, live_service
 from thinwire.cli import quickstart, watch
@@ -141,6 +142,7 @@ def test_a_server_that_ran_before_is_used_and_left_running(live: LiveService, jo
     assert not (live.home / "server.log").exists()
 
 
+@pytest.mark.slow
 def test_every_quickstart_is_a_new_job(live: LiveService, job_file: Path, tmp_path: Path) -> None:
     earlier = live.service.submit()
     live.service.turn()
@@ -166,7 +168,7 @@ def test_a_failure_gives_the_reason_and_the_end_of_the_log(live: LiveService, jo
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("missing", [path.name for path in results_in(Path())])
+@parametrize("missing", [path.name for path in results_in(Path())], usual=[0])
 def test_a_missing_result_is_an_error_that_names_it(
     live: LiveService, job_file: Path, tmp_path: Path, missing: str
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_success_without_a_summary_is_an_error(
         run_here(live.home, job_file, tmp_path / "results")
 
 
+@pytest.mark.slow
 def test_a_refused_spec_starts_no_job(live: LiveService, job_file: Path, tmp_path: Path) -> None:
     job_file.write_text(yaml.safe_dump(spec(steps=-1)))
     with pytest.raises(JobFileError, match="steps = -1"):
@@ -249,7 +252,7 @@ def test_a_signal_while_the_job_runs_cancels_it_and_ends_the_server(
 
 
 @needs_proc
-@pytest.mark.parametrize("when", ["log", "server", pytest.param("submitted", marks=pytest.mark.slow)])
+@parametrize("when", ["log", "server", pytest.param("submitted", marks=pytest.mark.slow)], usual=[0])
 def test_a_signal_during_the_start_leaves_no_process(
     home: Path, job_file: Path, tmp_path: Path, when: str, spawned: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -268,6 +271,7 @@ def test_a_signal_during_the_start_leaves_no_process(
     assert server_processes(home) == []
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_server_that_dies_ends_the_quickstart_with_its_log(
     home: Path, job_file: Path, tmp_path: Path, spawned: list[subprocess.Popen[bytes]]
@@ -347,6 +351,7 @@ def test_the_handlers_of_before_are_put_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_server_that_hangs_is_killed_with_its_group(home: Path) -> None:
     child = ChildServer(home, "fake")
@@ -360,6 +365,7 @@ def test_a_server_that_hangs_is_killed_with_its_group(home: Path) -> None:
         child.stop(hurry=lambda: True)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_before_is_not_taken_for_the_new_one(home: Path) -> None:
     home.mkdir()
     (home / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))

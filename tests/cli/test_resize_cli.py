@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
@@ -157,7 +158,7 @@ def test_waiting_goes_on_while_the_service_is_away_and_says_so_now_and_then(live
     assert said == ["control plane not reachable, waiting (nobody answers)"] * 3
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arguments", "said"),
     [
         ((), "give --min, --max or both"),
@@ -166,6 +167,7 @@ def test_waiting_goes_on_while_the_service_is_away_and_says_so_now_and_then(live
         (("--max", "9"), "workers.max = 9: must be at most global_batch = 8"),
         (("--min", "many"), "Invalid value for '--min'"),
     ],
+    usual=[0, 2],
 )
 def test_numbers_that_cannot_be_are_refused_in_words(
     thinwire: Callable[..., Run], live: LiveService, arguments: tuple[str, ...], said: str

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cases import parametrize
 from tests.cli.command_line import Run
 from tests.service.live_service import LiveService
 
@@ -76,7 +77,7 @@ def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
     assert live.service.job(run.out.strip())["spec"]["recipe"]["working_dir"] == "/srv/code"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("options", "words"),
     [
         (("--workers", "2", "--min", "1"), "--workers sets both --min and --max"),
@@ -94,6 +95,7 @@ def test_a_job_file_sends_the_folder_that_it_names_beside_itself(
         (("--env", "A=\udce9"), r"holds '\udce9', which is no text"),
         (("--", "\udce9"), r"holds '\udce9', which is no text"),
     ],
+    usual=[2, 5, 6, 9],
 )
 def test_a_wrong_option_is_refused_and_no_job_made(
     thinwire: Callable[..., Run], live: LiveService, folder: Path, options: tuple[str, ...], words: str
@@ -164,7 +166,7 @@ def test_a_job_is_said_to_start_from_another_one_or_from_weights(
         assert expected.items() <= {key: value for key, value in start.items() if value is not None}.items()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("options", "words"),
     [
         (("--weights-only",), "--weights-only goes with --from"),
@@ -172,6 +174,7 @@ def test_a_job_is_said_to_start_from_another_one_or_from_weights(
         (("--from", "a-3f@last"), "--from a-3f@last must be ID or ID@STEP"),
         (("--weights", "/none/model.safetensors"), "start.weights"),
     ],
+    usual=[0],
 )
 def test_a_start_that_cannot_be_is_refused(
     thinwire: Callable[..., Run], live: LiveService, folder: Path, options: tuple[str, ...], words: str

@@ -99,6 +99,7 @@ def test_history_and_last_word_arrive(server: Server, job: dict[str, Any], clien
     assert shown["progress"]["step"] == 1499
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_service_on_another_port_loses_nothing(
     server: Server, job: dict[str, Any], client: ServiceClient
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cases import parametrize
 from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
@@ -28,7 +29,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         assert complaints(found, version) == [], found["kind"]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("arguments", "reason"),
     [
         (["--set", "replica=2"], "replica is not allowed"),
@@ -70,13 +71,14 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
     ],
+    usual=[0, 3, 8, 14, 16, 21, 29, 33],
 )
 def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
     with pytest.raises(RenderRefused, match=reason):
         render(arguments)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("resource", "asked", "most"),
     [
         ("cpu", "2000m", "2"),
@@ -90,6 +92,7 @@ def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
         ("memory", "1e6", "1M"),
         ("ephemeral-storage", "1Gi", "1Gi"),
     ],
+    usual=[0, 1],
 )
 def test_requests_up_to_the_limits_are_taken_in_any_unit(resource, asked, most):
     text = render(["--set", f"resources.requests.{resource}={asked},resources.limits.{resource}={most}"])

@@ -69,6 +69,7 @@ def job_of_ours(cluster: Cluster, **changes: Any) -> dict[str, Any]:
     return cluster.until(cluster.submit(job, {}), lambda job: job["state"] in OVER, "is over")
 
 
+@pytest.mark.slow
 def test_a_script_trains_on_both_boxes_and_sends_over_the_named_interface_alone(cluster: Cluster) -> None:
     cluster.see_second_interface()
     before = cluster.lab.interface_bytes()

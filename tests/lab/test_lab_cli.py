@@ -80,6 +80,7 @@ def test_a_lab_that_cannot_be_made_is_one_message(namespaces, monkeypatch):
     assert run("check").exit_code == 1
 
 
+@pytest.mark.slow
 def test_check_says_what_was_asked_and_what_was_reached(namespaces):
     ended = run("check", "--rate", "100mbit", "--seconds", "0.2")
     assert ended.exit_code == 0, ended.output
@@ -87,6 +88,7 @@ def test_check_says_what_was_asked_and_what_was_reached(namespaces):
         assert said in ended.stdout
 
 
+@pytest.mark.slow
 def test_up_ends_with_ctrl_c(namespaces, spawned):
     up = subprocess.Popen(
         [*THINWIRE, "lab", "up", "--hosts", "3"],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import parametrize
 from tests.lab.conftest import namespaces_of, network_namespaces
 from thinwire.lab import Lab, LabError, LabSpec, network
 from thinwire.lab.leftovers import find_labs
@@ -48,7 +49,7 @@ def interfaces() -> str:
     return "".join(sorted(os.listdir("/sys/class/net")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@parametrize("number", [signal.SIGKILL, signal.SIGTERM], usual=[0])
 def test_the_end_of_the_owner_is_the_end_of_the_lab(namespaces, spawned, number):
     before = interfaces()
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)

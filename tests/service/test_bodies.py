@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
 
@@ -80,7 +81,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("what", BOMBS)
+@parametrize("what", BOMBS, usual=[1])
 def test_a_bomb_of_errors_is_answered_soon_and_shortly(service: Service, what: str) -> None:
     content = json.dumps(BOMBS[what]())
     began = time.process_time()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample
 from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings
@@ -109,8 +110,8 @@ def test_a_folder_that_is_a_link_leads_nowhere(service: Service, tmp_path: Path)
     assert (tmp_path / "moved" / "checkpoints" / "1").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"), [({}, 4), ({"keep_jobs": 2}, 2), ({"keep_days": 1.5}, 1), ({"keep_jobs": 0}, 0)]
+@parametrize(
+    ("settings", "kept"), [({}, 4), ({"keep_jobs": 2}, 2), ({"keep_days": 1.5}, 1), ({"keep_jobs": 0}, 0)], usual=[1, 2]
 )
 def test_what_need_not_be_kept_is_deleted_oldest_first(service: Service, settings: dict[str, Any], kept: int) -> None:
     service.close()

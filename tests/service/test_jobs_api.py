@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import SERVICE_URL, Service, sample, spec
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.auth import token_hash
@@ -97,7 +98,7 @@ def test_without_a_key_every_submission_is_a_job(service: Service) -> None:
     assert service.submit() != service.submit()
 
 
-@pytest.mark.parametrize("key", ["", "x" * 256, "na\u00efve"])
+@parametrize("key", ["", "x" * 256, "na\u00efve"], usual=[1])
 def test_a_key_that_cannot_be_stored_is_refused(service: Service, key: str) -> None:
     answer = service.client.post("/v1/jobs", json=spec(), headers=[(b"Idempotency-Key", key.encode("latin-1"))])
     assert answer.status_code == 422
@@ -135,9 +136,10 @@ def test_jobs_are_listed_newest_first_by_state_and_up_to_a_limit(service: Servic
     assert service.client.get("/v1/jobs", params={"limit": 0}).json()["problems"][0]["path"] == "limit"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("method", "path"),
     [("GET", ""), ("PATCH", ""), ("POST", "/cancel"), ("GET", "/logs"), ("GET", "/metrics")],
+    usual=[0],
 )
 def test_an_unknown_job_is_not_found(service: Service, method: str, path: str) -> None:
     body = {"workers": {"max": 2}} if method == "PATCH" else None

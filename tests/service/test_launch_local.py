@@ -186,6 +186,7 @@ def listening_elsewhere(pids: set[int]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_killing_the_owner_leaves_the_job_and_the_next_owner_adopts_restarts_and_ends_it(tmp_path, spawned):
     home = tmp_path / "home"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample
 
 ELASTIC = {"min": 2, "max": 4}
@@ -62,7 +63,7 @@ def test_a_job_that_is_over_or_begins_anew_waits_for_nobody(service: Service) ->
     assert service.job(lost)["world_size"] is None  # attempt 2 has not said it
 
 
-@pytest.mark.parametrize("fields", [{}, {"have": "one", "min": 2}, {"have": True, "min": -2}, {"world_size": [2]}])
+@parametrize("fields", [{}, {"have": "one", "min": 2}, {"have": True, "min": -2}, {"world_size": [2]}], usual=[1])
 @pytest.mark.parametrize("kind", ["waiting_for_workers", "regrouped"])
 def test_an_event_without_its_numbers_is_kept_and_says_nothing(
     service: Service, kind: str, fields: dict[str, Any]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service
 from thinwire.contract.packages import MOST_ENTRIES, MOST_UNPACKED_BYTES
 from thinwire.service.launch.protocol import LaunchState
@@ -182,7 +183,7 @@ def test_another_content_than_the_hash_says_is_refused(service: Service) -> None
     assert kept(service) == []
 
 
-@pytest.mark.parametrize("name", ["A" * 64, "0" * 63, "..%2Fx", "0" * 64 + ".zip"])
+@parametrize("name", ["A" * 64, "0" * 63, "..%2Fx", "0" * 64 + ".zip"], usual=[0])
 def test_what_is_no_hash_is_refused(shared_service: Service, name: str) -> None:
     assert put(shared_service, zipped(), name=name).status_code in (404, 422)
     assert kept(shared_service) == []

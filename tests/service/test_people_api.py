@@ -26,7 +26,7 @@ def new_database() -> Iterator[Callable[[], str]]:
         yield make
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
     """A service on each kind of database."""
     url = request.getfixturevalue("new_database")() if request.param == "postgresql" else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, spec
 from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.remote_run import LARGEST_FILE_BYTES
@@ -183,7 +184,7 @@ def test_what_a_driver_could_not_send_any_more_comes_from_its_cluster(far: Servi
     assert far.client.get(f"/v1/jobs/{job_id}/logs", params={"offset": rest["next_offset"]}).json()["complete"]
 
 
-@pytest.mark.parametrize("store", [None, "/home/me/checkpoints", "file:///shared/../home", "/sharedish"])
+@parametrize("store", [None, "/home/me/checkpoints", "file:///shared/../home", "/sharedish"], usual=[0])
 def test_checkpoints_on_one_machine_are_refused(far: Service, store: str | None) -> None:
     answer = far.client.post("/v1/jobs", json=spec(checkpoint={"store": store}))
     assert answer.status_code == 422
@@ -193,7 +194,7 @@ def test_checkpoints_on_one_machine_are_refused(far: Service, store: str | None)
     assert "/shared" in problem["message"]
 
 
-@pytest.mark.parametrize("store", ["/shared/checkpoints", "file:///shared/a", "s3://bucket/a", "memory://a"])
+@parametrize("store", ["/shared/checkpoints", "file:///shared/a", "s3://bucket/a", "memory://a"], usual=[0])
 def test_checkpoints_that_all_machines_reach_are_taken(far: Service, store: str) -> None:
     assert far.client.post("/v1/jobs", json=spec(checkpoint={"store": store})).status_code == 202
 

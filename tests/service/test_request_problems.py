@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
 from thinwire.contract.spec import TextFile
@@ -226,7 +227,7 @@ def test_a_missing_required_field_says_what_it_wants(service: Service) -> None:
     assert problem["message"] == "this field is required: a whole number at least 1 and at most 1000000000"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("content", "words"),
     [
         (b"{", 'not JSON: Expecting property name enclosed in double quotes, at character 1"'),
@@ -234,6 +235,7 @@ def test_a_missing_required_field_says_what_it_wants(service: Service) -> None:
         (b"[1]", "must be a mapping of fields, a JSON object"),
         (b"\xff", ""),
     ],
+    usual=[0],
 )
 def test_a_body_that_is_no_spec_is_refused(service: Service, content: bytes, words: str) -> None:
     answer = service.client.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
@@ -255,7 +257,7 @@ def test_what_is_not_finite_is_told_by_field(service: Service) -> None:
     assert problem == {"path": "optimizer.lr", "value": "nan", "message": "must be a finite number above 0"}
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("media", "content"),
     [
         ("application/x-www-form-urlencoded", b'{"steps": 1}'),
@@ -263,6 +265,7 @@ def test_what_is_not_finite_is_told_by_field(service: Service) -> None:
         ("text/plain", b"x"),
         (None, b"{}"),
     ],
+    usual=[0],
 )
 def test_a_body_that_is_not_called_json_is_told_what_to_send(
     service: Service, media: str | None, content: bytes
@@ -275,8 +278,8 @@ def test_a_body_that_is_not_called_json_is_told_what_to_send(
     assert (media or "without a Content-Type") in answer.json()["message"]
 
 
-@pytest.mark.parametrize(
-    "media", ["application/json; charset=utf-8", "Application/JSON", "application/merge-patch+json"]
+@parametrize(
+    "media", ["application/json; charset=utf-8", "Application/JSON", "application/merge-patch+json"], usual=[0]
 )
 def test_every_kind_of_json_is_taken(service: Service, media: str) -> None:
     content = json.dumps(spec()).encode()
@@ -314,8 +317,8 @@ def test_a_data_file_that_is_too_short_for_the_context_is_refused_with_the_sizes
         assert words in problem["message"]
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("size", [10, 17, 85, 170, 171])
+@parametrize("fraction", [0.05, 0.1, 0.5, 0.9], usual=[1])
+@parametrize("size", [10, 17, 85, 170, 171], usual=[1, 3, 4])
 def test_a_data_file_is_refused_exactly_where_the_workers_would(
     service: Service, tmp_path: Path, size: int, fraction: float
 ) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.jobs.models import JobRow, SampleRow
 
 
-@pytest.mark.parametrize("steps", [True, "10", 1.0, "1e3", None, [10]])
+@parametrize("steps", [True, "10", 1.0, "1e3", None, [10]], usual=[0, 1])
 def test_a_whole_number_is_a_whole_number(shared_service: Service, steps: Any) -> None:
     answer = shared_service.client.post("/v1/jobs", json=spec(steps=steps))
     assert answer.status_code == 422

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.spec import TrainSpec
@@ -35,9 +36,10 @@ def wanted(service: Service, job_id: str) -> dict[str, Any]:
     return WantedWorkers.model_validate_json((service.run_dir(job_id) / "workers.json").read_text()).model_dump()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("asked", "least", "most"),
     [({"min": 3, "max": 8}, 3, 8), ({"min": 3}, 3, 4), ({"max": 8}, 2, 8), ({"max": 2}, 2, 2)],
+    usual=[0, 1],
 )
 def test_what_is_asked_is_wanted_and_what_is_left_out_stays(
     service: Service, asked: dict[str, int], least: int, most: int
@@ -168,7 +170,9 @@ def unchanged(shared_service: Service) -> str:
     return shared_service.running(workers=ELASTIC)
 
 
-@pytest.mark.parametrize(("body", "path", "value", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@parametrize(
+    ("body", "path", "value", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES], usual=[0, 2, 5, 9, 12, 14]
+)
 def test_a_wrong_request_is_told_by_field_and_changes_nothing(
     shared_service: Service, unchanged: str, body: dict[str, Any], path: str, value: Any, words: str
 ) -> None:
@@ -191,7 +195,7 @@ def test_all_problems_of_a_request_are_told_at_once(service: Service) -> None:
     assert {problem["path"] for problem in problems} == {"workers.min", "workers.max"}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b""])
+@parametrize("content", [b"{", b"[1]", b""], usual=[0])
 def test_a_body_that_is_no_change_is_refused(service: Service, content: bytes) -> None:
     job_id = service.running()
     answer = service.client.patch(f"/v1/jobs/{job_id}", content=content, headers={"Content-Type": "application/json"})
@@ -214,7 +218,7 @@ def test_only_the_operator_may_resize(service: Service) -> None:
     assert service.job(job_id)["wanted_workers"]["revision"] == 0
 
 
-@pytest.mark.parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED])
+@parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED], usual=[1])
 def test_a_job_that_is_over_cannot_be_resized(service: Service, end: LaunchState) -> None:
     job_id = service.running(workers={"max_restarts": 0})
     service.launcher.put(job_id, end)
@@ -252,6 +256,7 @@ def test_two_requests_at_once_are_both_there_and_the_file_is_the_rows(
         assert [event["fields"]["revision"] for event in events(service, job_id)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_one_request_from_many_clients_at_once_is_one_change(service: Service) -> None:
     job_id = service.running(workers=ELASTIC)
     with ThreadPoolExecutor(8) as clients:
@@ -340,8 +345,8 @@ def test_a_job_does_not_start_with_numbers_that_are_no_longer_wanted(
     assert wanted(service, job_id)["max"] == 8
 
 
-@pytest.mark.parametrize(
-    "found", [None, "{", '{"min": 2, "max": 4, "revision": 0}', '{"min": 1, "max": 1, "revision": 9}']
+@parametrize(
+    "found", [None, "{", '{"min": 2, "max": 4, "revision": 0}', '{"min": 1, "max": 1, "revision": 9}'], usual=[0]
 )
 def test_a_file_that_is_not_what_the_row_says_is_written_again(service: Service, found: str | None) -> None:
     job_id = service.running(workers=ELASTIC)

@@ -125,6 +125,7 @@ def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server
     assert (server.home / "launcher-closed").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_leave_the_launcher_open(tmp_path: Path, servers: list[Server]) -> None:
     server = Server(tmp_path / "home")
     servers.append(server)
@@ -140,6 +141,7 @@ def test_a_second_ctrl_c_does_not_leave_the_launcher_open(tmp_path: Path, server
     assert not (server.home / "server.json").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_start_ends_it_too(tmp_path: Path, servers: list[Server]) -> None:
     server = Server(tmp_path / "home")
     servers.append(server)
@@ -191,6 +193,7 @@ def test_a_killed_server_loses_no_job_and_no_key(tmp_path: Path, servers: list[S
         wait_until(lambda: _state(client, cut_short) == "SUCCEEDED", "the job that was just accepted")
 
 
+@pytest.mark.slow
 def test_a_kill_between_row_and_folder_is_mended(tmp_path: Path, servers: list[Server]) -> None:
     home = tmp_path / "home"
     first = Server(home)

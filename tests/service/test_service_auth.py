@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, spec
 from thinwire.service.auth import OPEN_PATHS, token_hash
 from thinwire.service.config import Settings
@@ -67,7 +68,7 @@ def test_every_route_of_the_issue_is_there(routes: list[tuple[str, str]]) -> Non
     }
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer wrong", "Bearer na\xefve"])
+@parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer wrong", "Bearer na\xefve"], usual=[0, 5])
 def test_every_route_but_the_open_ones_needs_a_known_token(
     service: Service, routes: list[tuple[str, str]], header: str | None
 ) -> None:

@@ -100,6 +100,7 @@ def test_jobs_that_hang_keep_no_other_waiting(hanging: tuple[Service, HangingLau
     assert launcher.most_at_once == 1
 
 
+@pytest.mark.slow
 def test_submits_that_hang_keep_no_other_job_waiting(
     hanging: tuple[Service, HangingLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import select
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample
 from tests.service.postgresql import _programs, postgresql
 from thinwire.service.db import Database
@@ -61,7 +62,7 @@ def standing() -> FakeLauncher:
 STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
 
 
-@pytest.mark.parametrize("revision", OLDER)
+@parametrize("revision", OLDER, usual=[0, -1])
 def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     tmp_path: Path, url: str | None, revision: str
 ) -> None:

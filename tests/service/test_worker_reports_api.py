@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from tests.service.control_plane_harness import Service, sample
 from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import LEASE_S
@@ -65,6 +66,7 @@ def test_a_step_repeated_by_a_resumed_run_is_replaced(service: Service) -> None:
     assert service.job(job_id)["progress"]["loss"] == 4.5
 
 
+@pytest.mark.slow
 def test_a_later_attempt_replaces_the_steps_that_it_repeats(service: Service) -> None:
     job_id = service.running()
     service.post(job_id, samples=[sample(1, loss=5.0), sample(2, loss=4.0)])
@@ -75,7 +77,7 @@ def test_a_later_attempt_replaces_the_steps_that_it_repeats(service: Service) ->
     assert service.job(job_id)["progress"]["loss"] == 4.5
 
 
-@pytest.mark.parametrize("attempt", [1, 3])
+@parametrize("attempt", [1, 3], usual=[0])
 def test_a_report_of_another_attempt_is_refused(service: Service, attempt: int) -> None:
     job_id = _second_attempt(service)
     for answer in (
@@ -89,6 +91,7 @@ def test_a_report_of_another_attempt_is_refused(service: Service, attempt: int) 
     assert service.client.get("/v1/metrics/targets").json() == []
 
 
+@pytest.mark.slow
 def test_progress_is_the_newest_sample_by_time(service: Service) -> None:
     job_id = service.running()
     service.post(job_id, samples=[sample(60, at=60.0, validation_loss=3.0)])
@@ -120,7 +123,7 @@ def test_a_loss_that_is_not_finite_is_kept_as_none(service: Service) -> None:
     assert kept["loss"] is None
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("batch", "path"),
     [
         ('"samples": [{"step": 1, "phase": "warmup", "lr": Infinity, "time": 1.0}]', "samples.0.lr"),
@@ -132,6 +135,7 @@ def test_a_loss_that_is_not_finite_is_kept_as_none(service: Service) -> None:
         ('"summary": {"loss": NaN}', "summary.loss"),
         ('"samples": [{"step": 1, "phase": "cold", "time": 1.0}]', "samples.0.phase"),
     ],
+    usual=[0, 5],
 )
 def test_a_batch_that_cannot_be_stored_is_refused_whole(service: Service, batch: str, path: str) -> None:
     job_id = service.running()
@@ -227,7 +231,7 @@ def test_the_goodbye_of_another_attempt_ends_nobodys_registration(service: Servi
         assert len(service.client.get("/v1/metrics/targets").json()) == left
 
 
-@pytest.mark.parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED])
+@parametrize("end", [LaunchState.SUCCEEDED, LaunchState.FAILED], usual=[0])
 def test_a_job_that_is_over_has_no_targets_and_takes_none(service: Service, end: LaunchState) -> None:
     job_id = service.running()
     service.register(job_id, 0)
@@ -238,8 +242,8 @@ def test_a_job_that_is_over_has_no_targets_and_takes_none(service: Service, end:
     assert service.register(job_id, 0).json()["code"] == "job_over"
 
 
-@pytest.mark.parametrize(
-    "address", ["", "host", "host:", "host:0", "host:70000", "h/x:1", "http://h:1", "h:1\n", "a b:1"]
+@parametrize(
+    "address", ["", "host", "host:", "host:0", "host:70000", "h/x:1", "http://h:1", "h:1\n", "a b:1"], usual=[1, 4]
 )
 def test_an_address_that_cannot_be_scraped_is_refused(service: Service, address: str) -> None:
     answer = service.register(service.running(), 0, address=address)
@@ -247,14 +251,14 @@ def test_an_address_that_cannot_be_scraped_is_refused(service: Service, address:
     assert answer.json()["problems"][0]["path"] == "address"
 
 
-@pytest.mark.parametrize("pid", [0, 2**31, 10**30])
+@parametrize("pid", [0, 2**31, 10**30], usual=[1])
 def test_a_pid_that_no_system_has_is_refused(service: Service, pid: int) -> None:
     answer = service.register(service.running(), 0, pid=pid)
     assert answer.status_code == 422
     assert answer.json()["problems"][0]["path"] == "pid"
 
 
-@pytest.mark.parametrize("rank", ["-1", "4096", "x"])
+@parametrize("rank", ["-1", "4096", "x"], usual=[1])
 def test_a_rank_out_of_range_is_refused(service: Service, rank: str) -> None:
     job_id = service.running()
     url = f"/v1/jobs/{job_id}/workers/{rank}"
@@ -281,13 +285,14 @@ def test_a_scripts_own_numbers_are_in_the_history(service: Service) -> None:
     assert service.job(job_id)["progress"]["reported"] == told
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "told",
     [
         *({name: 1.0} for name in ("", "a\0b", "a\nb", "a\x1b[2J", "a\u202eb", "x" * 65)),
         {str(number): 1.0 for number in range(33)},
         {"a": "not a number"},
     ],
+    usual=[2, 6, 7],
 )
 def test_names_and_numbers_that_are_none_are_refused(service: Service, told: dict[str, Any]) -> None:
     job_id = service.running()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import parametrize
 from tests.kubeapi.kinds import RAYJOBS
 from tests.kubeapi.server import KubeApi
 from tests.service.kuberay.harness import STORE, OnKubernetes
@@ -149,7 +150,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@parametrize("seed", range(3), usual=[0])
 def test_faults_and_restarts_make_no_rayjob_twice_and_each_end_is_told_once(
     tmp_path: Path, api: KubeApi, seed: int
 ) -> None:

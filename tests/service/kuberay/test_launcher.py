@@ -11,6 +11,7 @@ import kubernetes.client
 import kubernetes.config
 import pytest
 
+from tests.cases import parametrize
 from tests.kubeapi.answers import was_modified
 from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
@@ -66,7 +67,7 @@ def test_a_create_whose_answer_is_lost_makes_one_rayjob(kube: OnKubernetes, faul
     assert kube.service.job(job_id)["attempt"] == 1
 
 
-@pytest.mark.parametrize("code", [429, 500, 503])
+@parametrize("code", [429, 500, 503], usual=[0])
 def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, code: int) -> None:
     kube.api.faults.refuse(code, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
     job_id = kube.service.submit(checkpoint={"store": "s3://bucket/a"})

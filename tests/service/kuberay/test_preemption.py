@@ -65,6 +65,7 @@ def test_a_preempted_job_goes_on_and_keeps_its_restarts(kube: OnKubernetes, clus
     assert told[0].startswith("attempt 1 was suspended in its cluster")
 
 
+@pytest.mark.slow
 def test_a_job_that_kueue_lets_go_again_before_the_service_has_looked_is_begun_anew(
     kube: OnKubernetes, cluster: Cluster
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_job_that_waits_in_its_queue_for_the_first_time_is_left_there(kube: On
     assert kube.service.job(job_id)["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_a_person_suspends_stays_so_until_it_is_let_go(kube: OnKubernetes, cluster: Cluster) -> None:
     job_id = kube.submit(workers={"min": 1, "max": 1, "max_restarts": 0})
     cluster.until(job_id, "RUNNING", 1)

@@ -89,6 +89,7 @@ def test_who_takes_over_adopts_each_rayjob_and_makes_none_twice(replicas: tuple[
     assert names(second) == made
 
 
+@pytest.mark.slow
 def test_an_owner_that_wakes_after_the_take_over_makes_and_deletes_nothing(replicas: tuple[Replica, Replica]) -> None:
     first, second = replicas
     job_id, doomed = first.running(), first.running()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
+from tests.cases import parametrize
 from tests.s3_server import BUCKET, KEY, SECRET
 from tests.workers.checkpoints.states import CPU, assert_same, save, state
 from tests.workers.small_job import run_small, small_spec
@@ -87,7 +88,7 @@ def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, where):
         pass
 
 
-@pytest.mark.parametrize("method", ["PUT", "GET"])
+@parametrize("method", ["PUT", "GET"], usual=[0])
 def test_a_store_that_denies_access_says_so(s3, where, method):
     store = CheckpointStore(where, keep=1)
     save(store, 10)
@@ -104,13 +105,14 @@ def test_a_store_that_denies_access_says_so(s3, where, method):
     assert store.newest_whole().step == 10
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("place", "method", "words"),
     [
         ("s3://no-such-bucket/runs", None, "cannot be written to from .* make the bucket .*"),
         (None, "PUT", "cannot be written to from .*Access Denied.* give the workers of this machine the right .*"),
         (None, "GET", "cannot be listed from .*Access Denied.* the right to list, write, read and delete .*"),
     ],
+    usual=[1],
 )
 def test_a_job_does_not_train_whose_store_will_refuse_each_save(s3, where, tmp_path, place, method, words):
     s3.denies = lambda asked, path: asked == method

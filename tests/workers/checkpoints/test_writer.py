@@ -364,6 +364,7 @@ def test_a_process_killed_in_the_middle_of_writing_leaves_the_one_before(tmp_pat
     assert len(list(directory.glob("step-*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_process_stopped_before_its_manifest_wakes_and_takes_nothing_from_those_that_went_on(tmp_path):
     """It has looked whether it may, and has not put it yet: nothing can keep it from that any more."""
     directory = tmp_path / "checkpoints"

@@ -48,6 +48,7 @@ def test_whoever_dies_in_a_planned_change_holds_up_nobody(tmp_path, victim, leav
         assert [sample.step for sample in samples] == list(range(STEPS + 1))
 
 
+@pytest.mark.slow
 def test_whoever_has_left_and_dies_while_it_owes_its_part_of_a_checkpoint_is_not_waited_for(tmp_path):
     """It has said goodbye, so the membership does not hear that it dies. Its system does, and says so."""
     with ElasticJob(

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tests.cases import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
 from thinwire.contract.reports import EventKind
@@ -38,7 +39,7 @@ def load(folder, step):
     return CheckpointStore(folder, 10).load(CheckpointId(generation, step), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@parametrize("size", [1, 3], usual=[1])
 def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, size):
     (summary, samples, events), *_ = run_small(tmp_path, small_spec(steps=40), size)
     assert summary["steps"] == 40
@@ -63,6 +64,7 @@ def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, si
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_first_steps_do_not_depend_on_the_number_of_workers(tmp_path):
     """In warm-up the mean gradient is that of the global batch, whoever computed which share of it."""
     runs = [run_small(tmp_path / str(n), small_spec(steps=7), n)[0][1] for n in (1, 2, 3)]
@@ -91,7 +93,7 @@ def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
         assert torch.equal(value, final[1].flat[name])
 
 
-@pytest.mark.parametrize("new_size", [1, 3])
+@parametrize("new_size", [1, 3], usual=[1])
 def test_a_checkpoint_is_resumed_by_another_number_of_workers(tmp_path, new_size):
     spec = small_spec(steps=16)
     run_small(tmp_path, spec, 2)
@@ -176,6 +178,7 @@ def test_a_text_too_short_for_the_context_is_told_before_any_step(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_dense_adam_runs_on_the_same_loop(tmp_path):
     (summary, samples, _), *_ = run_small(tmp_path, small_spec(optimizer={"name": "adam", "lr": 4e-3}), 2)
     assert summary["frozen_at"] is None
@@ -224,6 +227,7 @@ def test_zero_one_adam_skips_rounds_and_is_evaluated_where_all_ranks_hold_the_sa
     write_report(tmp_path, Summary.model_validate(summary))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_zero_one_adam_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
     whole = run_small(tmp_path / "whole", small_spec(**ZERO_ONE), 3)
     run_small(tmp_path / "cut", small_spec(**ZERO_ONE), 3)
@@ -251,6 +255,7 @@ def test_health_is_taken_with_each_validation_loss_and_summed_up(tmp_path):
     assert "variance_ratio" not in summary["health"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_global_batch_begins_its_warmup_again(tmp_path):
     run_small(tmp_path, small_spec(), 3)
     larger = small_spec(global_batch=14, steps=40)

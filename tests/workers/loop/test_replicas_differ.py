@@ -2,9 +2,9 @@
 
 import json
 
-import pytest
 import torch
 
+from tests.cases import parametrize
 from tests.workers.loop.threads_job import Plan, ThreadsJob
 from tests.workers.small_job import small_spec
 from thinwire.contract.run_folder import RunFolder
@@ -38,7 +38,7 @@ def damaged_job(tmp_path, monkeypatch, size, slots, step, **changes):
     return job.run(monkeypatch, tolerate=ReplicasDiffer)
 
 
-@pytest.mark.parametrize("optimizer", [None, LOCAL_STEPS], ids=["1-bit Adam", "0/1 Adam"])
+@parametrize("optimizer", [None, LOCAL_STEPS], ids=["1-bit Adam", "0/1 Adam"], usual=[0])
 def test_those_that_hold_what_most_do_not_hold_leave_and_the_others_go_on(tmp_path, monkeypatch, optimizer):
     job = damaged_job(tmp_path, monkeypatch, 3, {1}, SAVED, **({"optimizer": optimizer} if optimizer else {}))
     (error,) = job.errors
@@ -52,7 +52,7 @@ def test_those_that_hold_what_most_do_not_hold_leave_and_the_others_go_on(tmp_pa
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("size", "slots"), [(2, {1}), (3, {0, 1})])
+@parametrize(("size", "slots"), [(2, {1}), (3, {0, 1})], usual=[1])
 def test_where_no_majority_holds_the_same_it_is_the_error_of_all(tmp_path, monkeypatch, size, slots):
     job = damaged_job(tmp_path, monkeypatch, size, slots, SAVED)
     assert [error.ranks for error in job.errors] == [tuple(range(size))] * size
@@ -61,7 +61,7 @@ def test_where_no_majority_holds_the_same_it_is_the_error_of_all(tmp_path, monke
     assert not [kind for kind, *_ in job.events if kind == "checkpoint_saved"]
 
 
-@pytest.mark.parametrize("slots", [{2}, {0}])
+@parametrize("slots", [{2}, {0}], usual=[1])
 def test_one_that_goes_wrong_after_the_last_checkpoint_leaves_too(tmp_path, monkeypatch, slots):
     finish = loop.Course.finish
 

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.cases import parametrize
 from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When
@@ -68,7 +69,7 @@ def spec(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@parametrize("name", OPTIMIZERS, usual=[1])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])
@@ -115,7 +116,7 @@ def test_a_run_by_plain_sgd_ends_where_it_would_have_ended_undisturbed(tmp_path,
         torch.testing.assert_close(found_N, expected_N, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@parametrize("victim", [0, 1], usual=[0])
 def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluation(tmp_path, monkeypatch, victim):
     job = ThreadsJob(tmp_path, small_spec(steps=8), 3, Plan())
     plain = loop.evaluate

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cases import parametrize
 from tests.workers.loop.test_loop import load, saved
 from tests.workers.loop.threads_job import Plan, ThreadsJob, Worker
 from tests.workers.small_job import Recording, run_small, small_spec
@@ -49,7 +50,7 @@ def final(folder, step=24):
 
 
 @pytest.mark.parametrize("optimizer", [DENSE, {}], ids=["adam", "onebit_adam"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@parametrize("size", [1, 2, 3], usual=[1])
 def test_with_everything_it_goes_on_bit_equal_to_the_job_that_went_on(tmp_path, size, optimizer):
     changes = {**KEPT, **({"optimizer": optimizer} if optimizer else {})}
     first = run_small(tmp_path / "first", small_spec(**changes), size)
@@ -68,7 +69,7 @@ def test_with_everything_it_goes_on_bit_equal_to_the_job_that_went_on(tmp_path, 
     assert steps == [8, 16, 24]
 
 
-@pytest.mark.parametrize("name", ["onebit_lamb", "zero_one_adam"])
+@parametrize("name", ["onebit_lamb", "zero_one_adam"], usual=[1])
 def test_what_it_goes_on_with_may_have_another_number_of_workers(tmp_path, name):
     optimizer = {"name": name, "lr": 4e-3}
     run_small(tmp_path / "first", small_spec(**KEPT, optimizer=optimizer), 3)
@@ -156,6 +157,7 @@ def test_a_worker_that_comes_later_shows_the_same_checksum_without_the_file(tmp_
     assert changed.signed != early.signed
 
 
+@pytest.mark.slow
 def test_workers_that_die_and_come_train_on_from_the_start(tmp_path, weights, monkeypatch):
     signatures = []
     form = Worker.form
@@ -346,7 +348,7 @@ def test_a_rank_that_alone_cannot_read_it_is_the_one_that_fails(tmp_path, weight
     run_threads(2, work)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("start", "changes", "words"),
     [
         ({"step": 9}, {}, r"no whole checkpoint of step 9, and whole ones of steps 8, 16, 24"),
@@ -362,6 +364,7 @@ def test_a_rank_that_alone_cannot_read_it_is_the_one_that_fails(tmp_path, weight
         ({"what": "weights"}, {"precision": "bfloat16"}, "other types"),
     ],
     ids=["step", "nothing left", "shapes", "layers", "precision", "optimizer", "weights of another type"],
+    usual=[0, 2, 5],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, other, start, changes, words):
     refused(small_spec(**changes, start={"checkpoints": str(other), **start}), tmp_path, 2, words)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from tests.cases import parametrize
 from tests.workers.membership.members import Job, eventually, identity, later, newcomer, standing
 from thinwire.workers.membership import (
     Dismissed,
@@ -356,7 +357,7 @@ class LockStep:
             assert member.over is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@parametrize("seed", range(5), usual=[0])
 def test_all_stop_at_the_same_step_however_quick_their_steps_are(job: Job, seed: int):
     rng = random.Random(seed)
     job.serve(3, 4, start_wait_s=0.05)

@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from tests.workers.membership.members import Job, eventually, newcomer, standing
 
 
@@ -33,6 +35,7 @@ def test_a_killed_process_is_known_to_all_within_a_second_and_the_others_go_on(j
         assert (seat["generation"], seat["size"], seat["lost"]) == (2, 2, [1])
 
 
+@pytest.mark.slow
 def test_two_deaths_at_once(job: Job):
     job.serve(1, 4, start_wait_s=60, beat_timeout_s=10, join_timeout_s=10)
     (a, b, c, d), _ = start(job, 0, 1, 2, 3)
@@ -43,6 +46,7 @@ def test_two_deaths_at_once(job: Job):
     assert [m.slot for m in job.server.snapshot().members] == [0, 3]
 
 
+@pytest.mark.slow
 def test_a_death_while_a_regroup_is_under_way(job: Job):
     job.serve(1, 3, start_wait_s=60)
     (b, c) = (job.process(1), job.process(2))
@@ -71,6 +75,7 @@ def test_a_stopped_process_is_fenced_and_learns_it_when_it_goes_on(job: Job):
     b.popen.wait(5.0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_by_a_new_one_of_its_slot(job: Job):
     job.serve(1, 2, start_wait_s=60)
     (a, b), _ = start(job, 0, 1)
@@ -82,6 +87,7 @@ def test_a_killed_process_is_replaced_by_a_new_one_of_its_slot(job: Job):
     assert (seat["size"], seat["reason"], seat["lost"]) == (2, "grow 1 -> 2", [])
 
 
+@pytest.mark.slow
 def test_when_all_have_died_new_processes_start_again(job: Job):
     job.serve(2, 2, start_wait_s=60, lease_s=2.0)  # for one whose connection ends by a reset it is waited out
     both, _ = start(job, 0, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group
@@ -108,13 +109,14 @@ def test_every_parameter_gets_a_gradient(name):
     assert without == []
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "precision"),
     [
         *((name, "float32") for name in JOBS),
         ("gpt", "bfloat16"),  # each product in it takes seconds where a processor has no bfloat16
         *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in ("bert", "resnet")),
     ],
+    usual=[0, 1, 2],
 )
 def test_some_steps_teach_it_something(name, precision):
     changes = {"steps": 40, "global_batch": 32, "optimizer": {"name": "adam", "lr": 1e-2}, "precision": precision}

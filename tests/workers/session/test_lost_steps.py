@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.cases import parametrize
 from tests.workers.loop.threads_job import Plan, retained
 from tests.workers.session.script_threads import ScriptThreads
 from thinwire.comm.groups.faults import Fault
@@ -110,12 +111,13 @@ def assert_same(found, expected):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("seed", "style"),
     [
         *((3, style) for style in STYLES),
         *(pytest.param(s, STYLES[s % 3], marks=pytest.mark.slow) for s in range(4, 13)),
     ],
+    usual=[0],
 )
 def test_all_that_is_registered_ends_bit_equal_to_an_undisturbed_run(tmp_path, monkeypatch, seed, style):
     faults = Plan()

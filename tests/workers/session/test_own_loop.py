@@ -116,6 +116,7 @@ class Elastic(FixedRanks):
     elastic = True
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_come_and_go_says_what_to_draw_from(tmp_path):
     group = SoloGroup()
     run = Run(tmp_path, 0.0)

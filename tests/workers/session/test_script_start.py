@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import parametrize
 from tests.workers.session.test_session import DATA, net
 from thinwire.comm import run_threads
 from thinwire.contract.spec import Checkpoint
@@ -67,7 +68,7 @@ def test_with_everything_all_that_is_registered_goes_on_at_the_next_sample(tmp_p
     assert all(map(torch.equal, first[0][1], second[0][1]))  # statistics of a batch norm are those of rank 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@parametrize("size", [1, 2], usual=[1])
 def test_weights_alone_are_those_of_a_model_that_was_loaded_by_hand(tmp_path, size):
     run_script(tmp_path / "first", size)
     file = fetch(str(tmp_path / "first/checkpoints"), tmp_path).path

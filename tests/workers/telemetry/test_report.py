@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import parametrize
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import report
@@ -150,9 +151,10 @@ def test_empty_history_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path, summary)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("world_sizes", "frozen_at", "num_steps"),
     [((2,), 5, 20), ((1,), 5, 20), ((4,), None, 20), ((2,), 19, 20), ((4, 2), 5, 20), ((2,), None, 1)],
+    usual=[0, 4],
 )
 def test_report_writes_the_summary_and_a_picture(
     tmp_path: Path, world_sizes: tuple[int, ...], frozen_at: int | None, num_steps: int

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tests.cases import parametrize
 from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
@@ -73,7 +74,7 @@ def test_the_parts_of_each_rank_add_up_to_its_steps_and_the_late_one_is_waited_f
     assert len({one.slowest[1] for one in reporters}) == 1, "all know the same, also of one that nobody scrapes"
 
 
-@pytest.mark.parametrize("every", [7, 8])
+@parametrize("every", [7, 8], usual=[0])
 def test_the_interval_of_checkpoints_is_told(tmp_path, monkeypatch, every):
     assert {one.interval for one in trained(tmp_path, monkeypatch, checkpoint={"every_steps": every})} == {every}
 
