@@ -193,7 +193,6 @@ def test_a_killed_server_loses_no_job_and_no_key(tmp_path: Path, servers: list[S
         wait_until(lambda: _state(client, cut_short) == "SUCCEEDED", "the job that was just accepted")
 
 
-@pytest.mark.slow
 def test_a_kill_between_row_and_folder_is_mended(tmp_path: Path, servers: list[Server]) -> None:
     home = tmp_path / "home"
     first = Server(home)

@@ -363,7 +363,6 @@ def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path
         assert job.regroups() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "points",
     [

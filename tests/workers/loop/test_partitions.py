@@ -36,7 +36,6 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out_and_named(tmp_path):
     assert found.given_up == 0
 
 
-@pytest.mark.slow
 def test_a_pair_that_is_cut_in_a_step_does_not_wait_for_the_time_out_of_a_collective(tmp_path):
     times = replace(Times().of(SHARE), collective_s=600.0, unreachable_s=1.0)
     found = cut_for(CUTS["one pair of three"], None, times, tmp_path, settle_steps=3)
