@@ -16,11 +16,15 @@ Axes = Mapping[str, Iterable[Any]]
 """By name of a parameter (or "one, other", as in parametrize) its values."""
 
 
-def every_value(axes: Axes) -> pytest.MarkDecorator:
-    """Parametrize by the product of `axes`; so many cases run always that each value of each axis is in one."""
+def every_value(axes: Axes, only: Iterable[int] | None = None) -> pytest.MarkDecorator:
+    """Parametrize by the product of `axes`; so many cases run always that each value of each axis is in one.
+
+    only: of those cases, by their places in the longest axis. Where several laws stand on the same code: each takes
+    other sizes and optimizers, so that together they have them all.
+    """
     values = [list(axis) for axis in axes.values()]
-    diagonal = {tuple(k % len(axis) for axis in values) for k in range(max(map(len, values)))}
-    return _parametrize(axes, values, diagonal)
+    diagonal = [tuple(k % len(axis) for axis in values) for k in range(max(map(len, values)))]
+    return _parametrize(axes, values, set(diagonal if only is None else [diagonal[k] for k in only]))
 
 
 def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...]]) -> pytest.MarkDecorator:

@@ -205,8 +205,6 @@ FAULTS = [
 ]
 ALWAYS = [
     "no barrier before the sum of squares",
-    "a mask of half a warp",
-    "blocks write one scale",
     "reads past the end",
 ]
 """Of these the search is part of every test run; of all in the slow one."""

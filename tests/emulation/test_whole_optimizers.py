@@ -34,6 +34,8 @@ OPTIMIZERS = {
         },
     ),
 }
+ALWAYS = ("1-bit Adam in bfloat16", "1-bit LAMB", "0/1 Adam")
+"""Of the runs of few ranks. What 8 bits send is in test_int8_kernels.py too."""
 HYPER = {"weight_decay": 0.1, "block": 64, "bucket_elements": 512}
 
 
@@ -90,7 +92,9 @@ def trained(name, size, dtype, steps=STEPS, shapes=SHAPES, overlap=True, each=No
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in OPTIMIZERS]
+)
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -31,9 +32,7 @@ def batch(step, rank, dtype=torch.float64):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank), dtype=dtype)
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("size", [1, 3])
+@every_value({"max_grad_norm": [None, 0.05], "name": PAIRS, "size": [1, 3]})
 def test_a_dense_optimizer_is_torch_s_on_the_mean_gradient(size, name, max_grad_norm):
     ours, theirs, settings = PAIRS[name]
 

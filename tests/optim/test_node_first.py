@@ -27,7 +27,7 @@ def one(name, net, group, **more):
     return make(name, two_groups(net), group, warmup=FREEZE, block=64, **given)
 
 
-@every_value({"name": COMPRESSED})
+@every_value({"name": COMPRESSED}, only=(0, 2))
 @pytest.mark.law
 def test_replicas_are_bit_equal_and_hooks_change_no_bit(name):
     def work(group):
@@ -47,7 +47,7 @@ def test_replicas_are_bit_equal_and_hooks_change_no_bit(name):
     assert all(torch.equal(x, found[0][0]) for held in found for x in held)
 
 
-@every_value({"name": COMPRESSED, "steps": (3, FREEZE, 9)})
+@every_value({"name": COMPRESSED, "steps": (3, FREEZE, 9)}, only=(0, 1))
 @pytest.mark.law
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, steps):
     def work(group):
@@ -71,7 +71,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, steps
         torch.testing.assert_close(r_N, states[0]["residuals"][name_of], rtol=0, atol=1e-6)
 
 
-@every_value({"topology": ("flat", "node_first"), "name": COMPRESSED})
+@every_value({"topology": ("flat", "node_first"), "name": COMPRESSED}, only=(1, 2))
 @pytest.mark.law
 def test_shares_go_from_either_topology_to_either_with_their_r(topology, name):
     def work(group):
@@ -119,7 +119,7 @@ CHANGES = {
 }
 
 
-@every_value({"change": CHANGES, "name": COMPRESSED})
+@every_value({"change": CHANGES, "name": COMPRESSED}, only=(0, 2, 4))
 @pytest.mark.law
 def test_t3_a_planned_change_keeps_r_and_takes_the_topology_that_can_be(change, name):
     stay, boxes, topology = CHANGES[change]
@@ -172,7 +172,7 @@ FAULTS = {
 }
 
 
-@every_value({"name": ("onebit_adam", "onebit_lamb"), "fault": FAULTS})
+@every_value({"name": ("onebit_adam", "onebit_lamb"), "fault": FAULTS}, only=(1, 3))
 @pytest.mark.law
 def test_a_rank_that_dies_in_a_step_takes_only_its_own_part_of_r(name, fault):
     ranks, done = begun(name, BOXES, 10), []

@@ -104,7 +104,7 @@ def problems(draw, dtypes=(torch.float32, torch.float64)):
 
 
 def examples(count):
-    """Half as many in `make test`, twice as many in `make test-all`: the profiles are in tests/conftest.py."""
+    """A quarter in `make test`, twice as many in `make test-all`: the profiles are in tests/conftest.py."""
     ignored = [HealthCheck.too_slow, HealthCheck.data_too_large]
     share = settings.default.max_examples / 100
     return settings(

@@ -65,7 +65,8 @@ def averaged(size, kind, rounds, wire="int8", layout=LAYOUT):
         "wire": WIRES,
         "num_live": (None, 1, 9, 4097),
         "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
-    }
+    },
+    only=(1, 3),
 )
 @pytest.mark.law
 def test_t1_means_and_residual_add_up_to_the_inputs(size, kind, wire, num_live, dtype, tolerance):
@@ -77,7 +78,7 @@ def test_t1_means_and_residual_add_up_to_the_inputs(size, kind, wire, num_live, 
     assert (total_out + residual - total_in).abs().max() <= tolerance * max(1.0, float(total_in.abs().max())) * 10
 
 
-@every_value({"size": SIZES, "kind": ("bucketed", "plain"), "wire": WIRES})
+@every_value({"size": SIZES, "kind": ("bucketed", "plain"), "wire": WIRES}, only=(2, 4))
 @pytest.mark.law
 def test_t2_means_are_bit_identical_and_near_and_dead_elements_stay_zero(size, kind, wire):
     rounds = inputs(size, 5, torch.float32)
@@ -91,7 +92,7 @@ def test_t2_means_are_bit_identical_and_near_and_dead_elements_stay_zero(size, k
     assert not residual[dead].any()
 
 
-@every_value({"old": SIZES, "new": MANY[1:] + SIZES[:2], "kind": ("bucketed", "plain")})
+@every_value({"old": SIZES, "new": MANY[1:] + SIZES[:2], "kind": ("bucketed", "plain")}, only=(0, 3))
 @pytest.mark.law
 def test_t3_a_resize_keeps_what_eight_bits_left_out(old, new, kind):
     _, residual = averaged(old, kind, inputs(old, 5, torch.float32))
@@ -238,8 +239,7 @@ def test_a_rank_that_takes_no_part_or_gives_up_is_told_to_all_and_nothing_change
     assert all(run_threads(3, work))
 
 
-@pytest.mark.parametrize("size", MANY)
-@pytest.mark.parametrize(("wire", "least"), [("bf16", 1.99), ("int8", 3.85)])
+@every_value({"size": MANY, "wire, least": [("bf16", 1.99), ("int8", 3.85)]})
 def test_a_mean_sends_a_half_and_a_quarter_of_fp32(size, wire, least):
     layout = VectorLayout.single(64 * 4096)
 

@@ -52,6 +52,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow  # as test_bucketed_gloo, over boxes
 @pytest.mark.law
 def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_breaks(tmp_path):
     size = 4

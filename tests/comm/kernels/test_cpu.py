@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.comm.kernels.cases import KERNELS, POISON, WEIGHT, Case, assert_same, run
+from tests.covering import every_value
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.cpu import CpuKernels
@@ -43,8 +44,7 @@ def test_equal_to_the_reference_bit_for_bit(name, case):
     assert_same(run(CpuKernels(), name, case), run(fused_reference, name, case))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("threads", [2, 3, 7])
+@every_value({"name": KERNELS, "threads": [2, 3, 7]})
 def test_any_number_of_threads_gives_the_same(name, threads):
     case = Case(BLOCKS * 20, [5, 77, 30_000], num_rows=3, poison={4: "nan", 150: "huge"}, cuts=(60, 130))
     assert_same(run(CpuKernels(threads), name, case), run(CpuKernels(), name, case))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.comm.gloo_ranks import said, start
+from tests.covering import every_value
 from tests.optim.reference.written_out import CLASSES, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, WireMismatch, run_threads
@@ -54,8 +55,7 @@ def made(name, net, group, **more):
     return CLASSES[name](net.parameters(), lr=1e-2, group=group, model=net, **more)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", CLASSES)
+@every_value({"overlap": [False, True], "name": CLASSES})
 def test_buffers_are_those_of_rank_0_wherever_ranks_hold_the_same_parameters(name, overlap):
     def work(group):
         net = seeded(group.rank, Net)  # other values on each rank at first

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.comm.gloo_ranks import said, start
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
@@ -27,8 +28,7 @@ def train(net, optimizer, rank, steps=(1, 2)):
         optimizer.step()
 
 
-@pytest.mark.parametrize("made", [Adam, OneBitAdam, ZeroOneAdam])
-@pytest.mark.parametrize("overlap", [False, True])
+@every_value({"made": [Adam, OneBitAdam, ZeroOneAdam], "overlap": [False, True]})
 def test_gradients_that_are_equal_before_the_exchange_are_said_once(made, overlap, caplog):
     def work(group, told):
         net = network()

@@ -5,6 +5,7 @@ from math import sqrt
 import pytest
 import torch
 
+from tests.covering import every_value
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.health import health
@@ -36,8 +37,7 @@ def trained(make, size, steps, then, dtype=torch.float32):
     return run_threads(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", COMPRESSED)
+@every_value({"size": [2, 3], "name": COMPRESSED})
 def test_every_rank_is_told_the_same_of_a_compressed_optimizer(name, size):
     told = trained(COMPRESSED[name], size, 10, health)
     assert all(other == told[0] for other in told)

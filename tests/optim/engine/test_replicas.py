@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
@@ -43,7 +44,7 @@ def own_weights(rank, step, net, optimizer):
         net.weight.data.add_(0.25)
 
 
-@pytest.mark.parametrize("make", MAKE)
+@every_value({"make": MAKE}, only=(0, 2))
 def test_replicas_that_have_drifted_apart_are_said_once(make, caplog, monkeypatch):
     monkeypatch.setattr(replicas, "EVERY", 8)
     trained(MAKE[make], lambda *_: None)

@@ -28,7 +28,7 @@ class WholeVector(OneBitAdam):
         return CompressedAllReduce(group, self.space.layout, SignCodec(block), self.space.p_N)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@every_value({"size": [2, 3]}, only=(1,))
 def test_it_gives_the_numbers_of_the_exchange_of_whole_vectors(size):
     """One group and one bucket: chunks and blocks are the same then."""
 
@@ -131,7 +131,8 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
         "name": ("onebit_adam", "onebit_lamb"),
         "saved_at": (WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 4),
         "overlap": (True, False),
-    }
+    },
+    only=(1, 3),
 )
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on_with_many_buckets(name, saved_at, overlap):
     def work(group):
@@ -231,8 +232,7 @@ def large_allocations(work, least_bytes):
     return found
 
 
-@pytest.mark.parametrize(("kind", "made_first"), [(OneBitAdam, 1), (OneBitLamb, 2)])
-@pytest.mark.parametrize("overlap", [False, True])
+@every_value({"kind, made_first": [(OneBitAdam, 1), (OneBitLamb, 2)], "overlap": [False, True]})
 def test_a_step_makes_no_vector_after_the_first_compressed_one(kind, made_first, overlap):
     """Nothing as large as a sixteenth of a vector of signs; in the first compressed step error memory.
 

@@ -35,14 +35,14 @@ def deviation(size, settings):
     )
 
 
-@every_value({"size": SIZES, "name": PRESETS})
+@every_value({"size": SIZES, "name": PRESETS}, only=(0, 2))
 def test_every_setting_equals_the_reference_in_float64(size, name):
     worst, optimizer, _ = deviation(size, PRESETS[name])
     assert worst <= 1e-12
     assert (optimizer.stats()["floored_elements"] > 0) == PRESETS[name].floor
 
 
-@every_value({"name": SWITCHED, "size": (3, 1)})
+@every_value({"name": SWITCHED, "size": (3, 1)}, only=(0, 2, 4))
 def test_every_deviation_is_switchable_by_itself(size, name):
     worst, _, _ = deviation(size, SWITCHED[name])
     assert worst <= 1e-12
@@ -60,7 +60,7 @@ def traced(trace, group, parameters):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@every_value({"size": [1, 2, 3, 4]}, only=(0, 2))
 def test_parity_meets_deepspeeds_own_parameters_and_moments(size):
     trace = load_trace("onebit_adam", size)
     paths, _ = drive(

@@ -93,8 +93,7 @@ def test_where_v_stays_or_it_is_not_asked_for_the_factor_is_the_papers(more):
     assert all(run_threads(2, work))
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0, 6.0])
-@pytest.mark.parametrize("signal", [0.05, 0.5])
+@every_value({"noise": [0.0, 1.0, 6.0], "signal": [0.05, 0.5]})
 def test_the_estimate_finds_how_much_longer_a_noisy_momentum_is(signal, noise):
     """m of a hundred gradients, and noise that has nothing to do with them, as that of one bit: 50,000 elements."""
     random = torch.Generator().manual_seed(1)

@@ -5,6 +5,7 @@ from inspect import isfunction
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.reference.deepspeed_traces import CASES, Trace, load_trace
 from thinwire.optim.reference.deepspeed import DeepSpeedExchange, zero_one_schedule
 from thinwire.optim.reference.exchange import TwoPhase, tensor_units
@@ -83,13 +84,13 @@ def too_far(trace: Trace, reference) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize(("optimizer", "num_workers"), CASES)
+@every_value({"optimizer, num_workers": CASES}, only=(0, 2, 4, 6, 8))
 def test_the_reference_agrees_with_deepspeed_in_parameters_and_moments(optimizer, num_workers):
     trace = load_trace(optimizer, num_workers)
     assert too_far(trace, MAKE[optimizer](trace)) == {}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@every_value({"num_workers": [1, 2, 3, 4]}, only=(0, 2))
 def test_the_reference_agrees_with_deepspeed_in_lambs_coefficients(num_workers):
     trace = load_trace("onebit_lamb", num_workers)
     reference = onebit_lamb(trace)
@@ -127,24 +128,25 @@ def intervals_from_the_update(trace: Trace):
     return lambda t: t < 5 or (t > 5 and t - 1 in schedule.variance)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "otherwise", "first"),
-    [
-        ("onebit_adam", {"bias_correction": True}, 1),
-        ("onebit_adam", {"warmup": 21}, 21),
-        ("onebit_adam", {"exchange": one_scale_a_tensor_without_padding}, 21),
-        ("onebit_lamb", {"skip_unit_coefficients": False}, 21),
-        ("onebit_lamb", {"exchange": one_scale_a_tensor_without_padding}, 21),
-        ("onebit_lamb", {"exchange": padding_cleared}, 22),
-        ("onebit_lamb", {"weigh_ratio": False}, 26),
-        ("zero_one_adam", {"fresh": Fresh.NEVER}, 1),
-        ("zero_one_adam", {"eps_outside": False}, 1),
-        ("zero_one_adam", {"gradient_stage": 0}, 1),
-        ("zero_one_adam", {"variance_step": intervals_from_the_update}, 5),
-        ("zero_one_adam", {"exchange": one_scale_a_tensor_without_padding}, 6),
-        ("zero_one_adam", {"exchange": errors_kept_over_the_stages}, 21),
-        ("zero_one_adam", {"decay_in_sum": False}, 21),
-    ],
+@every_value(
+    {
+        "optimizer, otherwise, first": [
+            ("onebit_adam", {"bias_correction": True}, 1),
+            ("onebit_adam", {"warmup": 21}, 21),
+            ("onebit_adam", {"exchange": one_scale_a_tensor_without_padding}, 21),
+            ("onebit_lamb", {"skip_unit_coefficients": False}, 21),
+            ("onebit_lamb", {"exchange": one_scale_a_tensor_without_padding}, 21),
+            ("onebit_lamb", {"exchange": padding_cleared}, 22),
+            ("onebit_lamb", {"weigh_ratio": False}, 26),
+            ("zero_one_adam", {"fresh": Fresh.NEVER}, 1),
+            ("zero_one_adam", {"eps_outside": False}, 1),
+            ("zero_one_adam", {"gradient_stage": 0}, 1),
+            ("zero_one_adam", {"variance_step": intervals_from_the_update}, 5),
+            ("zero_one_adam", {"exchange": one_scale_a_tensor_without_padding}, 6),
+            ("zero_one_adam", {"exchange": errors_kept_over_the_stages}, 21),
+            ("zero_one_adam", {"decay_in_sum": False}, 21),
+        ]
+    },
 )
 def test_the_traces_notice_each_of_deepspeeds_deviations(optimizer, otherwise, first):
     """Else agreement with them would be worth little. first: the recorded update from which another way shows."""

@@ -108,7 +108,7 @@ def hold_residual(exchange, scales, size, residual):
     exchange.errors["momentum"] = Errors([torch.zeros_like(padded) for _ in range(size)], padded)
 
 
-@every_value({"kind, settings": CASES, "before": [4, WARMUP - 1, WARMUP, WARMUP + 9]})
+@every_value({"kind, settings": CASES, "before": [4, WARMUP - 1, WARMUP, WARMUP + 9]}, only=(0, 2, 4))
 def test_one_step_in_float32_is_that_of_float64(kind, settings, before):
     size = 3
     results = one_step(size, kind, settings, before)

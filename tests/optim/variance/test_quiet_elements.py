@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from tests.covering import every_value
 from thinwire.comm import run_threads
 from thinwire.contract.spec import GptRecipe
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -143,8 +144,7 @@ LATE_MOVE = {"onebit_adam": 3.0, "onebit_lamb": 1.0, "zero_one_adam": 3.0}
 """In units of lr, over the rest of the run. LAMB moves a tensor by lr times its own size, and these weigh 0.02."""
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MAKE)
+@every_value({"size": (2, 4), "name": MAKE}, only=(2,))
 def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
     for seen in run_threads(size, lambda group: train(MAKE[name], group)):
         for quantity, bound in BOUNDS[name].items():
@@ -155,7 +155,7 @@ def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
         assert seen.losses[-1] < 0.7 * seen.losses[0]
 
 
-@pytest.mark.parametrize("name", MAKE)
+@every_value({"name": MAKE}, only=(0, 1))
 def test_t13_on_one_rank_where_nothing_is_compressed_late_rows_are_bounded_by_the_floor(name):
     """Measured: 17 for late rows under 1-bit Adam, whose new gradients are larger than those that v is the mean of."""
     seen = run_threads(1, lambda group: train(MAKE[name], group))[0]
@@ -166,6 +166,7 @@ def test_t13_on_one_rank_where_nothing_is_compressed_late_rows_are_bounded_by_th
     assert seen.largest_x <= BOUNDS[name]["largest_x"]
 
 
+@pytest.mark.slow  # that it is the floor: see test_step_sizes and test_onebit_adam for few rows
 def test_t13_without_the_floor_the_same_elements_explode():
     def make(params, group):
         settings = replace(OURS, floor=False)

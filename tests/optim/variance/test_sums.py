@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import FailingGroup
+from tests.covering import every_value
 from tests.optim.reference.parity import as_parameters, feed
 from thinwire.comm import PeerLost, run_threads
 from thinwire.optim import OneBitLamb
@@ -98,7 +99,7 @@ def test_without_compression_that_sum_is_exact():
     torch.testing.assert_close(found, due, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("full", ["fp32", "int8"])
+@every_value({"full": ["fp32", "int8"]}, only=(0,))
 @pytest.mark.law
 def test_a_run_with_such_a_sum_that_is_loaded_is_the_one_that_went_on(full):
     def work(group):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import backward, bits, everywhere, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze
@@ -67,7 +68,7 @@ def test_new_gradients_outweigh_the_frozen_variance_by_the_second_freeze():
     assert float(optimizer.vectors.v_N.mean()) / before == pytest.approx(left, abs=0.1)
 
 
-@pytest.mark.parametrize("saved_at", [0, 3, 14])
+@every_value({"saved_at": [0, 3, 14]}, only=(2,))
 def test_a_run_loaded_in_or_after_its_second_warmup_equals_the_one_that_went_on(saved_at):
     def work(group):
         model, optimizer = rearmed(group, dtype=torch.float32)

@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-@every_value({"saved_at": (3, 4, FREEZE, 9, 21), "settings": SETTINGS.values()})
+@every_value({"saved_at": (3, 4, FREEZE, 9, 21), "settings": SETTINGS.values()}, only=(0, 3))
 @pytest.mark.law
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, settings):
     given = {"settings": settings, "weight_decay": 0.1}
@@ -58,7 +58,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, s
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_value({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21), "settings": SETTINGS.values()})
+@every_value({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21), "settings": SETTINGS.values()}, only=(1, 3))
 def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at, settings):
     def save(group):
         model, optimizer = make(group, settings=settings)
@@ -84,7 +84,7 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at, settings)
         assert torch.isfinite(p).all()
 
 
-@every_value({"at": (1, 2, 4, FREEZE, FREEZE + 1, 9), "settings": SETTINGS.values()})
+@every_value({"at": (1, 2, 4, FREEZE, FREEZE + 1, 9), "settings": SETTINGS.values()}, only=(0, 2, 4))
 def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothing(at, settings):
     """Steps 1 to 9 exchange something in all of these."""
 
@@ -107,7 +107,7 @@ def test_a_nan_gradient_where_something_is_exchanged_stops_all_and_changes_nothi
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_value({"at": (1, 3, 4, FREEZE, FREEZE + 1), "settings": SETTINGS.values()})
+@every_value({"at": (1, 3, 4, FREEZE, FREEZE + 1), "settings": SETTINGS.values()}, only=(1, 3))
 @pytest.mark.law
 def test_a_peer_lost_in_any_collective_of_a_step_leaves_everything_as_it_was(at, settings):
     """The first, the second, ... until the step has no more."""
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_other_settings_is_refused_and_nothing_changed():
         other.load_state_dict([])
 
 
-@every_value({"settings": [OURS, LITERAL, DEEPSPEED], "before": [3, 4, FREEZE, 8, 13, 21]})
+@every_value({"settings": [OURS, LITERAL, DEEPSPEED], "before": [3, 4, FREEZE, 8, 13, 21]}, only=(0, 2, 4))
 def test_one_step_in_float32_is_that_of_float64_from_an_equal_state(settings, before):
     """And the float64 one is the reference's: test_zero_one_parity.py."""
 

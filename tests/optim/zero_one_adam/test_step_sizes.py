@@ -115,9 +115,7 @@ class Embedder(torch.nn.Module):
 EMBEDDER = Embedder()
 
 
-@pytest.mark.parametrize(
-    ("size", "bias_correction", "dense"), [(1, True, 0), (2, False, 0), (2, True, 10), (4, True, 0)]
-)
+@every_value({"size, bias_correction, dense": [(1, True, 0), (2, False, 0), (2, True, 10), (4, True, 0)]}, only=(1, 3))
 @pytest.mark.law
 def test_t13_rows_without_variance_neither_explode_before_or_after_the_freeze_nor_die(size, bias_correction, dense):
     lr, freeze = 1e-2, 30

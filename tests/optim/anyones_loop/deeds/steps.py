@@ -217,7 +217,7 @@ def evaluated_in_inference_mode(loop: Loop) -> None:
     loop.iterate = iterate
 
 
-@deed(STEPS, "`torch.compile(model)`", when=tuple(When), apart=True)
+@deed(STEPS, "`torch.compile(model)`", when=tuple(When), apart=True, slow=True)
 def compiled(loop: Loop) -> None:
     loop.model = torch.compile(loop.net, backend="aot_eager")
 
