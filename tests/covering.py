@@ -1,4 +1,4 @@
-"""Which cases of a product of parameters run always: a covering set of them. The rest is slow, for `make test-all`.
+"""Which cases of parameters run always: of a product a covering set. The rest is slow, for `make test-all`.
 
 A law holds for every world size, dtype and so on by itself; that it breaks for one size with one dtype and one cut only
 is what `make test-all` looks for.
@@ -7,7 +7,7 @@ is what `make test-all` looks for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -25,6 +25,31 @@ def every_value(axes: Axes, only: Iterable[int] | None = None) -> pytest.MarkDec
     values = [list(axis) for axis in axes.values()]
     diagonal = [tuple(k % len(axis) for axis in values) for k in range(max(map(len, values)))]
     return _parametrize(axes, values, set(diagonal if only is None else [diagonal[k] for k in only]))
+
+
+def parametrize(
+    names: str | tuple[str, ...],
+    cases: Iterable[Any],
+    *,
+    usual: Collection[int],
+    ids: Callable[[Any], object] | Iterable[str] | None = None,
+) -> pytest.MarkDecorator:
+    """As pytest.mark.parametrize, with the mark `slow` on all cases but those at the places `usual`.
+
+    usual: places in `cases`; those below 0 count from the end.
+    """
+    several = not isinstance(names, str) or "," in names
+    every = list(cases)
+    always = {range(len(every))[place] for place in usual}
+    made: list[Any] = []
+    for place, case in enumerate(every):
+        if place in always:
+            made.append(case)
+        elif isinstance(case, type(pytest.param())):
+            made.append(pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id))
+        else:
+            made.append(pytest.param(*(case if several else [case]), marks=pytest.mark.slow))
+    return pytest.mark.parametrize(names, made, ids=ids)
 
 
 def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...]]) -> pytest.MarkDecorator:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import parametrize
 from tests.conftest import missing
+from tests.covering import parametrize
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Limits

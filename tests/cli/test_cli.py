@@ -15,8 +15,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from tests.cases import parametrize
 from tests.cli.command_line import Run
+from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import commands, screen, watch

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cases import parametrize
 from tests.cli.command_line import Run
+from tests.covering import parametrize
 from tests.s3_server import BUCKET, SECRET, S3Server, s3_session
 from tests.service.live_service import LiveService
 from tests.workers.test_saving import AT, saving_run

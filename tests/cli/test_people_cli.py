@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import parametrize
 from tests.cli.command_line import Run
+from tests.covering import parametrize
 from tests.service.live_service import LiveService
 
 

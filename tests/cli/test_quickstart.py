@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService, live_service
 from thinwire.cli import quickstart, watch

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
 from tests.cli.command_line import Run
+from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
 from thinwire.cli import resize

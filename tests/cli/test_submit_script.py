@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cases import parametrize
 from tests.cli.command_line import Run
+from tests.covering import parametrize
 from tests.service.live_service import LiveService
 
 LINE = ["--workers", "4", "--checkpoint-store", "s3://bucket/x", "--pip", "einops", "--env", "A=b=c"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.lab.conftest import namespaces_of, network_namespaces
 from thinwire.lab import Lab, LabError, LabSpec, network
 from thinwire.lab.leftovers import find_labs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample
 from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import SERVICE_URL, Service, sample, spec
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.auth import token_hash

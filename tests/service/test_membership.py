@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample
 
 ELASTIC = {"min": 2, "max": 4}

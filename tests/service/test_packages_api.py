@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service
 from thinwire.contract.packages import MOST_ENTRIES, MOST_UNPACKED_BYTES
 from thinwire.service.launch.protocol import LaunchState

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
 from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.remote_run import LARGEST_FILE_BYTES

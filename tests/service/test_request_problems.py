@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
 from thinwire.contract.spec import TextFile

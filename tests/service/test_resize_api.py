@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.spec import TrainSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
 from thinwire.service.auth import OPEN_PATHS, token_hash
 from thinwire.service.config import Settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample
 from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import LEASE_S

@@ -203,8 +203,8 @@ KERNEL measure_floats(const Tile* tiles, const float* p, const float* v, float* 
 }
 
 // Bounds of r, of its change, of the trust ratio c, and by how many times that a step is bounded; bounded: is it? weighs:
-// r counts for the part of an update that is not decay. follows: factors are |u_0|^2
-// of exact momenta, 1 where that is not known, and stay.
+// r counts for the part of an update that is not decay. follows: factors are |u_0|^2 of exact momenta, 1 where that is
+// not known, and stay.
 struct Bounds {
     float least_factor, most_factor, slower, faster, least_coeff, most_coeff, longest, lr;
     unsigned bounded, weighs, follows, unused;

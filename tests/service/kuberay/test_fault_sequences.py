@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.kubeapi.kinds import RAYJOBS
 from tests.kubeapi.server import KubeApi
 from tests.service.kuberay.harness import STORE, OnKubernetes

@@ -11,7 +11,7 @@ import kubernetes.client
 import kubernetes.config
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.kubeapi.answers import was_modified
 from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest

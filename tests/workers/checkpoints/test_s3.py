@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.s3_server import BUCKET, KEY, SECRET
 from tests.workers.checkpoints.states import CPU, assert_same, save, state
 from tests.workers.small_job import run_small, small_spec

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
 from thinwire.contract.reports import EventKind

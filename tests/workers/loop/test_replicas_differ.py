@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.loop.threads_job import Plan, ThreadsJob
 from tests.workers.small_job import small_spec
 from thinwire.contract.run_folder import RunFolder

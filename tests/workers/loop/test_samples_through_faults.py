@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.loop.test_loop import load, saved
 from tests.workers.loop.threads_job import Plan, ThreadsJob, Worker
 from tests.workers.small_job import Recording, run_small, small_spec

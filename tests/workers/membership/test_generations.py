@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.membership.members import Job, eventually, identity, later, newcomer, standing
 from thinwire.workers.membership import (
     Dismissed,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group

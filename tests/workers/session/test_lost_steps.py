@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.loop.threads_job import Plan, retained
 from tests.workers.session.script_threads import ScriptThreads
 from thinwire.comm.groups.faults import Fault

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.session.test_session import DATA, net
 from thinwire.comm import run_threads
 from thinwire.contract.spec import Checkpoint

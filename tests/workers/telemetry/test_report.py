@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import report

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.cases import parametrize
+from tests.covering import parametrize
 from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
