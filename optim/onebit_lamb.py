@@ -53,6 +53,8 @@ from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 SQUARES = "squares"
 """Among the saved values where factor_T is |u_0|^2 of exact momenta."""
+HALF = 0.5
+"""The part of the mean gradient that must be zero, so that nothing is compressed. In 8 bits small values are too."""
 SUMMED_FROM = "summed_from"
 """Among the saved values: the step after which A counts; absent where R of then is not known."""
 
@@ -370,6 +372,19 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s.scaling_T.fill_(1)
         if bool(moving_T.any()):
             s.scaling_T.copy_(torch.where(moving_T, sizes_T[moving_T].mean() / sizes_T, 1.0))
+
+    def holds_off(self) -> str | None:
+        """As FreezingOptimizer.holds_off: where 8 bits are sent and most of the gradient is zero.
+
+        LAMB divides by the norm of all of u, so that every row has to bear what a kept v does to rare ones.
+        """
+        if self.full_exchange != "int8":
+            return None
+        live = self.space.layout.live
+        zeros_t = sums.zeros_of(self.space.g_N, live)
+        if not sums.are_most_zero(zeros_t, live, HALF):
+            return None
+        return "more than half of the gradient is zero: a variance of rare rows that is kept would lengthen all steps"
 
     def on_refresh(self, floored_N: Tensor) -> None:
         """r compares with the v of now. What was floored once has no part in it."""

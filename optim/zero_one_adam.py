@@ -36,9 +36,10 @@ from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
 from thinwire.optim import adam_math
+from thinwire.optim.engine import schedule
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FormedSum, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.schedule import StepPlan, Wire, counted_interval, rate_interval, zero_one_adam_plan
+from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
@@ -52,6 +53,7 @@ from thinwire.optim.zero_one_round import (
     local_step,
     propose_,
     spoil_lost_,
+    unit_of,
 )
 from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, ZeroOneSettings
 
@@ -76,12 +78,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
     the rates that come, and of the dense start; total_steps of the run sharpens it (optim.variance.when_to_freeze).
     dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; a given freeze ends them.
-    None: 1 / (1 - beta2) of them, or a fifth of total_steps where that is fewer, at least 10; with parity or a gradient
-    stage none, nor in the paper's settings. 0: none. A second warm-up (set_global_batch) has none.
+    None: 1 / (1 - beta2) of them, or where that is fewer a part of total_steps, at least 10 (VarianceFreeze); with
+    parity or a gradient stage none, nor in the paper's settings. 0: none. A second warm-up (set_global_batch) has none.
     var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
     fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
-    local_step_clipper: the longest interval, steps.
+    local_step_clipper: the longest interval, steps. None: a thousandth of total_steps, from 1 to 16; and 16 where that
+    is not known, or local_step_scaler is given.
     bias_correction: of the variance, by the number of its updates.
     group: the ranks (None: torch.distributed's default group, or this process alone).
     parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
@@ -112,18 +115,22 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         dense_steps: int | None = None,
         var_update_scaler: int = 16,
         local_step_scaler: int | None = None,
-        local_step_clipper: int = 16,
+        local_step_clipper: int | None = None,
         **options: Unpack[CompressedOptions[ZeroOneSettings]],
     ) -> None:
         for name, value in (
             ("var_update_scaler", var_update_scaler),
             ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
-            ("local_step_clipper", local_step_clipper),
+            ("local_step_clipper", 1 if local_step_clipper is None else local_step_clipper),
         ):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
         if options.get("parity") == "deepspeed":
             local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
+        if local_step_clipper is None:
+            local_step_clipper = schedule.longest_interval(
+                options.get("total_steps"), counted=local_step_scaler is not None
+            )
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
@@ -216,7 +223,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             for part, g in self._gradients_in(at, h.span, runs):
                 z = z_b[part.start - at.start : part.stop - at.start]
                 propose_(z, g, s, part, h, done, self.settings)
-                add_decay_(z, p_N[part], s.used[part], h, self.settings)
+                add_decay_(z, p_N[part], s.used[part], h, done, self.settings)
         return self._as_sent_(z_b)
 
     def _as_sent_(self, z_b: Tensor) -> Tensor:
@@ -241,7 +248,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1, under the learning rates of now."""
-        return zero_one_adam_plan(
+        return schedule.zero_one_adam_plan(
             step,
             freeze=self.ends_warmup(step),
             var_update_scaler=self.var_update_scaler,
@@ -463,8 +470,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if self.frozen_at is None:
             return 1
         if self.local_step_scaler is not None:
-            return counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
-        return rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
+            return schedule.counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
+        return schedule.rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
 
     def _round_means(self, u_N: Tensor) -> Tensor:
         """The mean of m_i in full; u <- that of u_i. Raises: PeerLost; NonFiniteInput where a rank lost a gradient."""
@@ -519,8 +526,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self._first.look_at_mean(g_N)
         if early:
             self.derive_used(g_N)
-        for h in groups:
-            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, self.settings)
+        for h, done in zip(groups, self._rounds, strict=True):
+            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, done, self.settings)
         if exchange:
             kept = CompressedSum(reduce, s.update_error, self._as_sent_(z_N), lambda at, runs: None)
             for k in range(len(reduce.buckets)):
@@ -537,7 +544,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             weight = divisors[at] if done.weight else 0.0
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
             longest = self.settings.longest_step * weight if weight else inf
-            receipt = Receipt(self.space.p_N, start_N, self.vectors, h, self.settings, weight, longest, done.kept)
+            unit = unit_of(done, self.settings) * (-1 if self.settings.negated else 1)
+            receipt = Receipt(self.space.p_N, start_N, self.vectors, h, self.settings, weight, unit, longest, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 

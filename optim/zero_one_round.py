@@ -7,7 +7,7 @@ zero_one_adam.py. d is nowhere kept: it is formed from v, as that is used, in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -129,16 +129,19 @@ def propose_(
 ) -> None:
     """z <- what u_i will be after this step, of elements `at` of one group. z: modified. done: the round so far.
 
-    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
+    Where sums are sent as momenta: that over S. With Decay.IN_SUM its decay is still to be added, by add_decay_: it
+    needs the divisor of this step.
     """
     m, u = s.m_N[at], None if s.u_N is None or done.is_new else s.u_N[at]
+    unit = unit_of(done.after(h, settings.decay), settings)
     if h.lr == 0:
         if u is None:
             z_s.zero_()
         else:
-            z_s.copy_(u)
+            torch.mul(u, 1 / unit, out=z_s)
         return
-    keep = kept_by(h) if settings.decay is Decay.OF_SUM else 1.0
+    keep = (kept_by(h) if settings.decay is Decay.OF_SUM else 1.0) / unit
+    h = replace(h, lr=h.lr / unit)
     if updates.in_one_pass(z_s):
         if u is None:
             updates.first_proposal_(z_s, g_s, m, h)
@@ -151,10 +154,16 @@ def propose_(
         z_s.add_(u, alpha=keep)
 
 
-def add_decay_(z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, settings: ZeroOneSettings) -> None:
-    """z <- z + lr wd d x, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified."""
+def unit_of(done: Round, settings: ZeroOneSettings) -> float:
+    """What a sum is over what is sent of it: S of the round that ends, where sums are sent as momenta."""
+    return done.weight if settings.as_momentum and done.weight else 1.0
+
+
+def add_decay_(z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, done: Round, settings: ZeroOneSettings) -> None:
+    """z <- z + lr wd d x, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified. done: as propose_."""
     if settings.decay is Decay.IN_SUM and h.lr and h.weight_decay:
-        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=h.lr * h.weight_decay)
+        rate = h.lr / unit_of(done.after(h, settings.decay), settings)
+        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=rate * h.weight_decay)
 
 
 def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
@@ -166,7 +175,8 @@ def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
 class Receipt:
     """One group takes the sum z that all ranks have received: the end of a round, in one pass over what came. A Reader.
 
-    z <- cut(z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. kept: K.
+    z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. unit:
+    that of unit_of, negative where -u is what is sent. kept: K.
     start: x_s, float[N], may be p. p, s.m: modified where they are read.
     """
 
@@ -176,6 +186,7 @@ class Receipt:
     h: AdamHyper
     settings: ZeroOneSettings
     weight: float
+    unit: float
     longest: float
     kept: float
 
@@ -194,7 +205,7 @@ class Receipt:
             self._take(at, z)
             return
         p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
-        numbers = self._sign, self.weight, self.longest, self.kept
+        numbers = self.unit, self.weight, self.longest, self.kept
         updates.receive_rows_(p, start, v, m, rows, numbers, self.settings.eps_of(self.h.eps), table)
 
     def values(self, at: slice, values: Tensor) -> None:
@@ -203,19 +214,15 @@ class Receipt:
             self._take(at, values.clone())
             return
         p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
-        numbers = self._sign, self.weight, self.longest, self.kept
+        numbers = self.unit, self.weight, self.longest, self.kept
         updates.receive_(p, start, values, v, m, numbers, self.settings.eps_of(self.h.eps))
 
     @property
     def _has_loop(self) -> bool:
         return self.weight != 0 and updates.in_one_pass(self.p_N)
 
-    @property
-    def _sign(self) -> float:
-        return -1.0 if self.settings.negated else 1.0
-
     def _take(self, at: slice, z: Tensor) -> None:
-        z.mul_(self._sign)
+        z.mul_(self.unit)
         divisor = adam_math.divisor(self.s.used[at], *self.settings.eps_of(self.h.eps))
         if self.weight and isfinite(self.longest):
             cut_(z, divisor, self.longest)

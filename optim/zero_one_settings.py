@@ -37,6 +37,7 @@ class ZeroOneSettings:
     bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
     floor: under the v of every step. refresh: after the freeze v is brought up to date at some syncs, where the
     optimizer has found the freeze by itself or is asked to (optim.variance.refresh).
+    as_momentum: what is exchanged is u / S, a momentum, and so is what compression leaves out; else u.
     slowest_fall: S of a sync is at least this part of the divisor before.
     longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.
@@ -54,7 +55,8 @@ class ZeroOneSettings:
     eps_outside: bool = True
     floor: bool = True
     refresh: bool = True
-    slowest_fall: float = 0.95
+    as_momentum: bool = True
+    slowest_fall: float = 0.0
     longest_step: float = 4.0
     decay: Decay = Decay.OF_SUM
     dense_start: bool = True
@@ -80,7 +82,7 @@ LITERAL = ZeroOneSettings(
     eps_outside=False,
     floor=False,
     refresh=False,
-    slowest_fall=0.0,
+    as_momentum=False,
     longest_step=inf,
     dense_start=False,
     scales=Scales.WHOLE,
@@ -91,7 +93,7 @@ DEEPSPEED = ZeroOneSettings(
     bias_correction=False,
     floor=False,
     refresh=False,
-    slowest_fall=0.0,
+    as_momentum=False,
     longest_step=inf,
     decay=Decay.IN_SUM,
     dense_start=False,

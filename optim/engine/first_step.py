@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
 from thinwire.comm.default import has_process_group
-from thinwire.comm.protocol import Group
+from thinwire.comm.kernels.int8_reference import LEVELS
+from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.claims import found_around
 from thinwire.optim.engine.schedule import StepPlan, Wire
 
@@ -33,6 +35,7 @@ class Stepped(Protocol):
 
     param_groups: list[dict[str, Any]]
     model: torch.nn.Module | None
+    mean_wire: FullWire
     buffers_kept_by: str | None
 
     @property
@@ -45,7 +48,8 @@ class FirstStep:
 
     def __init__(self, optimizer: Stepped) -> None:
         self._looks = optimizer.group.rank == 0
-        self._own: Tensor | None = None
+        self._own: tuple[Tensor, Tensor] | None = None
+        """Elements of this rank's gradient, and how far the mean of the same from all ranks may be from each."""
         self._told_ddp = False
         if self._looks:
             _watch_left_gradients(optimizer.param_groups)
@@ -62,14 +66,16 @@ class FirstStep:
         for line in lines:
             logger.warning("%s", line)
         if plan.gradient is Wire.FULL and optimizer.group.size > 1 and not any("ddp_left_in" in line for line in lines):
-            self._own = _sample(optimizer.space.g_N).clone()
+            g_N = optimizer.space.g_N
+            self._own = _sample(g_N).clone(), _rounding(g_N, optimizer.mean_wire)
 
     def look_at_mean(self, g_N: Tensor) -> None:
         """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""
-        own_k, self._own = self._own, None
-        if own_k is None:
+        found, self._own = self._own, None
+        if found is None:
             return
-        alike = torch.isclose(_sample(g_N), own_k, rtol=1e-5, atol=0.0).all()
+        own_k, rounding_k = found
+        alike = ((_sample(g_N) - own_k).abs() <= rounding_k).all()
         if bool(alike.logical_and_(own_k.any())):  # waits for the device, this once
             logger.warning(
                 "gradients_equal: before the exchange this rank's gradient was already the mean of all ranks: take an "
@@ -80,6 +86,22 @@ class FirstStep:
 
 def _sample(x_N: Tensor) -> Tensor:
     return x_N[:: max(1, x_N.numel() // SAMPLED)]
+
+
+def _rounding(g_N: Tensor, wire: FullWire) -> Tensor:
+    """Of the elements that are compared: how far what is sent of each may be from it, and a little more."""
+    if wire != "int8":
+        return _sample(g_N).abs() * (1e-5 if wire == "fp32" else 2**-8)
+    # A run of values that share a scale may begin anywhere: it lies in an element's own run of the vector and the two
+    # beside it.
+    runs = len(g_N) // RUN
+    largest_R = g_N.new_zeros(runs + 3)
+    largest_R[1 : runs + 1] = torch.linalg.vector_norm(g_N[: runs * RUN].view(runs, RUN), torch.inf, dim=1)
+    if len(g_N) % RUN:
+        largest_R[runs + 1] = torch.linalg.vector_norm(g_N[runs * RUN :], torch.inf)
+    near_R = largest_R.unfold(0, 3, 1).amax(1)
+    every_k = _sample(torch.arange(len(g_N), device=g_N.device))
+    return near_R[every_k.div_(RUN, rounding_mode="floor")] * (0.51 / LEVELS)
 
 
 def _watch_left_gradients(param_groups: list[dict[str, Any]]) -> None:

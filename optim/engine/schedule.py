@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import floor, log2
 
+LONGEST_INTERVAL = 16
+"""Steps between two syncs of 0/1 Adam.  [Lu et al. 2022, sec. 6]"""
+
 
 class Wire(StrEnum):
     """How a quantity crosses the wire in a step."""
@@ -102,6 +105,17 @@ def is_aligned_variance_step(step: int, scaler: int) -> bool:
 def counted_interval(step: int, frozen_at: int, scaler: int, clipper: int) -> int:
     """Steps from one sync to the next at `step` > frozen_at: 1, doubled every `scaler` steps, at most `clipper`."""
     return int(min(clipper, 2 ** min((step - frozen_at - 1) // scaler, clipper.bit_length())))
+
+
+def longest_interval(total_steps: int | None, *, counted: bool) -> int:
+    """Steps from one sync to the next at most, where nothing is asked: a thousandth of the run, up to LONGEST_INTERVAL.
+
+    Between syncs a rank does not know what the others have found. Over eight steps of a thousand that shows in the loss
+    (docs/algorithms.md). counted: the interval doubles with steps, as somebody has asked for.
+    """
+    if total_steps is None or counted:
+        return LONGEST_INTERVAL
+    return min(max(total_steps // 1000, 1), LONGEST_INTERVAL)
 
 
 def rate_interval(lr: float, peak_lr: float, clipper: int) -> int:

@@ -40,8 +40,8 @@ class SendingOptimizer(ChangingOptimizer):
 
     def take_exchange(self, asked: CheckedOptions) -> None:
         """Hold how exchanges are sent, and what they leave out is kept. Raises: ValueError for what cannot be."""
-        self.full_exchange = self.choose_full_exchange(asked.full_exchange)
         self.topology = asked.topology
+        self.full_exchange = self.choose_full_exchange(asked.full_exchange)
         self.variance_type = asked.variance
         self.error_memory = asked.error_memory
         self.refuse_narrow()

@@ -256,8 +256,9 @@ class ReferenceZeroOneAdam:
     Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
     1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
     slowest_fall: S is taken as at least this part of the divisor of the last sync. longest_step: what a sync gives out
-    moves no element of x by more than this times that divisor. skip_idle: lr = 0 leaves m alone. dense_steps: up to
-    this step, and not after the freeze, a step is Adam's on the mean gradient, m and v corrected.
+    moves no element of x by more than this times that divisor. as_momentum: u_i / S is exchanged in place of u_i, and
+    the memory is of momenta. skip_idle: lr = 0 leaves m alone. dense_steps: up to this step, and not after the freeze,
+    a step is Adam's on the mean gradient, m and v corrected.
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
@@ -282,6 +283,7 @@ class ReferenceZeroOneAdam:
         slowest_fall: float = 0.0,
         longest_step: float = float("inf"),
         skip_idle: bool = False,
+        as_momentum: bool = False,
         dense_steps: int = 0,
         decay_in_sum: bool = False,
         gradient_stage: int = 0,
@@ -295,6 +297,7 @@ class ReferenceZeroOneAdam:
         self.exchange = exchange or TwoPhase()
         self.eps_outside, self.fresh = eps_outside, fresh
         self.slowest_fall, self.longest_step, self.skip_idle = slowest_fall, longest_step, skip_idle
+        self.as_momentum = as_momentum
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
         self.decay_in_sum, self.gradient_stage, self.dense_steps = decay_in_sum, gradient_stage, dense_steps
         self.t = self.variance_updates = 0
@@ -352,7 +355,10 @@ class ReferenceZeroOneAdam:
         """Bring the workers together. Leaves y (see agreed) as it was."""
         if not any(self.S):
             return
-        us = split_like(self.exchange([laid_end_to_end(u) for u in self.u], "update"), self.x_s)
+        units = [S if self.as_momentum and S else 1.0 for S in self.S]
+        sent = [laid_end_to_end([u / unit for u, unit in zip(us, units, strict=True)]) for us in self.u]
+        received = split_like(self.exchange(sent, "update"), self.x_s)
+        us = [mean * unit for mean, unit in zip(received, units, strict=True)]
         for at, (u_mean, root) in enumerate(zip(us, self.roots(), strict=True)):
             if self.S[at]:
                 self.divisor[at] = max(self.S[at], self.slowest_fall * self.divisor[at])
@@ -391,7 +397,7 @@ class ReferenceZeroOneAdam:
         return [v.sqrt() + h.eps if self.eps_outside else (v + h.eps).sqrt() for v, h in pairs]
 
     def agreed(self, residual: Tensor | None) -> Vectors:
-        """y = mean_i x_i - R / root, what no exchange changes. residual: R of the memory "update", None where zero."""
+        """y = mean_i x_i - R / root, what no exchange of u changes. residual: R of "update", None where zero."""
         means = [mean(xs) for xs in zip(*self.x, strict=True)]
         if residual is None:
             return means

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from math import inf
 from typing import Any, Literal, Protocol, TypeVar, Unpack
 
 import torch
@@ -24,9 +25,12 @@ from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.run_length import SEEN_AFTER, agreed_length, has_scheduler, known_length
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
-from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability, memory_steps
+from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)
+
+HELD_OFF_AT = "held_off_at"
+"""Among the saved values: the step at which the warm-up would have ended, and did not."""
 
 
 class HasMoments(Protocol):
@@ -79,7 +83,8 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """Set what a fresh run begins with."""
         super().begin()
         if self.warmup == "auto":
-            self.stability = VarianceStability(self.beta2, self.total_steps, self.lr_warmup_steps)
+            part = WARMUP_PART[self.full_exchange]
+            self.stability = VarianceStability(self.beta2, self.total_steps, self.lr_warmup_steps, part=part)
 
     @abstractmethod
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
@@ -90,6 +95,13 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
         seen: the updates that each tensor's has had; None: it was kept as it is used already.
         """
+
+    def holds_off(self) -> str | None:
+        """Why not to compress now, though the rule would: in words. None: nothing speaks against it. Local.
+
+        Asked where the rule ends the warm-up, and then every window of it.
+        """
+        return None
 
     def on_refresh(self, floored_N: Tensor) -> None:
         """The frozen variance has just been brought up to date. floored_N: bool[N], the elements that were raised."""
@@ -302,10 +314,18 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """Whether the automatic rule ends the warm-up after this step. Where it tests, it reads from the device."""
         if self.stability is None or not plan.update_variance:
             return False
+        if now < self.saved.get(HELD_OFF_AT, -inf) + self.stability.window:
+            return False
         v_N = self.vectors.v_N
         norm = sum(v_N[h.span].sum() / (1.0 if h.seen is None else 1 - h.beta2**h.seen) for h in groups)
         verdict = self.stability.observe(now, norm, self.rates())
         if verdict is None or any(run.unseen and now - run.unseen < self.stability.window for run in self.runs):
+            return False
+        if (why := self.holds_off()) is not None:
+            self.saved[HELD_OFF_AT] = now
+            if "compression_held_off" not in self.evidence:
+                logger.warning("compression_held_off step=%d wire=%s reason=%s", now, self.full_exchange, why)
+            self.evidence["compression_held_off"] = why
             return False
         self.evidence["warmup_ended_by"] = str(verdict)
         ratio = self.stability.evidence[-1][1] if self.stability.evidence else None

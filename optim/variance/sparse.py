@@ -26,7 +26,7 @@ from thinwire.optim.engine.schedule import StepPlan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
-from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze, rose
+from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class StaleVariance:
         return self.use_(out_N, runs_at(updates)) if updates else 0
 
 
+SINCE = ("dense_start", "refresh", "as_momentum")
+"""Settings that older versions did not have."""
 OF_GRADIENTS = "errors_of_gradients"
 """Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
 
@@ -145,7 +147,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def begin(self) -> None:
         """Set what a fresh run begins with."""
         super().begin()
-        self.freeze = replace(self.freeze, beta2=self.beta2)
+        self.freeze = replace(self.freeze, beta2=self.beta2, part=WARMUP_PART[self.full_exchange])
         layout = self.space.layout
         self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
         self.saved |= {
@@ -295,6 +297,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """As WarmupOptimizer.choose_full_exchange. Raises: ValueError for 8 bits with a gradient stage."""
         chosen = super().choose_full_exchange(given)
         if chosen == "int8" and self.settings.gradient_stage:
+            if given is None:
+                return "fp32"
             raise ValueError('full_exchange = "int8": must be "fp32" or "bf16" with a gradient stage')
         return chosen
 
@@ -329,7 +333,9 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         return weight_N
 
     def _sum_weight(self, group: dict[str, Any]) -> float:
-        """What a gradient counts in a sum of lr m; where the rate is 0, as at the highest one so far."""
+        """What a gradient counts in what is sent; in a sum, where the rate is 0, as at the highest one so far."""
+        if self.settings.as_momentum:
+            return self.gradient_weight(group)
         return self.gradient_weight(group) * (float(group["lr"]) or float(self.saved["peak_lr"]))
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
@@ -401,7 +407,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """Refuse a run of other settings. Raises: ValueError."""
         super().check_saved(saved)
         mine = self.settings.plain()
-        since = {name: mine[name] for name in ("dense_start", "refresh")}  # settings that older versions did not have
+        since = {name: mine[name] for name in SINCE}  # settings that older versions did not have
         theirs = {**since, **saved["settings"]}
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
@@ -409,7 +415,19 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def resumed(self) -> None:
         """As FlatOptimizer.resumed; v_used is derived again."""
         super().resumed()
+        if "as_momentum" not in self.saved["settings"]:
+            self._count_as_now_()
         self.derive_used()
+
+    def _count_as_now_(self) -> None:
+        """R of a run that an older version saved is of sums: over the last divisor it is of momenta. Local."""
+        self.saved["settings"] = self.settings.plain()
+        if self.gradient_memory is None and self.settings.as_momentum:
+            of_group = [1 / divisor if divisor else 1.0 for divisor in self.saved.get("divisors", [])]
+            weight_N = torch.ones_like(self.space.p_N)
+            for factor, span in zip(of_group, self.space.spans, strict=False):
+                weight_N[span] = factor
+            self.vectors.update_error.scale_(weight_N)
 
     def _groups(self) -> list[AdamHyper]:
         spans = self.space.spans  # without a group that is just being added

@@ -38,10 +38,10 @@ def zeros_of(g_N: Tensor, live: Sequence[Span]) -> Tensor:
     return 1 - torch.stack(counts).double().cpu() / lengths
 
 
-def are_most_zero(zeros_t: Tensor, live: Sequence[Span]) -> bool:
-    """Is at least MOSTLY of all elements zero?"""
+def are_most_zero(zeros_t: Tensor, live: Sequence[Span], most: float = MOSTLY) -> bool:
+    """Is at least that part of all elements zero?"""
     lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64)
-    return bool((zeros_t * lengths).sum() >= MOSTLY * lengths.sum())
+    return bool((zeros_t * lengths).sum() >= most * lengths.sum())
 
 
 def brought_together(reduce: Reducer, memory: ErrorMemory, ranks: int, wire: FullWire) -> Tensor:

@@ -24,6 +24,7 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_no_count
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
+from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.scales import Scales, scaled_reducer
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.onebit_settings import OneBitSettings
@@ -290,9 +291,14 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
             raise ValueError(f'error_memory = "bf16": must be None with scale = {self.scale!r}')
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
-        """As FlatOptimizer.choose_full_exchange; fp32 in settings whose numbers are those of somebody else."""
+        """As FlatOptimizer.choose_full_exchange; fp32 in settings whose numbers are those of somebody else.
+
+        8 bits by default where the optimizer finds the freeze by itself: so its warm-up can be as long as v needs it.
+        """
         if self.settings.scales is Scales.BLOCK:
-            return super().choose_full_exchange(given)
+            chosen = super().choose_full_exchange(given)
+            may = self.finds_freeze and self.topology == "flat" and compute_dtype(self.param_groups) == torch.float32
+            return "int8" if given is None and chosen == "fp32" and may else chosen
         if given not in (None, "fp32"):
             raise ValueError(
                 f'full_exchange = {given!r}: must be "fp32" or None with scales = {self.settings.scales.value!r}, '

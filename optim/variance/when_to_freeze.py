@@ -11,14 +11,22 @@ The rule of Tang et al. 2021 (sec. 7.1) with three amendments: the corrected nor
 where the length of the run is known, a window that fits into it and a cap. Reasons and measurements:
 docs/algorithms.md.
 
+Where the length of the run is known, it ends between these steps, T being that length, M = 1 / (1 - beta2):
+
+    earliest    T / 10, or min(part T, M) where that is more
+    latest      T / 5, or min(part T, M) where that is more
+
+So in a long run v has seen as many steps as it remembers. In a short one it never can, and the fewer bits a full
+exchange has, the longer it may go on: part (WARMUP_PART) is 0.2 in fp32, 0.4 in bf16, 0.6 in 8 bits.
+
 0/1 Adam (VarianceFreeze):
 
     var_freeze_step given        after it
     lr_warmup_steps given        after it, but not before step 10 (or a fifth of the run, where that is shorter)
-    neither                      once no group's rate has risen for W steps; after a fifth of the run at the latest
-    in both                      not before the end of the dense start (or a fifth of the run)
+    neither                      once no group's rate has risen for W steps; after the latest step above at the latest
+    in both                      not before the end of the dense start (or that latest step)
 
-The dense start of 0/1 Adam: 1 / (1 - beta2) steps, or a fifth of the run where that is fewer, at least 10.
+The dense start of 0/1 Adam: M steps, or up to the latest step above where that is fewer, at least 10.
 
 W is the same in both: total_steps / 20, at least 10, at most 1 / (1 - beta2), which it also is where total_steps is not
 known; then there is no latest step either. The variance of 0/1 Adam itself is not asked: it is updated at so few steps
@@ -33,6 +41,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import SupportsFloat
 
+from thinwire.comm.protocol import FullWire
+
 logger = logging.getLogger(__name__)
 
 STABLE_RATIO = 0.96
@@ -41,6 +51,8 @@ PASSES = 5
 EARLIEST_FRACTION = 0.10
 LATEST_FRACTION = 0.20
 """Of the run, where its length is known. Beyond it warm-up costs more bytes than it saves in loss."""
+WARMUP_PART: dict[FullWire, float] = {"fp32": LATEST_FRACTION, "bf16": 0.4, "int8": 0.6}
+"""Of a run that is shorter than what v remembers: no more bytes than a fifth of it has in fp32, and 0.6 at most."""
 SHOWN = 200
 """Ratios kept as evidence; older ones are thinned out, every second one."""
 FEWEST_STEPS = 10
@@ -78,6 +90,8 @@ class VarianceStability:
     """Every so many tests one is kept as evidence."""
     start: int = 0
     """The step after which this warm-up began: all is counted from there, and what is left of the run is its length."""
+    part: float = LATEST_FRACTION
+    """Of a short run that the warm-up may take; a run that was saved without one goes on with that of fp32."""
 
     @property
     def window(self) -> int:
@@ -95,16 +109,13 @@ class VarianceStability:
         """The first step after which the warm-up may end, if the rate does not rise beyond what is known."""
         first_test = max(self.start + 1, self.lr_warmup_end) + self.window
         end = first_test + PASSES - 1
-        left = self.steps_left
-        if left is None:
-            return end
-        return min(max(end, self.start + round(EARLIEST_FRACTION * left)), self.latest_end or end)
+        return min(max(end, self.start + self._fewest), self.latest_end or end)
 
     @property
     def latest_end(self) -> int | None:
         """The step after which the warm-up ends at the latest; None where the length of the run is not known."""
         left = self.steps_left
-        return None if left is None else self.start + max(1, round(LATEST_FRACTION * left))
+        return None if left is None else self.start + _most(left, self.beta2, self.part)
 
     def restarted(self, start: int) -> VarianceStability:
         """The rule for a warm-up that begins anew after step `start`: without norms, with the evidence so far."""
@@ -145,8 +156,15 @@ class VarianceStability:
         return norms
 
     def _may_freeze(self, step: int) -> bool:
-        earliest = 0 if self.steps_left is None else self.start + round(EARLIEST_FRACTION * self.steps_left)
-        return self.passes >= PASSES and step >= max(self.lr_warmup_end, earliest)
+        return self.passes >= PASSES and step >= max(self.lr_warmup_end, self.start + self._fewest)
+
+    @property
+    def _fewest(self) -> int:
+        """Steps of this warm-up before which the rule does not end it."""
+        left = self.steps_left
+        if left is None:
+            return 0
+        return max(round(EARLIEST_FRACTION * left), min(round(self.part * left), memory_steps(self.beta2)))
 
     def _ratio(self) -> float | None:
         if len(self.norms) <= self.window:
@@ -168,6 +186,11 @@ def memory_steps(beta2: float) -> int:
     return max(1, round(1 / (1 - beta2)))
 
 
+def _most(steps: int, beta2: float, part: float) -> int:
+    """The longest warm-up of a run of so many steps."""
+    return max(1, round(LATEST_FRACTION * steps), min(round(part * steps), memory_steps(beta2)))
+
+
 @dataclass(frozen=True, slots=True)
 class VarianceFreeze:
     """The rule for one run. Raises: ValueError for numbers that contradict each other."""
@@ -176,6 +199,8 @@ class VarianceFreeze:
     var_freeze_step: int | None = None
     total_steps: int | None = None
     lr_warmup_steps: int | None = None
+    part: float = LATEST_FRACTION
+    """Of a short run that the dense start may take."""
 
     def __post_init__(self) -> None:
         """Refuse a freeze that never comes."""
@@ -201,13 +226,13 @@ class VarianceFreeze:
 
     @property
     def dense_steps(self) -> int:
-        """Steps of Adam at the beginning of 0/1 Adam: as many as v remembers, or a fifth of the run."""
+        """Steps of Adam at the beginning of 0/1 Adam: as many as v remembers, or a part of the run."""
         longest, latest = memory_steps(self.beta2), self._latest
         return longest if latest is None else min(max(latest, FEWEST_STEPS), longest)
 
     @property
     def _latest(self) -> int | None:
-        return None if self.total_steps is None else max(1, round(LATEST_FRACTION * self.total_steps))
+        return None if self.total_steps is None else _most(self.total_steps, self.beta2, self.part)
 
     def reason(self, step: int, lr_rose_at: int, dense_until: int) -> FrozenBy | None:
         """Why to freeze after `step` (from 1), or None.

@@ -113,7 +113,8 @@ class _FullExchange(_Frozen):
     full_exchange: Literal["fp32", "bf16", "int8"] | None = Field(
         None,
         description="how the mean of the gradients is sent where it is not compressed to one bit: int8 is a quarter of "
-        "fp32, with error feedback; null: bf16 where precision is bfloat16, else fp32",
+        "fp32, with error feedback; null: bf16 where precision is bfloat16; int8 where a compressed optimizer finds "
+        "the end of its warm-up by itself, with topology = flat; else fp32",
     )
 
 
@@ -179,13 +180,19 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     dense_steps: Whole | None = Field(
         None,
         ge=0,
-        description="first steps, which are Adam's and uncompressed; null: a fifth of the run, at most 1 / (1 - beta2)",
+        description="first steps, which are Adam's and uncompressed; null: 1 / (1 - beta2), or where that is fewer a "
+        "part of the run: six tenths in 8 bits, four in bf16, two in fp32",
     )
     var_update_scaler: Whole = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
     local_step_scaler: Whole | None = Field(
         None, ge=1, description="steps after which the gap between syncs doubles; null: it follows the learning rate"
     )
-    local_step_clipper: Whole = Field(16, ge=1, description="longest gap between syncs, steps")
+    local_step_clipper: Whole | None = Field(
+        None,
+        ge=1,
+        description="longest gap between syncs, steps; null: a thousandth of the run, from 1 to 16, and 16 with "
+        "local_step_scaler",
+    )
 
 
 class AdamSpec(_AdamHyper):

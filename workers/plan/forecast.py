@@ -10,7 +10,6 @@ from thinwire.comm.bucket_size import ON_CPU, ON_GPU
 from thinwire.comm.wire.network import Network, bucket_elements
 from thinwire.comm.wire.step_time import (
     NOTHING,
-    FullWire,
     Sent,
     Transport,
     Work,
@@ -115,11 +114,6 @@ def forecast(
     )
 
 
-def full_wire(spec: TrainSpec) -> FullWire:
-    """How the job's full exchanges are sent, as its optimizer chooses it."""
-    return spec.optimizer.full_exchange or ("bf16" if spec.precision == "bfloat16" else "fp32")
-
-
 class _Way:
     """One compressed method of a run."""
 
@@ -127,7 +121,7 @@ class _Way:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
         self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
-        wire = full_wire(spec)
+        wire = schedule.full_wire(spec, spec.var_freeze_step if name == ZERO_ONE else spec.warmup_steps)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
         # What goes into a variance alone is not sent in 8 bits (optim/engine/sending.py).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
@@ -251,8 +245,9 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
             f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {end:.0f}, the earliest that "
             f"its rule allows; it may last to step {counted.latest_warmup}"
         )
-    if full_wire(spec) != "fp32":
-        told.append(f"full exchanges in {full_wire(spec)} cost the processor what those in fp32 do")
+    wires = sorted({schedule.full_wire(spec, at) for at in (spec.warmup_steps, spec.var_freeze_step)} - {"fp32"})
+    if wires:
+        told.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
     if found.cores == inf:
         told.append("on GPUs the transport costs the processor nothing")
     told.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from thinwire.comm.protocol import FullWire
 from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
-from thinwire.optim.engine.schedule import counted_interval, rate_interval
+from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
-from thinwire.optim.variance.when_to_freeze import VarianceFreeze, VarianceStability
+from thinwire.optim.variance.when_to_freeze import WARMUP_PART, VarianceFreeze, VarianceStability
 from thinwire.workers.hyper import learning_rate
 
 COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
@@ -56,6 +57,15 @@ def dense(spec: TrainSpec) -> Kinds:
     return Kinds(full=spec.steps)
 
 
+def full_wire(spec: TrainSpec, freeze: int | None) -> FullWire:
+    """How full exchanges are sent. freeze: the step of it, where given; who finds it by itself chooses 8 bits."""
+    if spec.optimizer.full_exchange is not None:
+        return spec.optimizer.full_exchange
+    if spec.precision == "bfloat16":
+        return "bf16"
+    return "int8" if freeze is None and spec.topology == "flat" else "fp32"
+
+
 def one_bit(spec: TrainSpec) -> Kinds:
     """1-bit Adam and 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
     part = _refresh(spec)
@@ -63,7 +73,8 @@ def one_bit(spec: TrainSpec) -> Kinds:
         refreshes = 0 if part is None else refreshes_between(spec.warmup_steps, spec.steps, _beta2(spec), part)
         full = spec.warmup_steps + refreshes
         return Kinds(full=full, compressed=spec.steps - full, refreshes=refreshes)
-    rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps))
+    most = WARMUP_PART[full_wire(spec, None)]
+    rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps), part=most)
     latest = min(rule.latest_end or spec.steps, spec.steps)
     first = min(rule.earliest_end, latest)
     refreshes = refreshes_between(first, spec.steps, _beta2(spec), part or PART)
@@ -76,7 +87,8 @@ def zero_one(spec: TrainSpec) -> Kinds:
     given = spec.optimizer if isinstance(spec.optimizer, ZeroOneAdamSpec) else ZeroOneAdamSpec(name="zero_one_adam")
     if spec.steps < 2:
         return Kinds(full=spec.steps)
-    freeze = VarianceFreeze(_beta2(spec), spec.var_freeze_step, spec.steps, min(spec.lr_warmup_steps, spec.steps - 1))
+    rise, most = min(spec.lr_warmup_steps, spec.steps - 1), WARMUP_PART[full_wire(spec, spec.var_freeze_step)]
+    freeze = VarianceFreeze(_beta2(spec), spec.var_freeze_step, spec.steps, rise, most)
     dense_steps = freeze.dense_steps if given.dense_steps is None else given.dense_steps
     end = _first(lambda step: freeze.reason(step, 0, dense_steps) is not None, spec.steps)
     dense_steps = min(dense_steps, end)
@@ -107,10 +119,11 @@ def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[flo
 
     def interval(step: int) -> int:
         if given.local_step_scaler is not None:
-            return counted_interval(step, frozen_at, given.local_step_scaler, given.local_step_clipper)
+            return counted_interval(step, frozen_at, given.local_step_scaler, longest)
         peak = learning_rate(spec, min(step, spec.lr_warmup_steps))  # so far
-        return rate_interval(learning_rate(spec, step), peak, given.local_step_clipper)
+        return rate_interval(learning_rate(spec, step), peak, longest)
 
+    longest = given.local_step_clipper or longest_interval(spec.steps, counted=given.local_step_scaler is not None)
     left = spec.steps - frozen_at
     if left <= MOST_LOOKED_AT:
         syncs, last, refreshes, refreshed = 0, frozen_at, 0, frozen_at

@@ -120,6 +120,7 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
         slowest_fall=OURS.slowest_fall,
         longest_step=OURS.longest_step,
         skip_idle=True,
+        as_momentum=OURS.as_momentum,
         **ours,
     )
 

@@ -37,10 +37,18 @@ def ends_at(rule, total):
 
 
 @every_value(
-    {"start": [0, 37], "lr_warmup": [None, 5, 90], "total": [None, 1, 30, 300, 5000], "beta2": [0.9, 0.99, 0.999]}
+    {
+        "start": [0, 37],
+        "lr_warmup": [None, 5, 90],
+        "total": [None, 1, 30, 300, 5000],
+        "beta2": [0.9, 0.99, 0.999],
+        "part": [0.2, 0.4, 0.6],
+    }
 )
-def test_the_earliest_end_that_is_told_is_the_one_of_a_variance_that_does_not_move(beta2, total, lr_warmup, start):
-    rule = VarianceStability(beta2, total and total + start, lr_warmup, start=start)
+def test_the_earliest_end_that_is_told_is_the_one_of_a_variance_that_does_not_move(
+    beta2, total, lr_warmup, start, part
+):
+    rule = VarianceStability(beta2, total and total + start, lr_warmup, start=start, part=part)
     assert rule.earliest_end == ends_at(VarianceStability(**asdict(rule)), 7000)
 
 
@@ -50,11 +58,13 @@ def lines(caplog, event):
 
 def test_0_1_adam_says_when_its_dense_start_ends(caplog):
     caplog.set_level(logging.INFO)
-    for given in ({}, {"total_steps": 300}, {"dense_steps": 0}, {"var_freeze_step": 7}, {"lr_warmup_steps": 50}):
+    full = {"total_steps": 300, "full_exchange": "fp32"}
+    for given in ({}, {"total_steps": 300}, full, {"dense_steps": 0}, {"var_freeze_step": 7}, {"lr_warmup_steps": 50}):
         run_threads(2, lambda group, given=given: ZeroOneAdam(network().parameters(), group=group, **given))
     run_threads(1, lambda group: ZeroOneAdam(network().parameters(), group=group))
     assert lines(caplog, "compression_begins") == [
         "compression_begins earliest_step=1001 latest_step=1001 dense_steps=1000 total_steps=None",
+        "compression_begins earliest_step=181 latest_step=181 dense_steps=180 total_steps=300",
         "compression_begins earliest_step=61 latest_step=61 dense_steps=60 total_steps=300",
         "compression_begins earliest_step=1 latest_step=1 dense_steps=0 total_steps=None",
         "compression_begins earliest_step=8 latest_step=1001 dense_steps=1000 total_steps=None",
@@ -67,10 +77,12 @@ def test_at_construction_rank_0_says_when_compression_can_begin(made, caplog):
     caplog.set_level(logging.INFO)
     run_threads(2, lambda group: made(network().parameters(), group=group))
     run_threads(2, lambda group: made(network().parameters(), group=group, total_steps=300))
+    run_threads(2, lambda group: made(network().parameters(), group=group, total_steps=300, full_exchange="fp32"))
     run_threads(2, lambda group: made(network().parameters(), group=group, warmup=7))
     run_threads(1, lambda group: made(network().parameters(), group=group))
     assert lines(caplog, "compression_begins") == [
         "compression_begins earliest_step=1006 latest_step=None warmup=auto total_steps=None",
+        "compression_begins earliest_step=151 latest_step=181 warmup=auto total_steps=300",
         "compression_begins earliest_step=31 latest_step=61 warmup=auto total_steps=300",
         "compression_begins earliest_step=8 latest_step=8 warmup=7 total_steps=None",
     ]
@@ -133,7 +145,7 @@ def test_a_scheduler_that_knows_the_length_of_the_run_tells_it(name, overlap, ca
 
     def work(group):
         net = network()
-        optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group, overlap=overlap)
+        optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group, overlap=overlap, full_exchange="fp32")
         train(net, optimizer, group.rank, 40, make(optimizer))
         return optimizer.total_steps, optimizer.frozen_at
 
@@ -193,12 +205,12 @@ def test_what_was_learnt_is_saved_and_a_resumed_run_ends_its_warm_up_at_the_same
         ends = []
         for stop in (None, 2, 9):
             net = network()
-            optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group)
+            optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group, full_exchange="fp32")
             schedule = lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=60, cycle_momentum=False)
             train(net, optimizer, group.rank, stop or 20, schedule)
             if stop is not None:
                 state = net.state_dict(), optimizer.state_dict(), schedule.state_dict()
-                optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group)
+                optimizer = OneBitAdam(net.parameters(), lr=1e-2, group=group, full_exchange="fp32")
                 schedule = lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=60, cycle_momentum=False)
                 for part, saved in zip((net, optimizer, schedule), state, strict=True):
                     part.load_state_dict(saved)

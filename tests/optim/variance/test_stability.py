@@ -69,6 +69,18 @@ def test_never_before_10_percent_and_always_at_20_percent():
     assert first_verdict(restless, [1.1**t for t in range(1000)]) == (200, FrozenBy.CAP)
 
 
+@pytest.mark.parametrize(
+    ("part", "total", "ends"),
+    [(0.4, 1000, (300, 400)), (0.6, 1000, (500, 600)), (0.6, 4000, (1000, 1000)), (0.6, 20_000, (2000, 4000))],
+)
+def test_the_fewer_bits_the_longer_in_a_run_that_is_shorter_than_the_memory_of_v(part, total, ends):
+    """beta2 = 0.999: v remembers 1000 steps, and a run of 4000 has a fifth of 800."""
+    still = VarianceStability(beta2=0.999, total_steps=total, lr_warmup_steps=1, part=part)
+    restless = VarianceStability(beta2=0.999, total_steps=total, lr_warmup_steps=1, part=part)
+    assert first_verdict(still, stationary(total)) == (ends[0], FrozenBy.RULE)
+    assert first_verdict(restless, [1.01**t for t in range(total)]) == (ends[1], FrozenBy.CAP)
+
+
 def test_the_evidence_stays_bounded_and_keeps_the_whole_span():
     rule = VarianceStability(beta2=0.99)
     for step in range(1, 20_000):
@@ -115,9 +127,10 @@ def test_auto_is_the_default_ranks_agree_and_the_reason_is_shown():
     [
         (0.999, {}, None),
         (0.99, {}, 100 + PASSES),
-        (0.999, {"total_steps": 100, "lr_warmup_steps": 0}, 10 + PASSES),
+        (0.999, {"total_steps": 100, "lr_warmup_steps": 0}, 50),
+        (0.999, {"total_steps": 100, "lr_warmup_steps": 0, "full_exchange": "fp32"}, 10 + PASSES),
     ],
-    ids=["alone", "alone, shorter memory", "the run is known"],
+    ids=["alone", "alone, shorter memory", "the run is known", "and exchanges in fp32"],
 )
 def test_stationary_gradients_alone_freeze_nothing_after_15_steps(kind, beta2, known, freezes_at):
     """With neither total_steps nor lr_warmup_steps the window is 1 / (1 - beta2), and there is no cap."""
@@ -132,7 +145,7 @@ def test_stationary_gradients_alone_freeze_nothing_after_15_steps(kind, beta2, k
 
 def test_the_cap_is_said_to_be_the_cap(caplog):
     net = model()
-    optimizer = OneBitAdam(net.parameters(), lr=0.05, betas=(0.9, 0.999), total_steps=40, lr_warmup_steps=5)
+    optimizer = OneBitAdam(net.parameters(), lr=0.05, betas=(0.9, 0.999), total_steps=40, full_exchange="fp32")
     train(net, optimizer, 0, 1, 12)
     assert optimizer.frozen_at == 8
     assert optimizer.stats()["warmup_ended_by"] == "cap"
