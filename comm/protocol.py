@@ -324,6 +324,9 @@ class Reducer(Protocol):
     def full(self) -> FullMeans:
         """The mean of a gradient by the same buckets, as the reducer was told to send it."""
 
+    def release_means(self) -> None:
+        """Let go of the wire memory of means, until the next one. Local."""
+
     def new_memory(self) -> ErrorMemory:
         """Error memory for one exchanged vector, empty."""
 

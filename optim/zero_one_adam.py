@@ -512,6 +512,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self._rounds = [Round()] * len(self.param_groups)
         if plan.update_variance and not early:
             self.update_variance(groups)
+        if plan.gradient is Wire.FULL:
+            self.reduce.release_means()  # it is long until the next
 
     def _exchange_both(self, groups: Sequence[AdamHyper], *, exchange: bool, early: bool) -> None:
         """The mean gradient, into g, and the sum, which is formed of this rank's own before that, and so kept here."""
@@ -560,6 +562,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_used(step=step + 1)
             self.count_as_sum_()
+            self.reduce.release_means()
         self.saved["last_sync"] = step
 
     def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:

@@ -64,6 +64,11 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
             self._means[wire] = self._make_means(wire)
         return self._means[wire]
 
+    def release_means(self) -> None:
+        """Let go of the wire memory of means, until the next one. Local."""
+        for means in self._means.values():
+            means.release()
+
     def begin(self, memory: ErrorMemory) -> None:
         """Open an exchange that keeps in `memory` what it leaves out. Local. Raises: RuntimeError where one is open."""
         if self._memory is not None:

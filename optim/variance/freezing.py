@@ -136,6 +136,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         if self.frozen_at is not None and plan.update_variance:
             self.advance(plan, [self.refreshing(h, now) for h in groups])
             self.on_refresh(self.keep_refreshed(now))
+            self.reduce.release_means()  # it is long until the next
             return
         if plan.momentum is Wire.COMPRESSED and (memory := self.vectors.momentum_error).is_behind:
             memory.restore(memory.residual())  # replicas that did not follow the warm-up's 8 bits
@@ -157,6 +158,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         self._fit_variance()
         self._count_as_momentum_()
+        self.reduce.release_means()
 
     def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
         """As FlatOptimizer.dtype_of. In a warm-up v moves a little in each step, which few bits would not take."""
@@ -207,7 +209,6 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         of_param = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.parked.items():
             state.residuals["momentum_error"].mul_(_scale_of(state) * self.gradient_weight(of_param[param]))
-        self.reduce.full.release()
 
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""

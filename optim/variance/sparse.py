@@ -324,7 +324,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             weights = {id(p): self._sum_weight(group) for group in self.param_groups for p in group["params"]}
             for param, state in self.parked.items():
                 state.residuals["update_error"].mul_(weights[id(param)])
-            self.reduce.full.release()
 
     def _sum_weights(self) -> Tensor:
         weight_N = torch.zeros_like(self.space.p_N)

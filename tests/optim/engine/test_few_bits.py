@@ -30,7 +30,7 @@ def made(net, group, **more):
 
 def refreshing(net, group, **more):
     """Frozen by itself at step 8, and brought up to date from then on."""
-    return made(net, group, **{"warmup": "auto", "total_steps": 40, **more})
+    return made(net, group, **{"warmup": "auto", "total_steps": 40, "full_exchange": "fp32", **more})
 
 
 @every_value({"size": (1, 2, 3, 4), "what": OPTIONS, "build": (made, refreshing)}, only=(0, 2))

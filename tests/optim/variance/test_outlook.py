@@ -82,8 +82,8 @@ def test_at_construction_rank_0_says_when_compression_can_begin(made, caplog):
     run_threads(1, lambda group: made(network().parameters(), group=group))
     assert lines(caplog, "compression_begins") == [
         "compression_begins earliest_step=1006 latest_step=None warmup=auto total_steps=None",
-        "compression_begins earliest_step=151 latest_step=181 warmup=auto total_steps=300",
-        "compression_begins earliest_step=31 latest_step=61 warmup=auto total_steps=300",
+        "compression_begins earliest_step=181 latest_step=181 warmup=auto total_steps=300",
+        "compression_begins earliest_step=61 latest_step=61 warmup=auto total_steps=300",
         "compression_begins earliest_step=8 latest_step=8 warmup=7 total_steps=None",
     ]
 
