@@ -53,7 +53,6 @@ from thinwire.optim.zero_one_round import (
     local_step,
     propose_,
     spoil_lost_,
-    unit_of,
 )
 from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, ZeroOneSettings
 
@@ -127,21 +126,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
         if options.get("parity") == "deepspeed":
             local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
-        if local_step_clipper is None:
-            local_step_clipper = schedule.longest_interval(
-                options.get("total_steps"), counted=local_step_scaler is not None
-            )
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
-        self.local_step_clipper = local_step_clipper
         self._rates_move = False
-        super().__init__(
-            params,
-            adam_defaults(lr, betas, eps, weight_decay),
-            var_freeze_step=var_freeze_step,
-            dense_steps=dense_steps,
-            **options,
-        )
+        defaults = adam_defaults(lr, betas, eps, weight_decay)
+        super().__init__(params, defaults, var_freeze_step=var_freeze_step, dense_steps=dense_steps, **options)
+        longest = schedule.longest_interval(self.total_steps, counted=local_step_scaler is not None)
+        self.local_step_clipper = local_step_clipper or longest
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -219,11 +210,12 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _formed(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of what this rank gives to a sync, new."""
         s, p_N, z_b = self.vectors, self.space.p_N, self.space.g_N.new_empty(at.stop - at.start)
-        for h, done in zip(groups, rounds, strict=True):
+        units = self._units(self._rounds_after(groups))
+        for h, done, unit in zip(groups, rounds, units, strict=True):
             for part, g in self._gradients_in(at, h.span, runs):
                 z = z_b[part.start - at.start : part.stop - at.start]
-                propose_(z, g, s, part, h, done, self.settings)
-                add_decay_(z, p_N[part], s.used[part], h, done, self.settings)
+                propose_(z, g, s, part, h, done, self.settings, unit)
+                add_decay_(z, p_N[part], s.used[part], h, self.settings, unit)
         return self._as_sent_(z_b)
 
     def _as_sent_(self, z_b: Tensor) -> Tensor:
@@ -459,6 +451,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Of each group, the round with this step."""
         return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
 
+    def _units(self, rounds: Sequence[Round]) -> list[float]:
+        """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta."""
+        steps = self.num_steps + 1 - self.saved["last_sync"]
+        return [done.weight / steps if self.settings.as_momentum and done.weight else 1.0 for done in rounds]
+
     @property
     def _counted_from(self) -> int:
         """The step from which T_v is counted, where that is not the end of a dense start."""
@@ -521,15 +518,16 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         # A rank's own, as in local steps: v is of the mean of what the momenta take in.
         self.space.shorten_gradient(self.max_grad_norm)
         z_N = torch.empty_like(g_N)
-        for h, done in zip(groups, self._rounds, strict=True):
-            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, self.settings)
+        units = self._units(self._rounds_after(groups))
+        for h, done, unit in zip(groups, self._rounds, units, strict=True):
+            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, self.settings, unit)
         # Not mean_gradient_: it would shorten once more.
         reduce.full_(g_N, self.mean_wire)
         self._first.look_at_mean(g_N)
         if early:
             self.derive_used(g_N)
-        for h, done in zip(groups, self._rounds, strict=True):
-            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, done, self.settings)
+        for h, unit in zip(groups, units, strict=True):
+            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, self.settings, unit)
         if exchange:
             kept = CompressedSum(reduce, s.update_error, self._as_sent_(z_N), lambda at, runs: None)
             for k in range(len(reduce.buckets)):
@@ -538,16 +536,16 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""
-        divisors, start_N = self.saved["divisors"], self.common_parameters
-        for at, (h, done) in enumerate(zip(groups, rounds, strict=True)):
+        s, divisors, p_N, start_N = self.vectors, self.saved["divisors"], self.space.p_N, self.common_parameters
+        for at, (h, done, unit) in enumerate(zip(groups, rounds, self._units(rounds), strict=True)):
             if done.weight:
-                # differs from Alg. 1: bounded, for error memory of a higher learning rate would blow m up
+                # differs from Alg. 1: bounded, for R of sums at a higher rate would blow m up
                 divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
             weight = divisors[at] if done.weight else 0.0
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
             longest = self.settings.longest_step * weight if weight else inf
-            unit = unit_of(done, self.settings) * (-1 if self.settings.negated else 1)
-            receipt = Receipt(self.space.p_N, start_N, self.vectors, h, self.settings, weight, unit, longest, done.kept)
+            signed = -unit if self.settings.negated else unit
+            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, signed, longest, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 

@@ -125,15 +125,20 @@ def _move_(p: Tensor, m: Tensor, v: Tensor, u: Tensor, h: AdamHyper, settings: Z
 
 
 def propose_(
-    z_s: Tensor, g_s: Tensor, s: ZeroOneAdamState, at: slice, h: AdamHyper, done: Round, settings: ZeroOneSettings
+    z_s: Tensor,
+    g_s: Tensor,
+    s: ZeroOneAdamState,
+    at: slice,
+    h: AdamHyper,
+    done: Round,
+    settings: ZeroOneSettings,
+    unit: float = 1.0,
 ) -> None:
-    """z <- what u_i will be after this step, of elements `at` of one group. z: modified. done: the round so far.
+    """z <- what u_i will be after this step, over unit, of elements `at` of one group. z: modified. done: so far.
 
-    Where sums are sent as momenta: that over S. With Decay.IN_SUM its decay is still to be added, by add_decay_: it
-    needs the divisor of this step.
+    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
     """
     m, u = s.m_N[at], None if s.u_N is None or done.is_new else s.u_N[at]
-    unit = unit_of(done.after(h, settings.decay), settings)
     if h.lr == 0:
         if u is None:
             z_s.zero_()
@@ -154,16 +159,13 @@ def propose_(
         z_s.add_(u, alpha=keep)
 
 
-def unit_of(done: Round, settings: ZeroOneSettings) -> float:
-    """What a sum is over what is sent of it: S of the round that ends, where sums are sent as momenta."""
-    return done.weight if settings.as_momentum and done.weight else 1.0
-
-
-def add_decay_(z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, done: Round, settings: ZeroOneSettings) -> None:
-    """z <- z + lr wd d x, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified. done: as propose_."""
+def add_decay_(
+    z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, settings: ZeroOneSettings, unit: float = 1.0
+) -> None:
+    """z <- z + lr wd d x / unit, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified."""
     if settings.decay is Decay.IN_SUM and h.lr and h.weight_decay:
-        rate = h.lr / unit_of(done.after(h, settings.decay), settings)
-        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=rate * h.weight_decay)
+        rate = h.lr / unit * h.weight_decay
+        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=rate)
 
 
 def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
@@ -176,7 +178,7 @@ class Receipt:
     """One group takes the sum z that all ranks have received: the end of a round, in one pass over what came. A Reader.
 
     z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. unit:
-    that of unit_of, negative where -u is what is sent. kept: K.
+    what z has to be multiplied by, negative where -u is what is sent. kept: K.
     start: x_s, float[N], may be p. p, s.m: modified where they are read.
     """
 

@@ -37,7 +37,8 @@ class ZeroOneSettings:
     bias_correction: v is divided by 1 - beta2^(its updates). eps_outside: d = sqrt(v) + eps, else sqrt(v + eps).
     floor: under the v of every step. refresh: after the freeze v is brought up to date at some syncs, where the
     optimizer has found the freeze by itself or is asked to (optim.variance.refresh).
-    as_momentum: what is exchanged is u / S, a momentum, and so is what compression leaves out; else u.
+    as_momentum: what is exchanged is u over the mean rate of its steps, as many momenta, and so is what compression
+    leaves out; else u.
     slowest_fall: S of a sync is at least this part of the divisor before.
     longest_step: of what a sync gives out, an element moves x by at most this times that divisor; the rest is cut off.
     decay: where weight decay goes; IN_SUM brings it into m too.

@@ -256,9 +256,9 @@ class ReferenceZeroOneAdam:
     Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
     1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
     slowest_fall: S is taken as at least this part of the divisor of the last sync. longest_step: what a sync gives out
-    moves no element of x by more than this times that divisor. as_momentum: u_i / S is exchanged in place of u_i, and
-    the memory is of momenta. skip_idle: lr = 0 leaves m alone. dense_steps: up to this step, and not after the freeze,
-    a step is Adam's on the mean gradient, m and v corrected.
+    moves no element of x by more than this times that divisor. as_momentum: u_i over the mean rate of its
+    steps is exchanged, and the memory is of momenta. skip_idle: lr = 0 leaves m alone. dense_steps: up to this step,
+    and not after the freeze, a step is Adam's on the mean gradient, m and v corrected.
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
@@ -300,7 +300,7 @@ class ReferenceZeroOneAdam:
         self.as_momentum = as_momentum
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
         self.decay_in_sum, self.gradient_stage, self.dense_steps = decay_in_sum, gradient_stage, dense_steps
-        self.t = self.variance_updates = 0
+        self.t = self.synced_at = self.variance_updates = 0
 
     def step(self, gradients: Sequence[Vectors]) -> None:
         """One step of every worker. Source: Lu et al. 2022, Alg. 1; there v is used before it is updated."""
@@ -331,6 +331,7 @@ class ReferenceZeroOneAdam:
             self.x_s[at] = self.x_s[at] - h.lr * move
             for own_x, own_m in zip(self.x, self.m, strict=True):
                 own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
+        self.synced_at = self.t
         self._freeze_if_due()
 
     def _freeze_if_due(self) -> None:
@@ -354,8 +355,9 @@ class ReferenceZeroOneAdam:
     def synchronize(self) -> None:
         """Bring the workers together. Leaves y (see agreed) as it was."""
         if not any(self.S):
+            self.synced_at = self.t
             return
-        units = [S if self.as_momentum and S else 1.0 for S in self.S]
+        units = [S / (self.t - self.synced_at) if self.as_momentum and S else 1.0 for S in self.S]
         sent = [laid_end_to_end([u / unit for u, unit in zip(us, units, strict=True)]) for us in self.u]
         received = split_like(self.exchange(sent, "update"), self.x_s)
         us = [mean * unit for mean, unit in zip(received, units, strict=True)]
@@ -371,6 +373,7 @@ class ReferenceZeroOneAdam:
                 m[at] = u_mean / self.divisor[at] if self.S[at] else m[at]
                 u[at] = torch.zeros_like(u[at])
             self.S[at] = 0.0
+        self.synced_at = self.t
 
     def gradient_step(self, gradients: Sequence[Vectors]) -> None:
         """DeepSpeed's first stage: Adam under a stale variance, on a gradient that all workers agree on."""

@@ -26,7 +26,10 @@ SELDOM = {
     "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.sums.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
     | {"optim.variance.sparse.StaleVariance.use_", "optim.variance.sparse.StaleVariance.counts"},
-    "the automatic rule tests": {"optim.variance.when_to_freeze.VarianceStability.read_norms"},
+    "the automatic rule tests": {
+        "optim.variance.when_to_freeze.VarianceStability.read_norms",
+        "optim.variance.sums.zeros_of",
+    },
     "buffers of model=": {
         "optim.engine.buffers.Buffers.equalise_",
         "optim.engine.buffers.Buffers._written",

@@ -182,7 +182,7 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(name, proble
 @given(problem=problems(dtypes=(torch.float64,)))
 @pytest.mark.law
 def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(problem):
-    """y = mean_i x_i - S R / d: before, with this step's local part done by hand, and after it; nothing is cut off."""
+    """y = mean_i x_i - r R / d, r the mean rate, before and after, this step's local part done by hand; none cut."""
 
     def work(group):
         unbounded = replace(OURS, longest_step=inf)
@@ -192,7 +192,7 @@ def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_resi
             problem.step(optimizer, parameters, group.rank)
         for _ in range(2 * STEPS_AFTER):
             m, x = s.m_N.clone(), space.p_N.clone()
-            left = s.update_error.residual()
+            left, since = s.update_error.residual(), optimizer.saved["last_sync"]
             problem.step(optimizer, parameters, group.rank)
             if not optimizer.at_sync:
                 continue
@@ -203,7 +203,7 @@ def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_resi
                 x[span] = (1 - h["lr"] * h["weight_decay"]) * x[span] - h["lr"] * m[span] / divisor_N[span]
             group.mean_(x)
             for weight, span in zip(optimizer.saved["divisors"], space.spans, strict=True):
-                divisor_N[span] /= weight
+                divisor_N[span] *= (optimizer.num_steps - since) / weight
             before, after = (v - r / divisor_N for v, r in ((x, left), (space.p_N, s.update_error.residual())))
             worst = max(worst, float(((after - before).abs() / before.abs().clamp(min=1)).max()))
             syncs += 1

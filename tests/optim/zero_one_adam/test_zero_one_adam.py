@@ -117,7 +117,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1)}, only=(2, 4))
 @pytest.mark.law
 def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(size, weight_decay):
-    """y = mean_i x_i - S R / d: before, with this step's local part done by hand; after, with the new R.
+    """y = mean_i x_i - r R / d, r the mean rate of the round: before, this step's local part done by hand, and after.
 
     Where nothing is cut off.
     """
@@ -133,11 +133,11 @@ def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged
             m = beta1 * s.m_N + (1 - beta1) * optimizer.space.g_N
             x = (1 - lr * weight_decay) * optimizer.space.p_N - lr * m / divisor
             group.mean_(x)
-            residual = s.update_error.residual()
+            residual, since = s.update_error.residual(), optimizer.saved["last_sync"]
             optimizer.step()
             if synced(optimizer):
                 (weight,) = optimizer.saved["divisors"]
-                given = (residual - s.update_error.residual()) * weight / divisor
+                given = (residual - s.update_error.residual()) * weight / (step - since) / divisor
                 worst = max(worst, float((optimizer.space.p_N - (x - given)).abs().max()))
         return worst
 
