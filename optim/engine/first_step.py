@@ -35,8 +35,11 @@ class Stepped(Protocol):
 
     param_groups: list[dict[str, Any]]
     model: torch.nn.Module | None
-    mean_wire: FullWire
     buffers_kept_by: str | None
+
+    @property
+    def mean_wire(self) -> FullWire:
+        """How the mean gradient of the next step is sent."""
 
     @property
     def group(self) -> Group:
