@@ -10,7 +10,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# CI gives --no-compile here: of 26,000 files its tests import some, and .venv/.collected compiles these.
+PIP_ARGS ?=
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 # Where those of the one Ray are.
@@ -32,7 +34,7 @@ serve: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
 
 test: .venv/.dev
-	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
 	@# Both at once; the output of those side by side comes at the end. A shell has what runs in its background ignore
 	@# SIGINT, which tests send to what they start.
 	@log=$$(mktemp); \
@@ -45,7 +47,7 @@ test-fast: .venv/.dev .venv/.loops
 	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
 
 test-all: .venv/.dev
-	@$(MAKE) --no-print-directory -j 2 check .venv/.loops
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
 	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
 	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough $(RAYS)
 
@@ -67,6 +69,13 @@ manifests: .venv/.dev
 .venv/.loops: .venv/.dev $(wildcard comm/kernels/*.py optim/kernels/*.py)
 	@echo "compiling the loops of comm/kernels and optim/kernels ..."
 	@$(BIN)/python -m thinwire.optim.kernels
+	@touch $@
+
+# The same for the sources of tests and what they import, and for Ray, of which five processes start at once.
+.venv/.collected: .venv/.loops
+	@echo "compiling the tests and what they import ..."
+	@$(BIN)/python -m compileall -qq .venv/lib/python*/site-packages/ray || true
+	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true
 	@touch $@
 
 clean:

@@ -137,17 +137,17 @@ class Guard:
 _documented = HTTPBearer(auto_error=False, description="a person's token, or a job's own for its reports")
 
 
-def person(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+async def person(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: a person who may do this: to read takes the role viewer, all else the role user. Raises Forbidden."""
     _need(_of_request(request), request)
 
 
-def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+async def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: only an operator, to read too. Raises Forbidden."""
     _need(Role.OPERATOR, request)
 
 
-def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+async def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: the job named by the path, or a person as for `person`. Raises Forbidden."""
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
@@ -176,7 +176,7 @@ def _need(role: Role, request: Request) -> None:
         )
 
 
-def ticket_holder(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+async def ticket_holder(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: the driver of the job named by the path, with the ticket of its attempt. Raises Forbidden."""
     caller: Caller = request.state.caller
     if not caller.ticket or caller.job_id != job_id:

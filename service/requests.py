@@ -10,7 +10,7 @@ from thinwire.contract.jobs import Problem
 from thinwire.service.errors import InvalidRequest, UnsupportedMediaType
 
 
-def known_query(request: Request) -> None:
+async def known_query(request: Request) -> None:
     """Dependency: every name in the query is one that the route takes, and once, unless it is a list.
 
     A misspelt name would be passed over, and its default taken. Raises InvalidRequest.
@@ -27,7 +27,7 @@ def known_query(request: Request) -> None:
         raise InvalidRequest.of(problems)
 
 
-def json_body(request: Request) -> None:
+async def json_body(request: Request) -> None:
     """Dependency: a body is sent as JSON. `curl -d` says that it is a form. Raises UnsupportedMediaType."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):

@@ -35,10 +35,15 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     return worker_command(run_dir, attempt)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage need walk through it again, a fifth of a second each."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and made by then stays: neither while it comes nor later need anybody look there for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def missing(reason: str) -> NoReturn:

@@ -56,7 +56,7 @@ _ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens
 LARGEST_OFFSET = 2**53 - 1
 
 
-def _one_key(request: Request) -> None:
+async def _one_key(request: Request) -> None:
     """Dependency: at most one Idempotency-Key. Raises InvalidRequest."""
     keys = request.headers.getlist("idempotency-key")
     if len(keys) > 1:
@@ -81,22 +81,22 @@ claims = APIRouter(
 )
 
 
-def _job_service(request: Request) -> JobService:
+async def _job_service(request: Request) -> JobService:
     service: JobService = request.app.state.jobs
     return service
 
 
-def _worker_reports(request: Request) -> WorkerReports:
+async def _worker_reports(request: Request) -> WorkerReports:
     reports: WorkerReports = request.app.state.reports
     return reports
 
 
-def _remote_runs(request: Request) -> RemoteRuns:
+async def _remote_runs(request: Request) -> RemoteRuns:
     runs: RemoteRuns = request.app.state.remote_runs
     return runs
 
 
-def _plain_bytes(request: Request) -> None:
+async def _plain_bytes(request: Request) -> None:
     """Dependency: a body is sent as bytes. Raises UnsupportedMediaType."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != PLAIN_BYTES:

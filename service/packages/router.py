@@ -40,12 +40,12 @@ packages = APIRouter(
 )
 
 
-def _store(request: Request) -> Packages:
+async def _store(request: Request) -> Packages:
     store: Packages = request.app.state.packages
     return store
 
 
-def _bytes(request: Request) -> None:
+async def _bytes(request: Request) -> None:
     """Dependency: the body is sent as bytes. Raises UnsupportedMediaType."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media not in (_MEDIA, "application/zip"):

@@ -79,7 +79,7 @@ class Change:
         )
 
 
-def change_of(request: Request) -> Change:
+async def change_of(request: Request) -> Change:
     """Dependency: the change that this request asks for, named by its route."""
     change: Change = request.state.change
     change.what = request.scope["route"].name

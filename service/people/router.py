@@ -38,12 +38,12 @@ people = APIRouter(
 )
 
 
-def _tokens(request: Request) -> Tokens:
+async def _tokens(request: Request) -> Tokens:
     tokens: Tokens = request.app.state.plane.tokens
     return tokens
 
 
-def _audit(request: Request) -> Audit:
+async def _audit(request: Request) -> Audit:
     audit: Audit = request.app.state.plane.audit
     return audit
 

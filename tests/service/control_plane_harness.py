@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import secrets
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
+from starlette.routing import BaseRoute
 
 from thinwire.contract.files import private_folder
 from thinwire.service.config import Settings
@@ -48,7 +51,7 @@ def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 30.0) -> 
         if found:
             return found
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 class Clock:
@@ -74,6 +77,26 @@ def migrated() -> bytes:
         return (Path(folder) / "thinwire.db").read_bytes()
 
 
+_LOOP = contextlib.ExitStack()
+atexit.register(_LOOP.close)  # while its thread still runs
+
+
+@functools.cache
+def event_loop() -> BlockingPortal:
+    """The one that answers all requests of a process, as a server's does: a client makes a thread with one for each."""
+    return _LOOP.enter_context(start_blocking_portal())
+
+
+_ROUTES: list[BaseRoute] = []
+
+
+def share_routes(app: FastAPI) -> None:
+    """What routes take is worked out at the first request of an application, for ten requests' time: once a process."""
+    if not _ROUTES:
+        _ROUTES.extend(app.router.routes)
+    app.router.routes[:] = _ROUTES
+
+
 class Service:
     """An application without its lifespan: `turn` is the reconciler's thread."""
 
@@ -95,6 +118,7 @@ class Service:
     def open(self) -> None:
         """Build the application over the home, as a service that starts does, without the reconciler's thread."""
         self.app: FastAPI = create_app(self.settings, self.launcher, service_url=SERVICE_URL, clock=self.clock)
+        share_routes(self.app)
         self.plane: ControlPlane = self.app.state.plane
         self.plane.reconciler.patience_s = 30.0  # a turn is over when all that it asked has been answered
         self.plane.own()
@@ -102,6 +126,7 @@ class Service:
             self.begin()
         self.token = (self.home / "token").read_text().strip()
         self.client = TestClient(self.app, raise_server_exceptions=False, client=("127.0.0.1", 50000))
+        self.client.portal = event_loop()
         self.client.headers["Authorization"] = f"Bearer {self.token}"
 
     def begin(self) -> None:

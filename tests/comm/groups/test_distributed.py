@@ -1,59 +1,44 @@
 """Groups: threads and real gloo processes give the same bits, and a peer that goes is noticed, not waited for."""
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.comm.gloo_ranks import said, start
 from thinwire.comm import CompressedAllReduce, ThreadGroup, TorchGroup, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.layout import VectorLayout
 
-GLOO_RANK = textwrap.dedent(
-    """
-    import datetime, os, sys
-    import torch, torch.distributed as dist
-    from thinwire.comm import CompressedAllReduce, PeerLost, TorchGroup
-    from thinwire.comm.codecs import SignCodec
-    from thinwire.comm.layout import VectorLayout
+EXCHANGES = """
+from thinwire.comm import CompressedAllReduce
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.layout import VectorLayout
 
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=30))
-    group, layout = TorchGroup(), VectorLayout.single(10_001)
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.zeros(layout.numel)
-    reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
-    slot = reducer.new_memory()
-    for _ in range(3):
-        x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
-        reducer.compressed_(x, slot)
-    torch.save({"out": x, "residual": slot.residual(), "sent": group.stats.sent_bytes}, f"{folder}/{rank}.pt")
-    if rank == size - 1:
-        os._exit(9)  # as a kill: no goodbye
-    try:
-        while True:
-            reducer.full_(x)
-    except PeerLost as error:
-        open(f"{folder}/{rank}.lost", "w").write(str(error))
-        os._exit(0)
-    """
-)
+join()
+group, layout = TorchGroup(), VectorLayout.single(10_001)
+generator = torch.Generator().manual_seed(rank)
+x = torch.zeros(layout.numel)
+reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
+slot = reducer.new_memory()
+for _ in range(3):
+    x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
+    reducer.compressed_(x, slot)
+torch.save({"out": x, "residual": slot.residual(), "sent": group.stats.sent_bytes}, f"{folder}/{rank}.pt")
+if rank == size - 1:
+    os._exit(9)  # as a kill: no goodbye
+try:
+    while True:
+        reducer.full_(x)
+except PeerLost as error:
+    say("lost", error)
+    os._exit(0)
+"""
 
 
 def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tmp_path):
     size = 3
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", GLOO_RANK, str(r), str(size), str(tmp_path)], env=environment)
-        for r in range(size)
-    ]
-    assert [p.wait(timeout=120) for p in ranks] == [0, 0, 9]
+    assert [rank.wait(timeout=120) for rank in start(EXCHANGES, size, tmp_path, timeout_s=30)] == [0, 0, 9]
 
     def work(group: ThreadGroup):
         layout = VectorLayout.single(10_001)
@@ -72,7 +57,7 @@ def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tm
         torch.testing.assert_close(saved["residual"], residual, rtol=0, atol=1e-6)  # the mean may sum in another order
         assert saved["sent"] == sent
     for rank in range(size - 1):
-        assert f"rank {rank} of 3 lost rank 2 (its process" in (tmp_path / f"{rank}.lost").read_text()
+        assert f"rank {rank} of 3 lost rank 2 (its process" in said(tmp_path, rank, "lost")
 
 
 def test_a_group_needs_a_rank_and_torch_needs_initialising():
@@ -82,10 +67,9 @@ def test_a_group_needs_a_rank_and_torch_needs_initialising():
         TorchGroup()
 
 
-GLOO_THREADS_AFTER_THE_END = """
-import os, pathlib
+THREADS_AFTER_THE_END = """
+import pathlib
 from thinwire.optim import OneBitAdam
-import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 4)
 optimizer = OneBitAdam(model.parameters(), warmup=1)
@@ -95,14 +79,12 @@ for _ in range(3):
 tasks = lambda: [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
 assert any("gloo" in name for name in tasks()), tasks()
 dist.destroy_process_group()
-print([name for name in tasks() if "gloo" in name])
+say("left", [name for name in tasks() if "gloo" in name])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-def test_destroying_the_process_group_ends_it_though_an_optimizer_lives():
+def test_destroying_the_process_group_ends_it_though_an_optimizer_lives(tmp_path):
     """Something that keeps the group alive would abort the process now and then, when the interpreter ends."""
-    ended = subprocess.run(
-        [sys.executable, "-c", GLOO_THREADS_AFTER_THE_END], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
+    (rank,) = start(THREADS_AFTER_THE_END, 1, tmp_path)
+    assert (rank.wait(timeout=120), said(tmp_path, 0, "left")) == (0, "[]")
