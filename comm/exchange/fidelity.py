@@ -59,5 +59,5 @@ def sampled_elements(layout: VectorLayout, device: torch.device) -> Tensor:
         nth_k = torch.randint(layout.num_live, (SAMPLED,), generator=generator)
     before_r = torch.tensor([0, *accumulate(lengths)])
     run_k = torch.searchsorted(before_r, nth_k, right=True) - 1
-    starts_r = torch.tensor([start for start, _ in layout.live])
+    starts_r = torch.tensor([start for start, _ in layout.live], dtype=torch.int64)  # also where there are none
     return (starts_r[run_k] + nth_k - before_r[run_k]).to(device)

@@ -11,6 +11,9 @@ of the waits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 import torch
 from torch import Tensor
 
@@ -32,11 +35,14 @@ class NodeSums:
         self._nodes = nodes
         self._inside: _Sum | None = None
         """The last that was started, while its slices are not on their way between boxes."""
+        self.error: CommError | None = None
+        """The first that a sum has raised. A group that has lost a peer is of no more use."""
 
     def start_sum_(self, x: Tensor) -> Pending:
         """x <- sum over ranks of x, bit-identical on all. Floating point, contiguous. Raises: PeerLost."""
         self.pass_on()
-        self._inside = made = _Sum(self, self._nodes, x)
+        with self.unbroken():
+            self._inside = made = _Sum(self, self._nodes, x)
         return made
 
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
@@ -54,6 +60,17 @@ class NodeSums:
         if inside is not None:
             inside.pass_on()
 
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Inside, a collective is begun, or waited for before the next is. Raises: PeerLost, also one of before."""
+        if self.error is not None:
+            raise self.error
+        try:
+            yield
+        except CommError as error:
+            self.error = error
+            raise
+
 
 class _Sum:
     """One of them, as a Pending."""
@@ -62,7 +79,6 @@ class _Sum:
         self._sums, self._nodes, self._x = sums, nodes, x
         self._parts = nodes.box.size
         self._size = Partition(x.numel(), self._parts).chunk
-        self._error: CommError | None = None
         self._between: Pending | None = None
         rows_Lc = self._rows(fill=True)
         self._rows_Lc: Tensor | None = rows_Lc
@@ -74,7 +90,7 @@ class _Sum:
     def pass_on(self) -> None:
         """Add up in the box, and begin the sum of the peers. Raises: PeerLost."""
         assert self._collected_Lc is not None
-        try:
+        with self._sums.unbroken():
             hold(self._first)
             first, second, *others = self._collected_Lc
             self._own_c = first.add_(second)
@@ -82,21 +98,29 @@ class _Sum:
                 self._own_c.add_(row)
             self._rows_Lc = None
             self._between = self._nodes.peers.start_sum_(self._own_c)
-        except CommError as error:
-            self._error = error
-            raise
 
     def wait(self) -> None:
-        """Until x is the sum; on a GPU for what is queued next on the current stream. Raises: PeerLost."""
+        """Until x is the sum; on a GPU for what is queued next on the current stream. Raises: PeerLost.
+
+        Then no collective touches x either.
+        """
         if self._is_done:
             return
         self._is_done = True
-        self._sums.pass_on()
-        if self._error is not None or self._between is None:
-            raise self._error or CommError("a sum whose start has failed is waited for")
-        hold(self._between)
-        rows_Lc = self._rows(fill=False)
-        hold(self._nodes.box.start_all_gather(rows_Lc.view(torch.uint8), self._own_c.view(torch.uint8)))
+        try:
+            self._sums.pass_on()
+            with self._sums.unbroken():
+                if self._between is None:
+                    raise CommError("a sum whose start has failed is waited for")
+                hold(self._between)
+                rows_Lc = self._rows(fill=False)
+                hold(self._nodes.box.start_all_gather(rows_Lc.view(torch.uint8), self._own_c.view(torch.uint8)))
+        except CommError:
+            for pending in (self._first, self._between):
+                if pending is not None:
+                    with suppress(CommError):
+                        hold(pending)
+            raise
         if rows_Lc.data_ptr() != self._x.data_ptr():
             self._x.copy_(rows_Lc.view(-1)[: self._x.numel()])
         self._collected_Lc = None

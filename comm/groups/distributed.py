@@ -55,7 +55,7 @@ _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreDetector] = weakre
 _ending: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicators] = weakref.WeakKeyDictionary()
 """With which others it ends."""
 LEFT_S = 0.01
-"""How long a rank that has left waits for what it has begun before: it may be done, or never come."""
+"""How long a rank that has left, or has failed, waits for what it has begun before: it may be done, or never come."""
 ENDED_S = 1.0
 """How long what a rank has sent to a GPU may be on its way after the process has ended."""
 PIECE_ELEMENTS = 1 << 20
@@ -309,6 +309,7 @@ class TorchGroup:
         except CommError:
             raise
         except RuntimeError as error:
+            self._communicators.failures += 1
             self._communicators.abort()
             if self._detector.left is not None:
                 raise self._has_left() from error
@@ -321,11 +322,17 @@ class TorchGroup:
 class TorchPending:
     """A collective of torch.distributed that was started. On a GPU `hold` holds up the current stream, not the host."""
 
-    __slots__ = ("_at", "_collective", "_device", "_group", "_work")
+    __slots__ = ("_at", "_collective", "_device", "_failures", "_group", "_work")
 
     def __init__(self, group: TorchGroup, collective: str, at: Place, work: dist.Work, device: torch.device) -> None:
         self._group, self._collective, self._at, self._device = group, collective, at, device
         self._work: dist.Work | None = work
+        self._failures = group._communicators.failures
+
+    @property
+    def _is_over(self) -> bool:
+        """Has this rank left, or failed, since this was begun? Of a bucket each a look would add up to minutes."""
+        return self._group._detector.left is not None or self._failures < self._group._communicators.failures
 
     def wait(self) -> None:
         """Block until the result is there; at once where it was waited for before. Raises: PeerLost."""
@@ -365,17 +372,20 @@ class TorchPending:
         if streams is not None:
             work.wait()
             self._group.await_device(self._collective, streams.current().record_event().query)
-        elif not _done_within(work, detector.look_s if detector.left is None else LEFT_S):
+        elif not _done_within(work, LEFT_S if self._is_over else detector.look_s):
             self._wait_and_watch(work)
 
     def _wait_and_watch(self, work: dist.Work) -> None:
+        over = "a peer has failed, so what this rank waits for will not come"
+        if self._is_over:
+            raise RuntimeError(over)
         waits = self._group.calls.waits
         waits.add(self._at)
         watch = self._group._detector.watch(self._at)
         try:
             while True:
-                if watch.seen or self._group._detector.left is not None:
-                    raise RuntimeError("a peer has failed, so what this rank waits for will not come")
+                if watch.seen or self._is_over:
+                    raise RuntimeError(over)
                 if _done_within(work, self._group._detector.look_s):
                     return
         finally:

@@ -77,6 +77,8 @@ class Communicators:
         self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.aborted = False
+        self.failures = 0
+        """Collectives that have failed here, of any of them, whatever carries them."""
 
     def add(self, process_group: dist.ProcessGroup) -> None:
         """One more; nothing where it is known, or where NCCL carries nothing of it. Weak."""

@@ -51,6 +51,8 @@ class FirstStep:
 
     def __init__(self, optimizer: Stepped) -> None:
         self._looks = optimizer.group.rank == 0
+        self._compares = False
+        """Is the gradient of each step compared with its mean, until one has a mean? A step may be left out."""
         self._own: tuple[Tensor, Tensor] | None = None
         """Elements of this rank's gradient, and how far the mean of the same from all ranks may be from each."""
         self._told_ddp = False
@@ -59,24 +61,30 @@ class FirstStep:
 
     def look(self, optimizer: Any, plan: StepPlan) -> None:
         """Before the exchange of a step: look around, where it is the first. Local."""
-        if not self._looks:
-            return
-        self._looks = False
+        if self._looks:
+            self._looks = False
+            self._compares = self._look_around(optimizer) and plan.gradient is Wire.FULL and optimizer.group.size > 1
+        self._own = None
+        if self._compares and plan.gradient is Wire.FULL:
+            g_N = optimizer.space.g_N
+            self._own = _sample(g_N).clone(), _rounding(g_N, optimizer.mean_wire)
+
+    def _look_around(self, optimizer: Any) -> bool:
+        """Say what else has its hands on the parameters. Returns whether DDP, which makes gradients equal, is not."""
         lines = []
         if has_process_group():
             kept = optimizer.model is not None or optimizer.buffers_kept_by is not None
             lines = found_around(optimizer, alone=optimizer.group.size == 1, knows_model=kept)
         for line in lines:
             logger.warning("%s", line)
-        if plan.gradient is Wire.FULL and optimizer.group.size > 1 and not any("ddp_left_in" in line for line in lines):
-            g_N = optimizer.space.g_N
-            self._own = _sample(g_N).clone(), _rounding(g_N, optimizer.mean_wire)
+        return not any("ddp_left_in" in line for line in lines)
 
     def look_at_mean(self, g_N: Tensor) -> None:
         """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""
         found, self._own = self._own, None
         if found is None:
             return
+        self._compares = False
         own_k, rounding_k = found
         alike = ((_sample(g_N) - own_k).abs() <= rounding_k).all()
         if bool(alike.logical_and_(own_k.any())):  # waits for the device, this once

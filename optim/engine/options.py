@@ -63,8 +63,8 @@ class CheckedOptions:
     (docs/algorithms.md, "Error memory and variance in bfloat16"). None: in the type of the other vectors. For 1-bit
     Adam with topology "flat"; else a ValueError.
     topology: "flat": every rank exchanges with every other. "node_first": exactly inside each box, compressed between
-    boxes; a ValueError where boxes cannot, as where they have different numbers of ranks. "auto": node_first where it
-    can be, else flat. After a regroup() "node_first" is "auto".
+    boxes; a ValueError where boxes of several ranks cannot, as where they have different numbers of ranks. "auto":
+    node_first where it can be, else flat. After a regroup(), or made over one rank, "node_first" is "auto".
     """
 
     group: Group | None = None

@@ -102,7 +102,7 @@ class Share:
         for one in self.errors.values():
             held += float(torch.linalg.vector_norm(one.part(size))) ** 2
             worker, server = (float(torch.linalg.vector_norm(x)) for x in (one.worker_M, one.server_c))
-            missing += (size - 1) * (server**2 + worker**2 / size**2)
+            missing += (size - 1) * (server**2 + worker**2 / (one.workers or size) ** 2)
         return sqrt(held), sqrt(missing)
 
 

@@ -13,6 +13,7 @@ from tests.optim.regroup.test_regroup import EPS, maker
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.exchange.node_first import NodeFirst
 from thinwire.comm.groups.faults import Fault, What, When
+from thinwire.optim.engine import shares
 from thinwire.optim.engine.health import health
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over
@@ -95,6 +96,20 @@ def test_shares_go_from_either_topology_to_either_with_their_r(topology, name):
 
     held = run_threads(4, work, boxes=BOXES)
     assert all(torch.equal(one, held[0]) for one in held)
+
+
+def test_what_the_share_of_one_rank_lacks_of_r_is_told_about_right():
+    def work(group):
+        net = network(seed=0)
+        optimizer = one("onebit_adam", net, group)
+        train(net, optimizer, 12, group.rank)
+        share = shares.read(optimizer.rank_state_dict())
+        (memory,) = error_memories(optimizer.vectors).values()
+        (held,) = share.errors.values()
+        return float(torch.linalg.vector_norm(memory.residual() - held.part(4))), share.missing_norm(4)[1]
+
+    for true, told in run_threads(4, work, boxes=BOXES):
+        assert 0.8 * true <= told <= 1.25 * true  # from what one of four ranks holds of 140 elements
 
 
 def begun(name, boxes, steps):

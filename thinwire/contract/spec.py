@@ -361,8 +361,8 @@ class TrainSpec(JobSpec):
     topology: Literal["flat", "node_first", "auto"] = Field(
         "flat",
         description="flat: every worker exchanges with every other. node_first: exactly inside a machine, compressed "
-        "between machines; it needs several, with as many workers each, at least two. auto: node_first where that is "
-        "so, also when it changes, else flat",
+        "between machines, where there are several, with as many workers each, at least two, and else flat, as the log "
+        "says. auto: the same, also for an optimizer that has no such exchange",
     )
     recipe: Recipe = Field(default_factory=GptRecipe, description="default: a GPT")
     data: Data = Field(default_factory=PythonStdlib, description="default: the Python standard library's source")

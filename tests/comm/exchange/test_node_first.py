@@ -406,6 +406,38 @@ def test_a_peer_lost_in_any_collective_of_a_mean_in_full_is_raised_and_closes_it
     assert run_threads(4, work, boxes=BOXES["2 of 2"]) == [False] * 4
 
 
+@every_value({"collective, call": [("all_to_all", 1), ("sum", 0), ("all_gather", 0)]}, only=(1,))
+def test_after_a_sum_of_a_mean_has_failed_nothing_more_is_begun(collective, call):
+    """Else others, which have not failed yet, would meet a collective of another bucket, and be told of other calls."""
+
+    def work(group):
+        faulty = FaultyGroup(group)
+        reducer = make(faulty)
+        if group.rank == 1:
+            faulty.arm(Fault((1,), collective, call, When.AFTER, What.ALONE))
+        before = group.stats.bytes_by_kind["box all_gather"]
+        with pytest.raises(PeerLost):
+            reducer.full_(torch.ones(LAYOUT.numel, dtype=torch.float64))
+        group.leave("lost a peer")
+        return group.stats.bytes_by_kind["box all_gather"] > before
+
+    assert run_threads(4, work, boxes=BOXES["2 of 2"])[1] == (collective == "all_gather")
+
+
+def test_how_well_it_carried_is_known_of_a_vector_so_small_that_some_ranks_own_nothing_of_it():
+    layout = VectorLayout.single(3)
+
+    def work(group):
+        reducer = make(group, layout=layout)
+        memory = reducer.new_memory()
+        reducer.compressed_(torch.tensor([1.0, -2.0, 3.0, 0, 0, 0, 0, 0], dtype=torch.float64), memory)
+        return reducer.fidelity(memory)
+
+    first, *others = run_threads(4, work, boxes=BOXES["2 of 2"])
+    assert 0 < first.worker_density < 1
+    assert others == [first] * 3
+
+
 def between_boxes(ledger):
     return sum(entry.num_bytes for entry in ledger.entries() if entry.link is LinkClass.BETWEEN)
 

@@ -124,3 +124,31 @@ def test_a_process_is_known_by_its_birth():
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert f"{child} has ended" in Birth(own.host, child, 0).ending()
+
+
+IN_FLIGHT = """
+join()
+group = TorchGroup()
+group.mean_(torch.zeros(3))
+if rank == 1:
+    group.leave("no data")
+if rank == 0:
+    pending = [group.start_sum_(torch.zeros(3)) for _ in range(60)]
+    began = time.monotonic()
+    for one in pending:
+        try:
+            one.wait()
+        except PeerLost as error:
+            assert error.ranks == (1,)
+    say("seconds", time.monotonic() - began)
+else:
+    while not os.path.exists(os.path.join(folder, "0.seconds")):
+        time.sleep(0.05)
+os._exit(0)
+"""
+
+
+def test_of_many_collectives_in_flight_only_the_first_that_fails_waits_for_a_look(tmp_path):
+    """Of a look each they took 15 s at the least, and no connection is closed, which would end all at once."""
+    assert [one.wait(timeout=120) for one in start(IN_FLIGHT, 2, tmp_path)] == [0, 0]
+    assert float(said(tmp_path, 0, "seconds")) < 12

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.comm.exchange import bucketed, pipeline
+from thinwire.comm.exchange.node_first import NodeFirst
 from thinwire.comm.exchange.side import DeviceGate, SidePipeline
 
 
@@ -92,6 +93,21 @@ def what_an_event_says_after_the_abort_counts(monkeypatch: pytest.MonkeyPatch) -
         return num
 
     monkeypatch.setattr(SidePipeline, "admitted", admitted)
+
+
+def mean_of_a_box_passed_on_without_a_look_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of node first alone. What its peers exchange is looked at as ever, but then it is garbage already."""
+    pass_on = NodeFirst._pass_on
+
+    def blind(self: Any, k: int) -> None:
+        admit = self._pipeline.admit
+        self._pipeline.admit = lambda k, fuse: None
+        try:
+            pass_on(self, k)
+        finally:
+            self._pipeline.admit = admit
+
+    monkeypatch.setattr(NodeFirst, "_pass_on", blind)
 
 
 SIDE_ADMITTED = SidePipeline.admitted

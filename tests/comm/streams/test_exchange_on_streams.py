@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.comm.streams.device import Died, Race, World
-from tests.comm.streams.planted import DEATHS, WAITS, everything_on_the_stream_of_backward
+from tests.comm.streams.planted import (
+    DEATHS,
+    WAITS,
+    everything_on_the_stream_of_backward,
+    mean_of_a_box_passed_on_without_a_look_at_the_gate,
+)
 from tests.comm.streams.ranks import (
     LAYOUT,
     by_node_first,
@@ -318,10 +323,18 @@ def test_a_death_in_mid_collective_is_peer_lost_and_nothing_unproven_counts(num,
     refuse_broken_laws(moments(num), monkeypatch)
 
 
-@pytest.mark.parametrize("num", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_death_by_node_first_is_that_too(num, monkeypatch):
     """Also garbage of a box must not get into what is kept between boxes."""
     refuse_broken_laws(moments(num, most=600), monkeypatch, by_node_first, (0, 0, 1, 1))
+
+
+def test_garbage_of_a_box_is_found_by_the_first_three_of_those_deaths(monkeypatch):
+    boxes, seeds = (0, 0, 1, 1), moments(3, most=600)
+    true = {seed: served_on_cpu(4, seed, by_node_first, boxes) for seed, _ in seeds}
+    late(monkeypatch)
+    mean_of_a_box_passed_on_without_a_look_at_the_gate(monkeypatch)
+    assert any(laws_of_a_death(after_a_death(4, *death, by_node_first, boxes), true[death[0]]) for death in seeds)
 
 
 def refuse_broken_laws(deaths, monkeypatch, make=reducer_of, boxes=()):

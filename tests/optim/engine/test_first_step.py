@@ -44,6 +44,20 @@ def test_gradients_that_are_equal_before_the_exchange_are_said_once(made, overla
     assert "gradients_equal" not in caplog.text
 
 
+def test_after_a_first_step_that_was_left_out_the_next_is_looked_at_as_it_is_laid_out_then(caplog):
+    def work(group):
+        net = network()
+        optimizer = Adam(net.parameters(), group=group, non_finite="skip")
+        net(inputs(1, 0) * torch.nan).square().mean().backward()
+        optimizer.step()
+        net[2].requires_grad_(False)
+        train(net, optimizer, 0)
+        return optimizer.num_steps
+
+    assert run_threads(2, work) == [2, 2]
+    assert caplog.text.count("gradients_equal") == 1
+
+
 CLEARED = {
     "optimizer": lambda net, optimizer: optimizer.zero_grad(),
     "model": lambda net, optimizer: net.zero_grad(),

@@ -28,7 +28,8 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def optimizer():
-    return OneBitAdam([torch.nn.Parameter(torch.zeros(ELEMENTS))], group=MirroredGroup(2), bucket_elements=1 << 20)
+    params, how = [torch.nn.Parameter(torch.zeros(ELEMENTS))], {"bucket_elements": 1 << 20, "full_exchange": "fp32"}
+    return OneBitAdam(params, group=MirroredGroup(2), **how)
 
 
 def sample(seconds, sent=FULL, phase="warmup", world_size=2, step=1):
