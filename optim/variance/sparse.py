@@ -408,6 +408,10 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         mine = self.settings.plain()
         since = {name: mine[name] for name in SINCE}  # settings that older versions did not have
         theirs = {**since, **saved["settings"]}
+        if (
+            self.settings.as_momentum and "as_momentum" not in saved["settings"]
+        ):  # R of sums needed it; see _count_as_now_
+            theirs["slowest_fall"] = mine["slowest_fall"]
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 
@@ -419,14 +423,18 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         self.derive_used()
 
     def _count_as_now_(self) -> None:
-        """R of a run that an older version saved is of sums: over the last divisor it is of momenta. Local."""
+        """R of a run that an older version saved is of sums: over the last rate it is of momenta. Local."""
         self.saved["settings"] = self.settings.plain()
-        if self.gradient_memory is None and self.settings.as_momentum:
-            of_group = [1 / divisor if divisor else 1.0 for divisor in self.saved.get("divisors", [])]
-            weight_N = torch.ones_like(self.space.p_N)
-            for factor, span in zip(of_group, self.space.spans, strict=False):
-                weight_N[span] = factor
-            self.vectors.update_error.scale_(weight_N)
+        if not self.settings.as_momentum or self.gradient_memory is not None:
+            return
+        weight_N = torch.ones_like(self.space.p_N)
+        for group, rate, span in zip(self.param_groups, self.saved["last_lrs"], self.space.spans, strict=False):
+            factor = 1 / (float(rate) or float(self.saved["peak_lr"]) or 1.0)
+            weight_N[span] = factor
+            for param in group["params"]:
+                if param in self.parked:
+                    self.parked[param].residuals["update_error"].mul_(factor)
+        self.vectors.update_error.scale_(weight_N)
 
     def _groups(self) -> list[AdamHyper]:
         spans = self.space.spans  # without a group that is just being added

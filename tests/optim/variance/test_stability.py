@@ -152,6 +152,37 @@ def test_the_cap_is_said_to_be_the_cap(caplog):
     assert "warmup_ended step=8 by=cap" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "wire", "rows", "frozen_at"),
+    [
+        (OneBitLamb, None, 2, None),
+        (OneBitLamb, None, 20, 18),
+        (OneBitLamb, "fp32", 2, 6),
+        (OneBitAdam, None, 2, 18),
+    ],
+)
+def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_zero(
+    kind, wire, rows, frozen_at, caplog
+):
+    """Of 32 rows so many have a gradient in a step. It looks again after a window of 10 steps, and says so once."""
+
+    def work(group):
+        table = torch.nn.Parameter(torch.ones(32, 8))
+        optimizer = kind([table], lr=1e-3, group=group, total_steps=30, lr_warmup_steps=0, full_exchange=wire)
+        for step in range(30):
+            table.grad = torch.zeros_like(table)
+            table.grad[[(5 * step + row) % 32 for row in range(rows)]] = 1.0 + group.rank
+            optimizer.step()
+        return optimizer.frozen_at, optimizer.stats().get("compression_held_off"), optimizer.saved.get("held_off_at")
+
+    found = run_threads(2, work)
+    assert found[0] == found[1]
+    held = frozen_at is None
+    assert found[0][0] == frozen_at
+    assert (found[0][1] is not None, found[0][2]) == (held, 28 if held else None)
+    assert caplog.text.count("compression_held_off") == 2 * held  # a rank each
+
+
 def test_a_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="total_steps = 10"):
         OneBitAdam(model().parameters(), warmup=10, total_steps=10)

@@ -1,6 +1,7 @@
 """0/1 Adam: its first steps are Adam's, dense_steps of them; then it goes on from that momentum and that variance."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tests.optim.zero_one_adam.problem import MODELS, backward, bits, make, sync
 from thinwire.comm import run_threads
 from thinwire.comm.errors import NonFiniteInput
 from thinwire.optim import Adam, ZeroOneAdam
-from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL
+from thinwire.optim.zero_one_settings import DEEPSPEED, LITERAL, OURS
 
 DENSE = 8
 GIVEN = {"dense_steps": DENSE, "var_freeze_step": 14}
@@ -146,6 +147,30 @@ def test_a_number_of_dense_steps_that_is_none_is_refused(value):
 def test_a_gradient_stage_has_no_dense_start():
     with pytest.raises(ValueError, match="dense_steps = 4: must be 0 or None with a gradient stage"):
         make(settings=DEEPSPEED, dense_steps=4)
+
+
+def test_r_of_a_state_of_before_is_of_momenta_from_the_load_on():
+    """What was of sums of lr m, here at a constant rate."""
+
+    def work(group):
+        older = replace(OURS, as_momentum=False, slowest_fall=0.95)
+        model, optimizer = make(group, settings=older)
+        train(model, optimizer, 21, group.rank)
+        state, residual = optimizer.state_dict(), optimizer.vectors.update_error.residual()
+        del state["saved"]["settings"]["as_momentum"]
+        other, loaded = make(group)
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(state)
+        now = loaded.vectors.update_error.residual()
+        train(other, loaded, 3, group.rank)
+        again = make(group)[1]
+        again.load_state_dict(loaded.state_dict())
+        return residual / 1e-2, now, loaded.vectors.update_error.residual(), again.vectors.update_error.residual()
+
+    for due, found, later, again in run_threads(2, work):
+        assert due.any()
+        torch.testing.assert_close(found, due, rtol=1e-12, atol=0)
+        torch.testing.assert_close(again, later, rtol=1e-12, atol=0)
 
 
 def test_a_state_of_before_there_was_a_dense_start_loads():
