@@ -386,6 +386,7 @@ class ReferenceZeroOneAdam:
             self.x_s[at] = self.x_s[at] - h.lr * (m / root + h.weight_decay * self.x_s[at])
             for own_x, own_m in zip(self.x, self.m, strict=True):
                 own_x[at], own_m[at] = self.x_s[at].clone(), m.clone()
+        self.synced_at = self.t
 
     def update_variance(self, gradients: Sequence[Vectors]) -> None:
         """v <- b2 v + (1 - b2) (mean_i g_i)^2, exchanged in full."""

@@ -318,7 +318,8 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
                 assert torch.equal(everything(optimizer), everything(resumed))
                 assert same(weights(net), weights(other))
                 assert {**optimizer.saved, "stability": None} == {**resumed.saved, "stability": None}
-                assert getattr(optimizer, "stability", None) == getattr(resumed, "stability", None)
+                if early:  # else they are frozen after the load, from where the rule counts anew
+                    assert getattr(optimizer, "stability", None) == getattr(resumed, "stability", None)
                 assert optimizer.ages == resumed.ages
         return True
 
