@@ -63,6 +63,7 @@ def state_of(optimizer):
     if hasattr(optimizer, "_rounds"):
         found["rounds"], found["at_sync"] = list(optimizer._rounds), optimizer.at_sync
         found["divisors"], found["updates"] = list(optimizer.saved["divisors"]), optimizer.saved["variance_updates"]
+        found["last_sync"] = optimizer.saved["last_sync"]
     return found
 
 
@@ -85,7 +86,7 @@ def put(reference, name, states, optimizer, before):
         begun = first["x"] if first["at_sync"] else first["x_s_N"]
         reference.x_s = [r.kept * x for r, x in zip(rounds, begun, strict=True)]
         reference.S, reference.divisor = [r.weight for r in rounds], [first["divisors"][at] for at in groups]
-        reference.variance_updates = first["updates"]
+        reference.variance_updates, reference.synced_at = first["updates"], first["last_sync"]
         return
     reference.x, reference.m = first["x"], first["m_N"]
     if name == "onebit_lamb":
