@@ -191,6 +191,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 return "a sync that moves the variance exchanges the mean gradient first, in place of this rank's own"
             if self._rates_move:
                 return RATES_MOVE
+            if self.vectors.update_error.is_behind:
+                return "the first sync brings the replicas of server errors up to date"
             if not any(done.weight for done in self._rounds_after(self._groups())):
                 return "a round whose learning rates are all 0 sends nothing"
         return super().waits_for(plan)
@@ -452,9 +454,12 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
 
     def _units(self, rounds: Sequence[Round]) -> list[float]:
-        """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta."""
+        """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta.
+
+        Of a group whose rates were all 0: what a momentum is over what is sent.
+        """
         steps = self.num_steps + 1 - self.saved["last_sync"]
-        return [done.weight / steps if self.settings.as_momentum and done.weight else 1.0 for done in rounds]
+        return [(done.weight or 1.0) / steps if self.settings.as_momentum else 1.0 for done in rounds]
 
     @property
     def _counted_from(self) -> int:
@@ -483,6 +488,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """A step that ends a round. All communication comes before the first lasting change."""
         step = self.num_steps + 1
         self.count_as_sum_()  # of a run that is loaded with a shorter dense start
+        if (memory := self.vectors.update_error).is_behind:
+            memory.restore(memory.residual())  # replicas that did not follow the 8 bits of the dense start
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
         try:

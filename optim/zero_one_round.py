@@ -178,7 +178,8 @@ class Receipt:
     """One group takes the sum z that all ranks have received: the end of a round, in one pass over what came. A Reader.
 
     z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. unit:
-    what z has to be multiplied by, negative where -u is what is sent. kept: K.
+    what z has to be multiplied by, negative where -u is what is sent. kept: K. Where momenta are sent and S is 0, what
+    came is of R alone, and counts at a rate of 0: x <- x_s, and m <- m + unit z, so that it is not lost.
     start: x_s, float[N], may be p. p, s.m: modified where they are read.
     """
 
@@ -225,6 +226,10 @@ class Receipt:
 
     def _take(self, at: slice, z: Tensor) -> None:
         z.mul_(self.unit)
+        if not self.weight and self.settings.as_momentum:
+            self.s.m_N[at].add_(z)
+            self.p_N[at].copy_(self.start_N[at])
+            return
         divisor = adam_math.divisor(self.s.used[at], *self.settings.eps_of(self.h.eps))
         if self.weight and isfinite(self.longest):
             cut_(z, divisor, self.longest)

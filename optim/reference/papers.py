@@ -357,7 +357,7 @@ class ReferenceZeroOneAdam:
         if not any(self.S):
             self.synced_at = self.t
             return
-        units = [S / (self.t - self.synced_at) if self.as_momentum and S else 1.0 for S in self.S]
+        units = [(S or 1.0) / (self.t - self.synced_at) if self.as_momentum else 1.0 for S in self.S]
         sent = [laid_end_to_end([u / unit for u, unit in zip(us, units, strict=True)]) for us in self.u]
         received = split_like(self.exchange(sent, "update"), self.x_s)
         us = [mean * unit for mean, unit in zip(received, units, strict=True)]
@@ -367,10 +367,11 @@ class ReferenceZeroOneAdam:
                 if isfinite(self.longest_step):
                     longest = self.longest_step * self.divisor[at] * root
                     u_mean = torch.minimum(torch.maximum(u_mean, -longest), longest)
-            self.x_s[at] = self.x_s[at] - u_mean / root
+            idle = 0.0 if self.S[at] else 1.0
+            self.x_s[at] = self.x_s[at] - (1 - idle * self.as_momentum) * u_mean / root
             for x, m, u in zip(self.x, self.m, self.u, strict=True):
                 x[at] = self.x_s[at].clone()
-                m[at] = u_mean / self.divisor[at] if self.S[at] else m[at]
+                m[at] = m[at] + idle * self.as_momentum * u_mean if idle else u_mean / self.divisor[at]
                 u[at] = torch.zeros_like(u[at])
             self.S[at] = 0.0
         self.synced_at = self.t

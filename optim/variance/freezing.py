@@ -315,10 +315,11 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """Whether the automatic rule ends the warm-up after this step. Where it tests, it reads from the device."""
         if self.stability is None or not plan.update_variance:
             return False
-        if now < self.saved.get(HELD_OFF_AT, -inf) + self.stability.window:
-            return False
         v_N = self.vectors.v_N
         norm = sum(v_N[h.span].sum() / (1.0 if h.seen is None else 1 - h.beta2**h.seen) for h in groups)
+        if now < self.saved.get(HELD_OFF_AT, -inf) + self.stability.window:
+            self.stability.note(now, norm, self.rates())
+            return False
         verdict = self.stability.observe(now, norm, self.rates())
         if verdict is None or any(run.unseen and now - run.unseen < self.stability.window for run in self.runs):
             return False

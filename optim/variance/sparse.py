@@ -22,7 +22,7 @@ from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.schedule import StepPlan
+from thinwire.optim.engine.schedule import LONGEST_INTERVAL, StepPlan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
@@ -87,6 +87,8 @@ class StaleVariance:
 
 SINCE = ("dense_start", "refresh", "as_momentum")
 """Settings that older versions did not have."""
+BOUNDED = "slowest_fall"
+"""Not of a run whose sums were sent as they are: those were bounded by it, and momenta are not."""
 OF_GRADIENTS = "errors_of_gradients"
 """Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
 
@@ -207,7 +209,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         if self.settings.bias_correction:
             for h in groups:
                 self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
-        self.frozen_at = None
+        self.frozen_at, self.saved["warmup_from"] = None, self.num_steps
         seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
         self.saved["variance_updates"] = FEWEST_STEPS
         unseen = [0 if t is None else FEWEST_STEPS - t for t in seen]
@@ -320,16 +322,26 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def count_as_sum_(self) -> None:
         """R, of gradients up to here, is of the sums that are sent from here on. Local."""
         if self.saved.pop(OF_GRADIENTS, False):
-            self.vectors.update_error.scale_(self._sum_weights())
-            weights = {id(p): self._sum_weight(group) for group in self.param_groups for p in group["params"]}
-            for param, state in self.parked.items():
-                state.residuals["update_error"].mul_(weights[id(param)])
+            self._scale_errors_([self._sum_weight(group) for group in self.param_groups])
+
+    def _scale_errors_(self, weights: Sequence[float]) -> None:
+        """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
+        weight_N = self._spread(weights)
+        self.vectors.update_error.scale_(weight_N)
+        for residual_N in (self.handed_over or {}).values():
+            residual_N.mul_(weight_N)
+        of = {id(p): w for group, w in zip(self.param_groups, weights, strict=True) for p in group["params"]}
+        for param, state in self.parked.items():
+            state.residuals["update_error"].mul_(of[id(param)])
+
+    def _spread(self, weights: Sequence[float]) -> Tensor:
+        weight_N = torch.zeros_like(self.space.p_N)
+        for weight, span in zip(weights, self.space.spans, strict=True):
+            weight_N[span] = weight
+        return weight_N
 
     def _sum_weights(self) -> Tensor:
-        weight_N = torch.zeros_like(self.space.p_N)
-        for group, span in zip(self.param_groups, self.space.spans, strict=True):
-            weight_N[span] = self._sum_weight(group)
-        return weight_N
+        return self._spread([self._sum_weight(group) for group in self.param_groups])
 
     def _sum_weight(self, group: dict[str, Any]) -> float:
         """What a gradient counts in what is sent; in a sum, where the rate is 0, as at the highest one so far."""
@@ -408,10 +420,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         mine = self.settings.plain()
         since = {name: mine[name] for name in SINCE}  # settings that older versions did not have
         theirs = {**since, **saved["settings"]}
-        if (
-            self.settings.as_momentum and "as_momentum" not in saved["settings"]
-        ):  # R of sums needed it; see _count_as_now_
-            theirs["slowest_fall"] = mine["slowest_fall"]
+        if "as_momentum" not in saved["settings"] and self.settings.as_momentum:
+            theirs[BOUNDED] = mine[BOUNDED]
         if theirs != mine:
             raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
 
@@ -419,22 +429,24 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """As FlatOptimizer.resumed; v_used is derived again."""
         super().resumed()
         if "as_momentum" not in self.saved["settings"]:
-            self._count_as_now_()
+            self.saved["settings"] = self.settings.plain()
+            if self.settings.as_momentum and OF_GRADIENTS not in self.saved:
+                self._scale_errors_([1 / self._rate_of_errors(at) for at in range(len(self.param_groups))])
+        if self.gradient_memory is not None and self.num_steps and OF_GRADIENTS not in self.saved:
+            # The dense start was over where it was saved, and is not here.
+            self._scale_errors_([1 / (self._sum_weight(group) or 1.0) for group in self.param_groups])
+            self.saved[OF_GRADIENTS] = True
         self.derive_used()
 
-    def _count_as_now_(self) -> None:
-        """R of a run that an older version saved is of sums: over the last rate it is of momenta. Local."""
-        self.saved["settings"] = self.settings.plain()
-        if not self.settings.as_momentum or self.gradient_memory is not None:
-            return
-        weight_N = torch.ones_like(self.space.p_N)
-        for group, rate, span in zip(self.param_groups, self.saved["last_lrs"], self.space.spans, strict=False):
-            factor = 1 / (float(rate) or float(self.saved["peak_lr"]) or 1.0)
-            weight_N[span] = factor
-            for param in group["params"]:
-                if param in self.parked:
-                    self.parked[param].residuals["update_error"].mul_(factor)
-        self.vectors.update_error.scale_(weight_N)
+    def _rate_of_errors(self, at: int) -> float:
+        """The mean rate of a group's last round in an older version, whose R is of sums: r of T8.
+
+        How many steps that had was not saved: as many as its sum of rates holds of the last one.
+        """
+        sum_of_rates, last = float(self.saved["divisors"][at]), float(self.saved["last_lrs"][at])
+        if not sum_of_rates:  # nothing was sent after the dense start, in whose last step R became that of sums
+            return last or float(self.saved["peak_lr"]) or 1.0
+        return sum_of_rates / min(max(round(sum_of_rates / last), 1), LONGEST_INTERVAL) if last else sum_of_rates
 
     def _groups(self) -> list[AdamHyper]:
         spans = self.space.spans  # without a group that is just being added

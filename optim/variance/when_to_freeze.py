@@ -132,11 +132,7 @@ class VarianceStability:
         The same on every rank, for v and the rates are. norm: may be on a device; it is read in steps that test only,
         so that no step before them waits for it. Modifies the fields.
         """
-        if rose(lrs, self.last_lrs or [0.0] * len(lrs)):
-            self.lr_rose_at = step
-        self.last_lrs = list(lrs)
-        self.norms.append(norm)
-        del self.norms[: -(self.window + 1)]
+        self.note(step, norm, lrs)
         tests = step >= max(self.lr_warmup_end, self.start) + self.window
         ratio = self._ratio() if tests else None
         if ratio is not None:
@@ -148,6 +144,14 @@ class VarianceStability:
         if latest is not None and step >= latest:
             return FrozenBy.RULE if self._may_freeze(step) else FrozenBy.CAP
         return FrozenBy.RULE if self._may_freeze(step) else None
+
+    def note(self, step: int, norm: SupportsFloat, lrs: list[float]) -> None:
+        """Take them as observe() does, in a step that does not ask. Modifies the fields."""
+        if rose(lrs, self.last_lrs or [0.0] * len(lrs)):
+            self.lr_rose_at = step
+        self.last_lrs = list(lrs)
+        self.norms.append(norm)
+        del self.norms[: -(self.window + 1)]
 
     def read_norms(self) -> list[float]:
         """The norms, which are numbers in the field from now on. Waits for the device where they are there."""

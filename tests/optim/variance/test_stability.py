@@ -186,3 +186,21 @@ def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_
 def test_a_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="total_steps = 10"):
         OneBitAdam(model().parameters(), warmup=10, total_steps=10)
+
+
+def test_where_lamb_holds_off_the_rule_still_sees_every_norm_and_every_rate():
+    """Most of the gradient is zero. Ten steps are a window, and the rate rises in the middle of one."""
+    weight = torch.nn.Parameter(torch.ones(64, 8))
+    optimizer = OneBitLamb([weight], lr=1e-3, betas=(0.9, 0.9), full_exchange="int8")
+    seen = []
+    for step in range(1, 41):
+        optimizer.param_groups[0]["lr"] = 1e-3 if step < 24 else 2e-3
+        weight.grad = torch.zeros(64, 8)
+        weight.grad[step % 4] = 1.0
+        optimizer.step()
+        seen.append(float(optimizer.vectors.v_N.sum() / (1 - 0.9**step)))
+    assert optimizer.frozen_at is None
+    assert "compression_held_off" in optimizer.stats()
+    rule = optimizer.stability
+    assert (rule.window, rule.lr_rose_at) == (10, 24)
+    assert rule.read_norms() == pytest.approx(seen[-11:])

@@ -1,0 +1,120 @@
+"""0/1 Adam sends momenta: rates of 0 in one group, checkpoints of sums, replicas after a dense start in 8 bits."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.optim.zero_one_adam.problem import FREEZE, HYPER, bits, everywhere, make, train
+from thinwire.comm import SoloGroup, run_threads
+from thinwire.comm.keeps import Keeps
+from thinwire.optim.regroup import regroup
+from thinwire.optim.zero_one_settings import OURS
+
+SUMS = replace(OURS, as_momentum=False, slowest_fall=0.95)
+"""What older versions did, who knew no as_momentum."""
+
+
+@pytest.mark.law
+def test_a_group_whose_rate_is_0_for_whole_rounds_stays_and_its_momentum_takes_what_was_left_out():
+    """m + R / k stays too, k steps a round: what came of R, over k, is in m."""
+
+    def groups(model):
+        return [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+
+    def work(group):
+        model, optimizer = make(group, params=groups, local_step_scaler=None, local_step_clipper=1)
+        s = optimizer.vectors
+        train(model, optimizer, 20, group.rank)
+        at = optimizer.space.spans[1]
+        p, owed, left = optimizer.space.p_N[at].clone(), s.m_N + s.update_error.residual(), s.update_error.residual()
+        optimizer.param_groups[1]["lr"] = 0.0
+        train(model, optimizer, 8, group.rank)
+        assert torch.equal(optimizer.space.p_N[at], p)
+        torch.testing.assert_close((s.m_N + s.update_error.residual())[at], owed[at], rtol=0, atol=1e-12)
+        assert float(s.update_error.residual()[at].norm()) < float(left[at].norm())
+        return bits(optimizer.space.p_N, s.m_N)
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def as_older(state):
+    """What an older version would have saved."""
+    state = copy.deepcopy(state)
+    del state["saved"]["settings"]["as_momentum"]
+    return state
+
+
+@pytest.mark.parametrize("steps", [8, 14, 30])  # intervals 1, 2, 4
+@pytest.mark.law
+def test_r_of_an_older_checkpoint_counts_over_the_mean_rate_of_its_last_round(steps):
+    """r R stays, so that the run goes on as it would have gone; also where other ranks take over before a step."""
+
+    def work(group):
+        model, optimizer = make(group, settings=SUMS)
+        train(model, optimizer, steps, group.rank)
+        state, weights = as_older(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        other, resumed = make(group, seed=1)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        expected = state["residuals"]["update_error"] / HYPER["lr"]
+        assert expected.any()
+        torch.testing.assert_close(resumed.vectors.update_error.residual(), expected, rtol=1e-12, atol=0)
+        regroup(resumed, group, has_state=True)
+        torch.testing.assert_close(resumed.vectors.update_error.residual(), expected, rtol=1e-12, atol=0)
+        train(model, optimizer, 3, group.rank)
+        train(other, resumed, 3, group.rank)
+        optimizer.prepare_to_save()
+        resumed.prepare_to_save()
+        torch.testing.assert_close(resumed.space.p_N, optimizer.space.p_N, rtol=0, atol=1e-12)
+
+    run_threads(3, work)
+
+
+def test_r_of_sums_is_of_gradients_where_the_dense_start_goes_on_after_a_load():
+    def work(group):
+        model, optimizer = make(group, dense_steps=2)
+        train(model, optimizer, 5, group.rank)
+        state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        left = state["residuals"]["update_error"]
+        other, resumed = make(group, seed=1, dense_steps=9, full_exchange="int8", var_freeze_step=12)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        counted = resumed.vectors.update_error.residual() * resumed.gradient_weights()
+        assert left.any()
+        torch.testing.assert_close(counted, left, rtol=1e-12, atol=0)
+        m = resumed.vectors.m_N.clone()
+        train(other, resumed, 1, group.rank)
+        return bits(resumed.space.p_N, m)
+
+    first, *others = run_threads(2, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_warm_up_that_begins_again_before_dense_steps_divides_by_what_it_did():
+    model, optimizer = make(None, dense_steps=1000)
+    optimizer.set_global_batch(8)
+    train(model, optimizer, FREEZE + 4, 0)
+    divisor = everywhere(optimizer)
+    assert optimizer.set_global_batch(32)
+    torch.testing.assert_close(everywhere(optimizer), divisor, rtol=1e-2, atol=0)
+
+
+def test_replicas_are_up_to_date_after_the_first_sync_that_follows_a_dense_start_in_8_bits():
+    def work(group):
+        model, optimizer = make(SoloGroup(), torch.float32, dense_steps=4, full_exchange="int8")
+        optimizer.keeps = Keeps.REPLICA
+        regroup(optimizer, group, has_state=False)
+        train(model, optimizer, 4, group.rank)
+        memory = optimizer.vectors.update_error
+        assert memory.is_behind
+        before = memory.residual()
+        train(model, optimizer, 1, group.rank)
+        assert memory.kept_of((group.rank - 1) % group.size)
+        assert before.any()
+        return bits(optimizer.space.p_N)
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
