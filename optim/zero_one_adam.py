@@ -44,6 +44,7 @@ from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
 from thinwire.optim.zero_one_round import (
+    SMALL_PIECE,
     Receipt,
     Round,
     ZeroOneAdamState,
@@ -53,6 +54,7 @@ from thinwire.optim.zero_one_round import (
     local_step,
     propose_,
     spoil_lost_,
+    units_of,
 )
 from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, ZeroOneSettings
 
@@ -63,8 +65,6 @@ RATES_MOVE = (
     "a learning rate or another number was changed between backward and step(), and a sync sends sums that it is in: "
     "set it before backward"
 )
-SMALL_PIECE = 1 << 18
-"""Elements for which there is scratch where a round ends otherwise than by a sync."""
 OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
 """What a rank alone holds between two syncs, as it saves them."""
 
@@ -454,12 +454,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
 
     def _units(self, rounds: Sequence[Round]) -> list[float]:
-        """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta.
-
-        Of a group whose rates were all 0: what a momentum is over what is sent.
-        """
-        steps = self.num_steps + 1 - self.saved["last_sync"]
-        return [(done.weight or 1.0) / steps if self.settings.as_momentum else 1.0 for done in rounds]
+        """As units_of, in the next step."""
+        return units_of(rounds, self.num_steps + 1 - self.saved["last_sync"], self.settings)
 
     @property
     def _counted_from(self) -> int:
@@ -546,13 +542,12 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         s, divisors, p_N, start_N = self.vectors, self.saved["divisors"], self.space.p_N, self.common_parameters
         for at, (h, done, unit) in enumerate(zip(groups, rounds, self._units(rounds), strict=True)):
             if done.weight:
-                # differs from Alg. 1: bounded, for R of sums at a higher rate would blow m up
                 divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
             weight = divisors[at] if done.weight else 0.0
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
             longest = self.settings.longest_step * weight if weight else inf
-            signed = -unit if self.settings.negated else unit
-            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, signed, longest, done.kept)
+            unit = -unit if self.settings.negated else unit
+            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, unit, longest, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 

@@ -23,6 +23,8 @@ from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
 
 PIECE = 1 << 22
 """Elements for which there is scratch, where a pass is a chain of operations."""
+SMALL_PIECE = 1 << 18
+"""Elements for which there is scratch where a round ends otherwise than by a sync."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,15 @@ class Round:
     def is_new(self) -> bool:
         """Has nothing moved since the last sync? Then u and x_s are worth nothing."""
         return self.weight == 0
+
+
+def units_of(rounds: Sequence[Round], steps: int, settings: ZeroOneSettings) -> list[float]:
+    """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta.
+
+    rounds: of each group, with the step that ends them. steps: in them. Of a group whose rates were all 0: what a
+    momentum is over what is sent.
+    """
+    return [(done.weight or 1.0) / steps if settings.as_momentum else 1.0 for done in rounds]
 
 
 def local_step(
