@@ -561,7 +561,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_used(step=step + 1)
-            self.count_as_sum_()
+            factor = self.space.shortened_by
+            self.count_as_sum_(1.0 if factor is None else float(factor))
             self.reduce.release_means()
         self.saved["last_sync"] = step
 

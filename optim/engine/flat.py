@@ -52,6 +52,8 @@ class FlatSpace:
         self._written: dict[int, tuple[int, int]] = {}
         self.gradient_norm: Tensor | None = None
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
+        self.shortened_by: Tensor | None = None
+        """The factor of then, 0-dim."""
         self.gather_gradients()
         self.take_changes()
 
@@ -220,7 +222,8 @@ class FlatSpace:
         if max_norm is not None:
             self.gradient_norm = torch.linalg.vector_norm(self.g_N)
             factor = (max_norm / (self.gradient_norm + 1e-6)).clamp_(max=1.0)
-            self.g_N.mul_(factor.nan_to_num_(1.0))  # NaN would reach the dead elements, which nothing clears
+            self.shortened_by = factor.nan_to_num_(1.0)
+            self.g_N.mul_(self.shortened_by)  # NaN would reach the dead elements, which nothing clears
 
     def clear_dead(self) -> None:
         """g <- 0 where dead: a rank that takes no part in a mean sends NaN there too, and nothing else clears it."""

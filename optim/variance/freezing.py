@@ -24,7 +24,7 @@ from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.run_length import SEEN_AFTER, agreed_length, has_scheduler, known_length
-from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.warmup import SHORTENED, CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)
@@ -199,21 +199,24 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     def _count_as_momentum_(self) -> None:
         """The warm-up is over: R, which is in units of the gradient, counts in the momentum from here on. Local.
 
-        A gradient g is (1 - beta1) g of a momentum; and what is exchanged may be in another scale than m.
+        A gradient g is (1 - beta1) g of a momentum, and less where max_grad_norm has shortened it: as much as in this
+        step. What is exchanged may be in another scale than m.
         """
         if self.full_exchange != "int8":
             return
-        weight_N = self.gradient_weights()
+        factor = self.saved[SHORTENED] = 1.0 if self.space.shortened_by is None else float(self.space.shortened_by)
+        weight_N = self.gradient_weights().mul_(factor)
         self.as_exchanged_(weight_N, replicated(self.vectors))
         self.vectors.momentum_error.scale_(weight_N)
         of_param = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.parked.items():
-            state.residuals["momentum_error"].mul_(_scale_of(state) * self.gradient_weight(of_param[param]))
+            weight = self.gradient_weight(of_param[param]) * factor
+            state.residuals["momentum_error"].mul_(_scale_of(state) * weight)
 
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""
         if self.full_exchange == "int8" and self.frozen_at is None and plain["frozen_at"] is not None:
-            weight_N = self.gradient_weights()
+            weight_N = self.gradient_weights().mul_(plain["saved"].get(SHORTENED, 1.0))
             self.as_exchanged_(weight_N, vectors)
             part_N.mul_(weight_N)
 

@@ -25,7 +25,7 @@ from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import LONGEST_INTERVAL, StepPlan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
-from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.warmup import SHORTENED, CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
 
@@ -87,6 +87,8 @@ class StaleVariance:
 
 SINCE = ("dense_start", "refresh", "as_momentum")
 """Settings that older versions did not have."""
+LEAST_RATE = 1e-30
+"""One below it moves nothing, and counts as 0: float32 can hold neither its sums of momenta nor one over it."""
 BOUNDED = "slowest_fall"
 """Not of a run whose sums were sent as they are: those were bounded by it, and momenta are not."""
 OF_GRADIENTS = "errors_of_gradients"
@@ -311,7 +313,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have ended the dense start in the step that this rank has not made."""
         if self.gradient_memory is not None and not plain["saved"].get(OF_GRADIENTS):
-            part_N.mul_(self._sum_weights())
+            part_N.mul_(self._sum_weights()).mul_(plain["saved"].get(SHORTENED, 1.0))
 
     def mean_gradient_(self) -> None:
         """As FlatOptimizer.mean_gradient_; R is of gradients from here on, where any is kept of them."""
@@ -319,10 +321,14 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         if self.gradient_memory is not None:
             self.saved[OF_GRADIENTS] = True
 
-    def count_as_sum_(self) -> None:
-        """R, of gradients up to here, is of the sums that are sent from here on. Local."""
+    def count_as_sum_(self, shortened_by: float = 1.0) -> None:
+        """R, of gradients up to here, is of the sums that are sent from here on. Local.
+
+        shortened_by: by what factor max_grad_norm has shortened the last of them.
+        """
         if self.saved.pop(OF_GRADIENTS, False):
-            self._scale_errors_([self._sum_weight(group) for group in self.param_groups])
+            self._scale_errors_([self._sum_weight(group) * shortened_by for group in self.param_groups])
+            self.saved[SHORTENED] = shortened_by
 
     def _scale_errors_(self, weights: Sequence[float]) -> None:
         """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
@@ -450,7 +456,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def _groups(self) -> list[AdamHyper]:
         spans = self.space.spans  # without a group that is just being added
-        return [self.hyper(group, span) for group, span in zip(self.param_groups[: len(spans)], spans, strict=True)]
+        found = [self.hyper(group, span) for group, span in zip(self.param_groups[: len(spans)], spans, strict=True)]
+        return [replace(h, lr=0.0) if h.lr < LEAST_RATE else h for h in found]
 
     def _rose_at(self, step: int) -> int:
         """The last step, `step` with the rates of now included, at which a group's rate rose."""

@@ -334,3 +334,23 @@ def test_replicas_of_server_errors_are_those_of_the_ranks_before_again_once_bits
         errors = results[rank - 1][0]
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(replicas, errors, strict=True))
         assert torch.equal(end, results[0][2])
+
+
+@every_value({"name": ("onebit_adam", "onebit_lamb", "zero_one_adam"), "bound": (1e-2, 1.0)})
+@pytest.mark.law
+def test_what_was_left_out_of_a_warm_up_counts_after_it_as_much_as_gradients_that_were_shortened(name, bound):
+    """Gradients have a norm of some 170: what 8 bits leave out of those would be many times a shortened one."""
+
+    def work(group):
+        params, optimizer = made(group, name, dtype=torch.float32, max_grad_norm=bound)
+        end = WARMUP if name == "zero_one_adam" else optimizer.warmup
+        train(optimizer, params, group.rank, range(end - 1))
+        before = residual(optimizer)
+        train(optimizer, params, group.rank, [end - 1])
+        after, weight = residual(optimizer), optimizer.gradient_weights()
+        if name == "onebit_lamb":
+            optimizer.as_momentum_(after)
+        return float(after.norm()), float((before * weight).norm()) * bound / float(optimizer.space.gradient_norm)
+
+    for found, expected in run_threads(2, work):
+        assert 0.2 * expected < found < 5 * expected

@@ -118,3 +118,19 @@ def test_replicas_are_up_to_date_after_the_first_sync_that_follows_a_dense_start
 
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("low", [1e-31, 1e-40, 1e-300])
+def test_a_rate_that_float32_cannot_count_with_is_none(low):
+    def work(group):
+        model, optimizer = make(group, torch.float32, local_step_scaler=None, local_step_clipper=4)
+        train(model, optimizer, 12, group.rank)
+        p = optimizer.space.p_N.clone()
+        optimizer.param_groups[0]["lr"] = low
+        train(model, optimizer, 9, group.rank)
+        assert torch.equal(optimizer.space.p_N, p)
+        optimizer.param_groups[0]["lr"] = HYPER["lr"]
+        train(model, optimizer, 4, group.rank)
+        assert torch.isfinite(optimizer.space.p_N).all()
+
+    run_threads(2, work)
