@@ -561,8 +561,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_used(step=step + 1)
-            factor = self.space.shortened_by
-            self.count_as_sum_(1.0 if factor is None else float(factor))
+            self.count_as_sum_(1.0 if (by := self.space.shortened_by) is None else float(by))
             self.reduce.release_means()
         self.saved["last_sync"] = step
 

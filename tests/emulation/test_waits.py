@@ -20,12 +20,17 @@ SELDOM = {
     "freeze": FLOOR
     | {
         "optim.variance.freezing.FreezingOptimizer.update",
+        "optim.variance.freezing.FreezingOptimizer._count_as_momentum_",
         "optim.onebit_lamb.OneBitLamb.on_freeze",
         "optim.variance.sparse.StaleVariance.use_",
     },
     "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.sums.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
-    | {"optim.variance.sparse.StaleVariance.use_", "optim.variance.sparse.StaleVariance.counts"},
+    | {
+        "optim.variance.sparse.StaleVariance.use_",
+        "optim.variance.sparse.StaleVariance.counts",
+        "optim.zero_one_adam.ZeroOneAdam._dense_step",
+    },
     "the automatic rule tests": {
         "optim.variance.when_to_freeze.VarianceStability.read_norms",
         "optim.variance.sums.zeros_of",
