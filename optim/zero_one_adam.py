@@ -203,8 +203,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
         self.count_as_sum_()
-        s, g_N, groups = self.vectors, self.space.g_N, self._groups()
-        self._sent_at = groups
+        s, g_N = self.vectors, self.space.g_N
+        self._sent_at = groups = self._groups()
         # Without the loops a gradient is read several times: better in one place.
         where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
         return FormedSum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
@@ -454,10 +454,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
 
     def _units(self, rounds: Sequence[Round]) -> list[float]:
-        """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta.
-
-        Of a group whose rates were all 0: what a momentum is over what is sent.
-        """
+        """What sums are over what is sent: the mean rate of the round; where all were 0, what a momentum is over it."""
         steps = self.num_steps + 1 - self.saved["last_sync"]
         return [(done.weight or 1.0) / steps if self.settings.as_momentum else 1.0 for done in rounds]
 
@@ -487,9 +484,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
         step = self.num_steps + 1
-        self.count_as_sum_()  # of a run that is loaded with a shorter dense start
-        if (memory := self.vectors.update_error).is_behind:
-            memory.restore(memory.residual())  # replicas that did not follow the 8 bits of the dense start
+        self.begin_sums()
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
         try:
@@ -551,8 +546,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             weight = divisors[at] if done.weight else 0.0
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
             longest = self.settings.longest_step * weight if weight else inf
-            signed = -unit if self.settings.negated else unit
-            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, signed, longest, done.kept)
+            unit = -unit if self.settings.negated else unit
+            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, unit, longest, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 
@@ -566,8 +561,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_used(step=step + 1)
-            factor = self.space.shortened_by
-            self.count_as_sum_(1.0 if factor is None else float(factor))
+            self.count_as_sum_(float(1.0 if self.space.shortened_by is None else self.space.shortened_by))
             self.reduce.release_means()
         self.saved["last_sync"] = step
 
