@@ -203,8 +203,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
         self.count_as_sum_()
-        s, g_N, groups = self.vectors, self.space.g_N, self._groups()
-        self._sent_at = groups
+        s, g_N = self.vectors, self.space.g_N
+        self._sent_at = groups = self._groups()
         # Without the loops a gradient is read several times: better in one place.
         where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
         return FormedSum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
@@ -483,9 +483,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _sync_step(self, plan: StepPlan, groups: Sequence[AdamHyper], rounds: Sequence[Round]) -> None:
         """A step that ends a round. All communication comes before the first lasting change."""
         step = self.num_steps + 1
-        self.count_as_sum_()  # of a run that is loaded with a shorter dense start
-        if (memory := self.vectors.update_error).is_behind:
-            memory.restore(memory.residual())  # replicas that did not follow the 8 bits of the dense start
+        self.begin_sums()
         exchange = any(done.weight for done in rounds)  # after a whole round of lr = 0 there is nothing to send
         early = plan.update_variance and self.updates_early
         try:

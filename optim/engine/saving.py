@@ -354,7 +354,8 @@ def _take_parameters(space: FlatSpace, then: Places, parameters_N: Tensor) -> No
 
 def _surplus(loaded: Mapping[str, Any], errors: Mapping[str, Any]) -> list[str]:
     """The error memory of gradients, where it was saved and there is none here."""
-    there = loaded["residuals"] if isinstance(loaded["residuals"], dict) else {}
+    found = loaded.get("residuals")  # not in a share of one rank
+    there = found if isinstance(found, dict) else {}
     return [GRADIENT_ERROR] if GRADIENT_ERROR in there and GRADIENT_ERROR not in errors and not errors else []
 
 

@@ -330,6 +330,16 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             self._scale_errors_([self._sum_weight(group) * shortened_by for group in self.param_groups])
             self.saved[SHORTENED] = shortened_by
 
+    def begin_sums(self) -> None:
+        """Before a sum is sent: R is of sums, of a run that is loaded with a shorter dense start too; and replicas
+
+        of server errors, which did not follow the 8 bits of the dense start, are up to date. Collective where not.
+        """
+        self.count_as_sum_()
+        memory = self.vectors.update_error
+        if memory.is_behind:
+            memory.restore(memory.residual())
+
     def _scale_errors_(self, weights: Sequence[float]) -> None:
         """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
         weight_N = self._spread(weights)

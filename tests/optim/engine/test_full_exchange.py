@@ -354,3 +354,24 @@ def test_what_was_left_out_of_a_warm_up_counts_after_it_as_much_as_gradients_tha
 
     for found, expected in run_threads(2, work):
         assert 0.2 * expected < found < 5 * expected
+
+
+@every_value({"name": ("onebit_adam", "onebit_lamb", "zero_one_adam")})
+def test_a_share_saved_while_a_trained_parameter_is_frozen_loads_and_goes_on_bit_equal(name):
+    def work(group):
+        params, optimizer = made(group, name, dtype=torch.float32)
+        train(optimizer, params, group.rank, range(3))
+        params[2].requires_grad_(False)
+        train(optimizer, params, group.rank, range(3, 5))
+        others, resumed = made(group, name, dtype=torch.float32)
+        others[2].requires_grad_(False)
+        train(resumed, others, group.rank, [0])
+        with torch.no_grad():
+            for theirs, mine in zip(others, params, strict=True):
+                theirs.copy_(mine)
+        resumed.load_state_dict(optimizer.rank_state_dict())
+        for one, of in ((optimizer, params), (resumed, others)):
+            train(one, of, group.rank, range(5, STEPS))
+        return torch.equal(flat(params), flat(others))
+
+    assert all(run_threads(2, work))
