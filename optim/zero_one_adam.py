@@ -559,7 +559,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
             self.derive_used(step=step + 1)
-            self.count_as_sum_(1.0 if (by := self.space.shortened_by) is None else float(by))
+            self.count_as_sum_(self.space.shortened_by)
             self.reduce.release_means()
         self.saved["last_sync"] = step
 

@@ -321,14 +321,14 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         if self.gradient_memory is not None:
             self.saved[OF_GRADIENTS] = True
 
-    def count_as_sum_(self, shortened_by: float = 1.0) -> None:
+    def count_as_sum_(self, shortened_by: Tensor | None = None) -> None:
         """R, of gradients up to here, is of the sums that are sent from here on. Local.
 
-        shortened_by: by what factor max_grad_norm has shortened the last of them.
+        shortened_by: by what factor max_grad_norm has shortened the last of them, 0-dim; None: by none.
         """
         if self.saved.pop(OF_GRADIENTS, False):
-            self._scale_errors_([self._sum_weight(group) * shortened_by for group in self.param_groups])
-            self.saved[SHORTENED] = shortened_by
+            factor = self.saved[SHORTENED] = 1.0 if shortened_by is None else float(shortened_by)
+            self._scale_errors_([self._sum_weight(group) * factor for group in self.param_groups])
 
     def begin_sums(self) -> None:
         """Before a sum is sent: R is of sums, of a run that is loaded with a shorter dense start too; and replicas

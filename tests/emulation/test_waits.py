@@ -29,7 +29,7 @@ SELDOM = {
     | {
         "optim.variance.sparse.StaleVariance.use_",
         "optim.variance.sparse.StaleVariance.counts",
-        "optim.zero_one_adam.ZeroOneAdam._dense_step",
+        "optim.variance.sparse.SparseVarianceOptimizer.count_as_sum_",
     },
     "the automatic rule tests": {
         "optim.variance.when_to_freeze.VarianceStability.read_norms",
