@@ -4,7 +4,8 @@
 
     worker i, each step   m_i <- beta1 m_i + (1 - beta1) g_i
                           x_i <- (1 - a) x_i - lr m_i / d;   u_i <- (1 - a) u_i + lr m_i;   S <- (1 - a) S + lr
-    a step in T_u         u <- compressed_mean_i(u_i);  m_i <- u / S;  x_i <- K x_s - u / d;  x_s <- x_i;  u_i, S <- 0
+    a step in T_u         u <- r compressed_mean_i(u_i / r);  m_i <- u / S;  x_i <- K x_s - u / d;  x_s <- x_i;
+                          u_i, S <- 0;   r: the mean rate of the round, S over its steps
     a step in T_v         v <- beta2 v + (1 - beta2) (mean_i g_i)^2
 
 K is the product of (1 - a) since the last sync. Steps outside T_u send nothing: the "0" of the name.
@@ -16,8 +17,8 @@ With Decay.IN_SUM, DeepSpeed's, u_i <- u_i + lr m_i + a d x_i instead, K = 1 and
 
 The first steps are Adam's on the mean gradient, dense_steps of them: signs of a momentum that has hardly begun, under
 a variance of a few gradients, cost more loss than they save bytes (benchmarks/zero_one).
-The error memory R is in units of u, and d divides after the exchange: a new v leaves it as it is. A sync leaves
-y = mean_i x_i - R / d unchanged. Deviations from the paper, with their reasons: docs/algorithms.md.
+The error memory R is of momenta, and r / d comes after the exchange: a new v or rate leaves R as it is. A sync leaves
+y = mean_i x_i - r R / d unchanged. Deviations from the paper, with their reasons: docs/algorithms.md.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class CheckedOptions:
     step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
     or they may differ between ranks.
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
-    "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16, else "fp32".
+    "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16; "int8" in
+    float32 where a compressed optimizer finds the end of its warm-up by itself, with topology "flat"; else "fp32".
     variance, error_memory: "bf16" keeps a frozen variance, and what compression leaves out, in half of float32's memory
     (docs/algorithms.md, "Error memory and variance in bfloat16"). None: in the type of the other vectors. For 1-bit
     Adam with topology "flat"; else a ValueError.

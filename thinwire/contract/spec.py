@@ -175,7 +175,8 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     name: Literal["zero_one_adam"]
     var_freeze: Auto | StepsOrFraction = Field(
         "auto",
-        description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup",
+        description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup "
+        "and dense_steps are over",
     )
     dense_steps: Whole | None = Field(
         None,
