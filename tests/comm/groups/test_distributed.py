@@ -11,19 +11,11 @@ from thinwire.comm.codecs import SignCodec
 from thinwire.comm.layout import VectorLayout
 
 EXCHANGES = """
-from thinwire.comm import CompressedAllReduce
-from thinwire.comm.codecs import SignCodec
-from thinwire.comm.layout import VectorLayout
+from tests.comm.groups.test_distributed import exchanged
 
 join()
-group, layout = TorchGroup(), VectorLayout.single(10_001)
-generator = torch.Generator().manual_seed(rank)
-x = torch.zeros(layout.numel)
-reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
-slot = reducer.new_memory()
-for _ in range(3):
-    x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
-    reducer.compressed_(x, slot)
+group = TorchGroup()
+reducer, x, slot = exchanged(group)
 torch.save({"out": x, "residual": slot.residual(), "sent": group.stats.sent_bytes}, f"{folder}/{rank}.pt")
 if rank == size - 1:
     os._exit(9)  # as a kill: no goodbye
@@ -36,19 +28,25 @@ except PeerLost as error:
 """
 
 
+def exchanged(group):
+    """Three exchanges: the reducer, what the last gave, and its error memory."""
+    layout = VectorLayout.single(10_001)
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.zeros(layout.numel)
+    reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
+    slot = reducer.new_memory()
+    for _ in range(3):
+        x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
+        reducer.compressed_(x, slot)
+    return reducer, x, slot
+
+
 def test_gloo_processes_agree_with_threads_bit_for_bit_and_notice_a_dead_peer(tmp_path):
     size = 3
     assert [rank.wait(timeout=120) for rank in start(EXCHANGES, size, tmp_path, timeout_s=30)] == [0, 0, 9]
 
     def work(group: ThreadGroup):
-        layout = VectorLayout.single(10_001)
-        generator = torch.Generator().manual_seed(group.rank)
-        x = torch.zeros(layout.numel)
-        reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
-        slot = reducer.new_memory()
-        for _ in range(3):
-            x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)
-            reducer.compressed_(x, slot)
+        _, x, slot = exchanged(group)
         return x, slot.residual(), group.stats.sent_bytes
 
     for rank, (out, residual, sent) in enumerate(run_threads(size, work)):
