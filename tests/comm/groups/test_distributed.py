@@ -66,7 +66,7 @@ def test_a_group_needs_a_rank_and_torch_needs_initialising():
 
 
 THREADS_AFTER_THE_END = """
-import pathlib
+import contextlib, pathlib
 from thinwire.optim import OneBitAdam
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 4)
@@ -74,7 +74,14 @@ optimizer = OneBitAdam(model.parameters(), warmup=1)
 for _ in range(3):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-tasks = lambda: [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+
+def tasks():
+    names = []
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended since it was listed
+            names.append((task / "comm").read_text())
+    return names
+
 assert any("gloo" in name for name in tasks()), tasks()
 dist.destroy_process_group()
 say("left", [name for name in tasks() if "gloo" in name])

@@ -5,6 +5,7 @@ The number of a look comes in `looks`; the process writes what it holds to `look
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -99,7 +100,11 @@ def resident() -> int:
 
 
 def _native_threads() -> list[str]:
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended since it was listed
+            found.append((task / "comm").read_text().strip())
+    return found
 
 
 def open_files() -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.membership.world import Actor, World
@@ -76,6 +76,7 @@ def calm(world: World) -> None:
         world.wait(0.25)
 
 
+@example(1, 2, [("come", 0), ("join", 0), ("wait", 0), ("hang", 0), ("wait", 4), ("die", 0)])
 @given(st.integers(1, 2), st.integers(2, 4), st.lists(acts, max_size=40) | st.lists(acts, min_size=60, max_size=120))
 def test_nobody_has_two_seats_and_nobody_waits_for_the_dead(least, most, actions):
     world = World(least, most)
@@ -88,10 +89,15 @@ def test_nobody_has_two_seats_and_nobody_waits_for_the_dead(least, most, actions
         assert not living
         return
     seated = [actor for actor in living if actor.seat and actor.joining is None]
+    at_its_end = any(what == "finish" for what, _ in actions)
     silent = {actor.identity.id for actor in world.living() if actor.hangs}
+    died_silent = {actor.identity.id for actor in world.actors if actor.ended and actor.hangs}
     members = {occupant.id for occupant in snapshot.members}
-    if members and members <= silent:  # they may live, and this server be cut off from them
+    if not living or (members and members <= silent | died_silent):
+        # Those of whom nothing was heard when they went may live, and this server be cut off from them.
         assert len(living) < world.rules.limits.min or not living
+        if not members & silent and not at_its_end:
+            newcomers_take_the_place_of_the_dead(world)
         return
     assert sorted(members - silent) == sorted(actor.identity.id for actor in seated) or (
         snapshot.status == "waiting for workers"
@@ -100,11 +106,22 @@ def test_nobody_has_two_seats_and_nobody_waits_for_the_dead(least, most, actions
         assert len(living) < world.rules.limits.min
         return
     assert len({actor.seat.generation for actor in seated}) == 1
-    if any(what == "finish" for what, _ in actions):
+    if at_its_end:
         return  # nothing is planned once a member has come to a clean end
     waiting = [actor for actor in living if actor.joining is not None]
     assert not waiting or len(seated) == world.rules.limits.max
     assert len(seated) <= world.rules.limits.max
+
+
+def newcomers_take_the_place_of_the_dead(world: World) -> None:
+    """As many as it takes: nobody who waits for them is left."""
+    for slot in range(100, 100 + world.rules.limits.min):
+        world.come(slot)
+    calm(world)
+    living = [actor for actor in world.living() if not actor.hangs]
+    seated = sorted(actor.identity.id for actor in living if actor.seat and actor.joining is None)
+    assert len(seated) >= world.rules.limits.min
+    assert sorted(occupant.id for occupant in world.rules.snapshot(0).members) == seated
 
 
 def formed(least: int, most: int, count: int) -> World:
