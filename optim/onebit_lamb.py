@@ -50,6 +50,7 @@ from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_s
 from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
 from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
+from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART
 
 SQUARES = "squares"
 """Among the saved values where factor_T is |u_0|^2 of exact momenta."""
@@ -241,6 +242,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """
 
     fresh: ClassVar[Mapping[str, float]] = {"scaling_T": 1.0, "factor_T": 1.0}
+    warmup_part = LAMB_WARMUP_PART
 
     def __init__(
         self,

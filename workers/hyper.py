@@ -12,7 +12,6 @@ import torch
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.variance.freezing import FreezingOptimizer
-from thinwire.optim.variance.when_to_freeze import WARMUP_PART
 
 OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
     "onebit_adam": OneBitAdam,
@@ -65,5 +64,5 @@ def take_settings(optimizer: FlatOptimizer[Any], spec: TrainSpec) -> None:
             beta2=optimizer.beta2,
             total_steps=hyper["total_steps"],
             lr_warmup_steps=hyper["lr_warmup_steps"],
-            part=WARMUP_PART[optimizer.full_exchange],
+            part=optimizer.warmup_part[optimizer.full_exchange],
         )

@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from math import inf
-from typing import Any, Literal, Protocol, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.protocol import ErrorMemory
+from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -62,6 +62,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
     deepspeed: the settings that parity="deepspeed" stands for. options: as in WarmupOptimizer.
     """
 
+    warmup_part: ClassVar[Mapping[FullWire, float]] = WARMUP_PART
+    """Of a run that is shorter than what v remembers, by how full exchanges are sent."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -83,7 +86,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """Set what a fresh run begins with."""
         super().begin()
         if self.warmup == "auto":
-            part = WARMUP_PART[self.full_exchange]
+            part = self.warmup_part[self.full_exchange]
             self.stability = VarianceStability(self.beta2, self.total_steps, self.lr_warmup_steps, part=part)
 
     @abstractmethod

@@ -17,7 +17,8 @@ Where the length of the run is known, it ends between these steps, T being that 
     latest      T / 5, or min(part T, M) where that is more
 
 So in a long run v has seen as many steps as it remembers. In a short one it never can, and the fewer bits a full
-exchange has, the longer it may go on: part (WARMUP_PART) is 0.2 in fp32, 0.4 in bf16, 0.6 in 8 bits.
+exchange has, the longer it may go on: part (WARMUP_PART) is 0.2 in fp32, 0.4 in bf16, 0.6 in 8 bits, and 0.7 there in
+1-bit LAMB, whose trust ratios are frozen with v (LAMB_WARMUP_PART).
 
 0/1 Adam (VarianceFreeze):
 
@@ -53,6 +54,8 @@ LATEST_FRACTION = 0.20
 """Of the run, where its length is known. Beyond it warm-up costs more bytes than it saves in loss."""
 WARMUP_PART: dict[FullWire, float] = {"fp32": LATEST_FRACTION, "bf16": 0.4, "int8": 0.6}
 """Of a run that is shorter than what v remembers: no more bytes than a fifth of it has in fp32, and 0.6 at most."""
+LAMB_WARMUP_PART: dict[FullWire, float] = {**WARMUP_PART, "int8": 0.7}
+"""The same for 1-bit LAMB. At 0.6 it ended above LAMB where gradients grow late (docs/algorithms.md)."""
 SHOWN = 200
 """Ratios kept as evidence; older ones are thinned out, every second one."""
 FEWEST_STEPS = 10

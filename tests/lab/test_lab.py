@@ -170,9 +170,17 @@ def test_a_command_that_does_not_exist_is_named(lab):
     assert "no-such-command: No such file" in result.stderr[0]
 
 
+def wait_until_gone(lab, command):
+    """What is killed may be listed for a moment more."""
+    until = time.monotonic() + 10
+    while command in lab.holder.output(0, ["sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '"]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def test_what_a_command_leaves_behind_ends_with_it(lab):
     lab.run(["sh", "-c", "sleep 97 & exit 0"]).check()
-    assert "sleep 97" not in lab.holder.output(0, ["sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '"])
+    wait_until_gone(lab, "sleep 97")
 
 
 def test_an_error_of_the_one_who_listens_ends_the_ranks(lab):
@@ -181,10 +189,7 @@ def test_an_error_of_the_one_who_listens_ends_the_ranks(lab):
 
     with pytest.raises(KeyboardInterrupt):
         lab.run(["sh", "-c", "echo hello; sleep 96"], on_line=listen)
-    until = time.monotonic() + 10
-    while "sleep 96" in lab.holder.output(0, ["sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '"]):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until_gone(lab, "sleep 96")
 
 
 def test_a_single_command_can_be_started_and_killed(lab):

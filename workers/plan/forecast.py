@@ -26,7 +26,8 @@ from thinwire.workers.plan import schedule
 from thinwire.workers.plan.schedule import Kinds
 
 DENSE = ("dense_fp32", "dense_bf16")
-ONE_BIT = ("onebit_adam", "onebit_lamb")
+LAMB = "onebit_lamb"
+ONE_BIT = ("onebit_adam", LAMB)
 ZERO_ONE = "zero_one_adam"
 COMPRESSED = (*ONE_BIT, ZERO_ONE)
 TITLES = {
@@ -119,7 +120,7 @@ class _Way:
 
     def __init__(self, name: str, spec: TrainSpec, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
-        self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec)
+        self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec, lamb=name == LAMB)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
         wire = schedule.full_wire(spec, spec.var_freeze_step if name == ZERO_ONE else spec.warmup_steps)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
@@ -238,13 +239,14 @@ def _verdict(
 def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     told = []
-    counted = schedule.one_bit(spec)
-    if counted.latest_warmup is not None:
-        end = counted.full - counted.refreshes
-        told.append(
-            f"the automatic warm-up of 1-bit Adam and 1-bit LAMB ends after step {end:.0f}, the earliest that "
-            f"its rule allows; it may last to step {counted.latest_warmup}"
-        )
+    for name in ONE_BIT:
+        counted = schedule.one_bit(spec, lamb=name == LAMB)
+        if counted.latest_warmup is not None:
+            end = counted.full - counted.refreshes
+            told.append(
+                f"the automatic warm-up of {TITLES[name]} ends after step {end:.0f}, the earliest that its rule "
+                f"allows; it may last to step {counted.latest_warmup}"
+            )
     wires = sorted({schedule.full_wire(spec, at) for at in (spec.warmup_steps, spec.var_freeze_step)} - {"fp32"})
     if wires:
         told.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")

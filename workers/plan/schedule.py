@@ -19,7 +19,7 @@ from thinwire.comm.protocol import FullWire
 from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
-from thinwire.optim.variance.when_to_freeze import WARMUP_PART, VarianceFreeze, VarianceStability
+from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART, VarianceFreeze, VarianceStability
 from thinwire.workers.hyper import learning_rate
 
 COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
@@ -66,14 +66,14 @@ def full_wire(spec: TrainSpec, freeze: int | None) -> FullWire:
     return "int8" if freeze is None and spec.topology == "flat" else "fp32"
 
 
-def one_bit(spec: TrainSpec) -> Kinds:
-    """1-bit Adam and 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
+def one_bit(spec: TrainSpec, *, lamb: bool = False) -> Kinds:
+    """1-bit Adam, or 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
     part = _refresh(spec)
     if spec.warmup_steps is not None:
         refreshes = 0 if part is None else refreshes_between(spec.warmup_steps, spec.steps, _beta2(spec), part)
         full = spec.warmup_steps + refreshes
         return Kinds(full=full, compressed=spec.steps - full, refreshes=refreshes)
-    most = WARMUP_PART[full_wire(spec, None)]
+    most = (LAMB_WARMUP_PART if lamb else WARMUP_PART)[full_wire(spec, None)]
     rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps), part=most)
     latest = min(rule.latest_end or spec.steps, spec.steps)
     first = min(rule.earliest_end, latest)

@@ -127,7 +127,7 @@ def test_auto_is_the_default_ranks_agree_and_the_reason_is_shown():
     [
         (0.999, {}, None),
         (0.99, {}, 100 + PASSES),
-        (0.999, {"total_steps": 100, "lr_warmup_steps": 0}, 60),
+        (0.999, {"total_steps": 100, "lr_warmup_steps": 0}, {OneBitAdam: 60, OneBitLamb: 70}),
         (0.999, {"total_steps": 100, "lr_warmup_steps": 0, "full_exchange": "fp32"}, 20),
     ],
     ids=["alone", "alone, shorter memory", "the run is known", "and exchanges in fp32"],
@@ -139,7 +139,7 @@ def test_stationary_gradients_alone_freeze_nothing_after_15_steps(kind, beta2, k
     for _ in range(120):
         x.grad = torch.linspace(-1, 1, 8)
         optimizer.step()
-    assert optimizer.frozen_at == freezes_at
+    assert optimizer.frozen_at == (freezes_at[kind] if isinstance(freezes_at, dict) else freezes_at)
     assert optimizer.stats().get("warmup_ended_by") == (None if freezes_at is None else "rule")
 
 
@@ -156,7 +156,7 @@ def test_the_cap_is_said_to_be_the_cap(caplog):
     ("kind", "wire", "rows", "frozen_at"),
     [
         (OneBitLamb, None, 2, None),
-        (OneBitLamb, None, 20, 18),
+        (OneBitLamb, None, 20, 21),
         (OneBitLamb, "fp32", 2, 6),
         (OneBitAdam, None, 2, 18),
     ],
@@ -169,7 +169,7 @@ def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_
     def work(group):
         table = torch.nn.Parameter(torch.ones(32, 8))
         optimizer = kind([table], lr=1e-3, group=group, total_steps=30, lr_warmup_steps=0, full_exchange=wire)
-        for step in range(30):
+        for step in range(32):
             table.grad = torch.zeros_like(table)
             table.grad[[(5 * step + row) % 32 for row in range(rows)]] = 1.0 + group.rank
             optimizer.step()
@@ -179,7 +179,7 @@ def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_
     assert found[0] == found[1]
     held = frozen_at is None
     assert found[0][0] == frozen_at
-    assert (found[0][1] is not None, found[0][2]) == (held, 28 if held else None)
+    assert (found[0][1] is not None, found[0][2]) == (held, 31 if held else None)
     assert caplog.text.count("compression_held_off") == 2 * held  # a rank each
 
 

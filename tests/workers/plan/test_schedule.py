@@ -53,11 +53,20 @@ def test_kinds_are_those_that_the_optimizer_makes(optimizer):
     assert kinds.latest_warmup is None
 
 
-@pytest.mark.parametrize(("wire", "first", "last"), [("fp32", 200, 200), ("bf16", 400, 400), (None, 600, 600)])
-def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may(wire, first, last):
-    optimizer = {"name": "onebit_adam", "full_exchange": wire}
-    kinds = schedule.one_bit(small_spec(steps=1000, optimizer=optimizer, lr_schedule={"warmup": 50}))
-    assert (kinds.full - kinds.refreshes, kinds.full + kinds.compressed, kinds.latest_warmup) == (first, 1000, last)
+@pytest.mark.parametrize(
+    ("name", "wire", "first"),
+    [
+        ("onebit_adam", "fp32", 200),
+        ("onebit_adam", "bf16", 400),
+        ("onebit_adam", None, 600),
+        ("onebit_lamb", "bf16", 400),
+        ("onebit_lamb", None, 700),
+    ],
+)
+def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may(name, wire, first):
+    spec = small_spec(steps=1000, optimizer={"name": name, "full_exchange": wire}, lr_schedule={"warmup": 50})
+    kinds = schedule.one_bit(spec, lamb=name == "onebit_lamb")
+    assert (kinds.full - kinds.refreshes, kinds.full + kinds.compressed, kinds.latest_warmup) == (first, 1000, first)
     age, refreshes = first, 0
     while age + max(age // 16, 10) <= 1000:
         age, refreshes = age + max(age // 16, 10), refreshes + 1

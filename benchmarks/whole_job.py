@@ -1,0 +1,186 @@
+"""The command: sudo python -m benchmarks.whole_job. What does a whole run gain, its warm-up among it?
+
+A lab of two hosts with a link of 1 Gbit/s each. DDP with torch's AdamW in fp32 and in bf16, and 1-bit Adam, 1-bit LAMB
+and 0/1 Adam told nothing but the length of the run, train the same GPT for the same number of steps, each from making
+the optimizer (its first broadcast of the parameters too) to the end of the last step. Jobs take turns. A short run is
+the worst case by default: six tenths of it are a warm-up in 8 bits, where a run of 10,000 steps has a tenth
+(docs/algorithms.md, "How long the warm-up may be").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.convergence.provenance import provenance
+from benchmarks.convergence.study import ROOT
+from benchmarks.wire.cases import LOADS
+from benchmarks.wire.loads import Inputs, build
+from thinwire.comm import TorchGroup
+from thinwire.comm.bucket_size import measured_bucket
+from thinwire.lab import Lab, LabSpec, Line
+from thinwire.optim import FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+
+RESULTS = ROOT / "benchmarks" / "results" / "whole-job"
+MARK = "@whole_job "
+OURS: dict[str, Any] = {"onebit_adam": OneBitAdam, "onebit_lamb": OneBitLamb, "zero_one_adam": ZeroOneAdam}
+BASELINES = ("ddp_fp32", "ddp_bf16")
+LR = 1e-4
+SETTLE_STEPS = 2
+"""Of a job before all others, which is not counted: what is loaded and compiled once."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the parent wants of each rank."""
+
+    load: str
+    methods: list[str]
+    steps: int
+    turns: int
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the result.")] = RESULTS,
+    hosts: Annotated[int, typer.Option(help="A rank on each.")] = 2,
+    rate: Annotated[float, typer.Option(help="Of each host's link, Mbit/s.")] = 1000.0,
+    load: Annotated[str, typer.Option(help="What is trained, of benchmarks/wire/cases.py.")] = "gpt-25m",
+    steps: Annotated[int, typer.Option(min=10, help="Of a run.")] = 100,
+    turns: Annotated[int, typer.Option(min=1, help="Runs of each method.")] = 3,
+    methods: Annotated[str, typer.Option(help="By commas; the first is what the others are compared with.")] = (
+        ",".join([*BASELINES, *OURS])
+    ),
+) -> None:
+    """Measure, print the figures, and write a file of the network's name."""
+    orders = Orders(load, methods.split(","), steps, turns)
+    if unknown := [name for name in orders.methods if name not in (*BASELINES, *OURS)]:
+        raise typer.BadParameter(f"--methods {unknown[0]!r}: there are {', '.join([*BASELINES, *OURS])}")
+    runs: list[dict[str, Any]] = []
+
+    def read(line: Line) -> None:
+        if not line.text.startswith(MARK):
+            typer.echo(f"{line.rank}: {line.text}", err=True)
+            return
+        runs.append(json.loads(line.text.removeprefix(MARK)))
+        typer.echo(f"{runs[-1]['method']}, turn {runs[-1]['turn']}: {runs[-1]['seconds']:.1f} s", err=True)
+
+    began = os.getloadavg()
+    with Lab(LabSpec(hosts=hosts, rate_mbit=rate)) as lab:
+        command = [sys.executable, "-m", "benchmarks.whole_job", json.dumps(asdict(orders))]
+        lab.run(command, env={"PYTHONPATH": str(ROOT)}, time_limit_s=7200, on_line=read).check()
+    found = {
+        "argv": ["-m", "benchmarks.whole_job", *sys.argv[1:]],
+        "network": {"hosts": hosts, "rate_mbit": rate},
+        "load": asdict(LOADS[load]),
+        "steps": steps,
+        "figures": figures(runs),
+        "runs": runs,
+        "load_average": {"before": began, "after": os.getloadavg()},
+        **asdict(provenance()),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{load}-{hosts}x{rate:g}Mbit-{steps}.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+    typer.echo(json.dumps(found["figures"], indent=1))
+
+
+def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each method: medians over its runs, and the ratios to the first method's run of the same turn."""
+    by_turn: dict[int, dict[str, float]] = defaultdict(dict)
+    for run in runs:
+        by_turn[run["turn"]][run["method"]] = run["seconds"]
+    found = {}
+    for method in dict.fromkeys(run["method"] for run in runs):
+        mine = [run for run in runs if run["method"] == method]
+        faster = sorted(turn[runs[0]["method"]] / turn[method] for turn in by_turn.values())
+        found[method] = {
+            "seconds": round(statistics.median(run["seconds"] for run in mine), 2),
+            f"faster_than_{runs[0]['method']}": round(statistics.median(faster), 3),
+            "of_each_turn": [round(one, 3) for one in faster],
+            "warm_up_steps": mine[0]["frozen_at"],
+            "seconds_a_step_of_the_warm_up": _median_step(mine, 1, mine[0]["frozen_at"] or 0),
+            "seconds_a_step_after_it": _median_step(mine, (mine[0]["frozen_at"] or 0) + 1, len(mine[0]["step_s"])),
+            "sent_bytes": mine[0]["sent_bytes"],
+        }
+    return found
+
+
+def _median_step(runs: list[dict[str, Any]], first: int, last: int) -> float | None:
+    """Of the steps from first to last, counted from 1."""
+    seconds = [second for run in runs for second in run["step_s"][first - 1 : last]]
+    return round(statistics.median(seconds), 4) if seconds else None
+
+
+def rank(orders: Orders) -> None:
+    """One rank: all methods in turns."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    load = LOADS[orders.load]
+    numel = sum(parameter.numel() for parameter in build(load).parameters())
+    bucket, _ = measured_bucket(TorchGroup(), numel)
+    for turn in range(orders.turns + 1):
+        for method in orders.methods:
+            steps = orders.steps if turn else SETTLE_STEPS
+            inputs = Inputs(load, dist.get_rank())
+            inputs.alike = False
+            group = dist.new_group(timeout=timedelta(seconds=120))
+            dist.barrier()
+            began, step_s = time.perf_counter(), []
+            model, optimizer = _made(method, build(load), group, steps, bucket)
+            for _ in range(steps):
+                arguments = inputs.next()
+                at = time.perf_counter()
+                model(*arguments).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step_s.append(time.perf_counter() - at)
+            dist.barrier()
+            if dist.get_rank() == 0 and turn:
+                ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
+                told = {
+                    "method": method,
+                    "turn": turn,
+                    "seconds": time.perf_counter() - began,
+                    "frozen_at": ours and ours.frozen_at,
+                    "sent_bytes": ours.reduce.stats.sent_bytes if ours else None,
+                    "step_s": [round(second, 4) for second in step_s],
+                }
+                print(MARK + json.dumps(told), flush=True)
+            del model, optimizer
+            dist.destroy_process_group(group)
+    dist.destroy_process_group()
+
+
+def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int) -> tuple[nn.Module, Any]:
+    """As anybody would write it: the length of the run, overlap with backward, and no other setting."""
+    if method in OURS:
+        settings = {"total_steps": steps, "lr_warmup_steps": steps // 10, "overlap": True, "bucket_elements": bucket}
+        return model, OURS[method](model.parameters(), lr=LR, group=TorchGroup(group), **settings)
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if method == "ddp_bf16":
+        ddp.register_comm_hook(group, bf16_compress_hook)
+    return ddp, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        torch.set_num_threads(1)
+        rank(Orders(**json.loads(sys.argv[1])))
+    else:
+        app()
