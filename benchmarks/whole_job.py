@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.provenance import provenance
@@ -174,7 +174,8 @@ def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int) ->
         return model, OURS[method](model.parameters(), lr=LR, group=TorchGroup(group), **settings)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if method == "ddp_bf16":
-        ddp.register_comm_hook(group, bf16_compress_hook)
+        # Not bf16_compress_hook, whose name DDP refuses on gloo; it is this one.
+        ddp.register_comm_hook(group, lambda at, bucket: _compress_hook(torch.bfloat16, at, bucket))
     return ddp, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
