@@ -1,4 +1,4 @@
-"""benchmarks.whole_job: each run is compared with the first method's of its own turn, step by step with its own freeze."""
+"""benchmarks.whole_job: a run is compared with the first method's of its own turn; steps are told by its own freeze."""
 
 from benchmarks.whole_job import figures
 
