@@ -25,6 +25,8 @@ FORMAT = 5
 parameters may be frozen. 5: R may be that of gradients, where they are sent in 8 bits. 3 and 4 are read too."""
 GRADIENT_ERROR = "gradient_error"
 """The error memory that dense optimizers have with 8 bits, and else not."""
+SHORTENED = "shortened"
+"""Among the saved values: by what factor max_grad_norm has shortened the last gradient, where R is of gradients."""
 COMMON_KEYS = ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "frozen", "ages", "parked", "vectors")
 KEYS = (*COMMON_KEYS, "residuals")
 """What every state_dict holds beside what it is (format, optimizer, shapes), and `master` where there is one.
@@ -167,13 +169,16 @@ def _vectors(optimizer: Saved, vectors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def plain(optimizer: Saved) -> dict[str, Any]:
     """What a state_dict holds beside vectors, copied."""
-    groups = optimizer.param_groups
+    groups, saved = optimizer.param_groups, copy.deepcopy(optimizer.saved)
+    factor = optimizer.space.shortened_by if optimizer.full_exchange == "int8" else None
+    if factor is not None and optimizer.errors_of_gradients({"saved": saved, "frozen_at": optimizer.frozen_at}):
+        saved[SHORTENED] = float(factor)
     return {
         **_identity(optimizer),
         "num_steps": optimizer.num_steps,
         "frozen_at": optimizer.frozen_at,
-        "saved": copy.deepcopy(optimizer.saved),
-        "names": sorted(optimizer.saved),
+        "saved": saved,
+        "names": sorted(saved),
         "evidence": copy.deepcopy(optimizer.evidence),
         "param_groups": [
             SavedGroup(copy.deepcopy({k: as_python(v) for k, v in g.items() if k != "params"})) for g in groups
@@ -235,6 +240,9 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     masters = _masters(loaded, "master", then.tensors, space) | _masters(loaded, "parked_master", parked, space)
     groups = _merged_groups(loaded["param_groups"], optimizer.param_groups)
     optimizer.check_saved(loaded["saved"])
+    factor = loaded["saved"].get(SHORTENED, 1.0)
+    if not isinstance(factor, float) or not 0 <= factor <= 1:
+        raise ValueError(f"state_dict has saved['{SHORTENED}'] = {factor!r}, a number from 0 to 1 is needed")
     for group in groups:
         optimizer.check_group(group)
     space.take_changes()  # before anything is written that a parameter in other memory would be taken over
@@ -249,7 +257,7 @@ def apply(optimizer: Saved, state_dict: object) -> shares.Loaded:
     ]
     states = taken(then, loaded["vectors"], {} if share else loaded["residuals"], masters, counts)
     states |= dict(zip((tensor.param for tensor in parked), _of_parked(loaded, sizes), strict=True))
-    _give_out_gradients(optimizer, optimizer.errors_of_gradients(loaded), states)
+    _give_out_gradients(optimizer, optimizer.errors_of_gradients(loaded), states, factor)
     for param, state in states.items():
         state.master = masters.get(param)
     held = put_(optimizer, states)
@@ -371,9 +379,12 @@ def _with_room(
     return {**loaded, "residuals": {**found, GRADIENT_ERROR: empty_N}, **more}
 
 
-def _give_out_gradients(optimizer: Saved, name: str | None, states: Mapping[Tensor, TensorState]) -> None:
+def _give_out_gradients(
+    optimizer: Saved, name: str | None, states: Mapping[Tensor, TensorState], factor: float
+) -> None:
     """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here.
 
+    factor: by which max_grad_norm has shortened the last gradient, and so what was left out of those, too.
     v takes R in as a gradient too: where 8 bits have left out all that an element had, v is 0, and m / sqrt(v) no step.
     """
     if name is None or optimizer.full_exchange == "int8":
@@ -382,7 +393,7 @@ def _give_out_gradients(optimizer: Saved, name: str | None, states: Mapping[Tens
     weights = {p: optimizer.gradient_weight(group) for group in optimizer.param_groups for p in group["params"]}
     for param, state in states.items():
         if name in state.residuals:
-            residual = state.residuals[name]
+            residual = state.residuals[name] * factor
             state.vectors["m_N"] = state.vectors["m_N"] + weights[param] * residual
             if "v_N" in state.vectors:
                 state.vectors["v_N"] = state.vectors["v_N"] + (1 - beta2[param]) * residual**2

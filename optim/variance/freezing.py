@@ -17,6 +17,7 @@ from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import replicated
 from thinwire.optim.engine.tensor_states import TensorState
@@ -24,7 +25,7 @@ from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.run_length import SEEN_AFTER, agreed_length, has_scheduler, known_length
-from thinwire.optim.variance.warmup import SHORTENED, CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,11 @@ from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import LONGEST_INTERVAL, StepPlan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
-from thinwire.optim.variance.warmup import SHORTENED, CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
 

@@ -35,8 +35,6 @@ from thinwire.optim.zero_one_settings import ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
-SHORTENED = "shortened"
-"""Among the saved values: by what factor the last gradient of the warm-up was shortened, where 8 bits were sent."""
 VARIANCE = 1 << 16
 """What numbers are drawn for here, beside those of comm.exchange.kept_sums."""
 LARGE_CHANGE = 2

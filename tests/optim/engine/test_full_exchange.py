@@ -190,6 +190,25 @@ def test_what_was_left_out_goes_into_the_momentum_where_a_run_is_loaded_that_sen
     assert all(run_threads(2, work))
 
 
+@pytest.mark.parametrize("name", ["adam", "onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_it_counts_there_as_much_as_gradients_that_were_shortened(name):
+    def work(group):
+        params, optimizer = made(group, name, max_grad_norm=1e-2)
+        train(optimizer, params, group.rank, range(3))
+        saved, factor = optimizer.state_dict(), 1e-2 / float(optimizer.space.gradient_norm)
+        (left,) = saved["residuals"].values()
+        _, full = made(group, name, "fp32", max_grad_norm=1e-2)
+        for wrong in (2.0, -1.0, float("nan"), "all"):
+            with pytest.raises(ValueError, match="'shortened'"):
+                full.load_state_dict({**saved, "saved": {**saved["saved"], "shortened": wrong}})
+        full.load_state_dict(saved)
+        expected = saved["vectors"]["m_N"] + full.gradient_weights() * left * factor
+        torch.testing.assert_close(full.vectors.m_N, expected, rtol=1e-6, atol=0)
+        return float(left.abs().max())
+
+    assert all(found > 0 for found in run_threads(2, work))
+
+
 @pytest.mark.parametrize("name", [name for name in HOW if name != "sgd"])
 def test_what_8_bits_had_left_out_of_an_element_altogether_makes_no_long_step_where_a_run_sends_in_full(name):
     """As of a row of an embedding that was met once, beside large gradients: v is 0 there, R is not."""
