@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.peak import peak
 from thinwire.comm.layout import VectorLayout
 
 
@@ -38,9 +39,9 @@ class Bf16Row:
 
     def encode(self, x_c: Tensor, row_B: Tensor) -> Tensor:
         """Write x, rounded. Returns whether all that was written is finite."""
-        peak = torch.linalg.vector_norm(x_c, torch.inf) if x_c.numel() else x_c.new_zeros(())
+        largest = peak(x_c) if x_c.numel() else x_c.new_zeros(())
         self._values(row_B).copy_(x_c)
-        return torch.isfinite(peak.bfloat16())
+        return torch.isfinite(largest.bfloat16())
 
     def decode(self, row_B: Tensor, out_c: Tensor) -> None:
         """out <- what was written."""

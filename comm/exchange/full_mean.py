@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.comm.errors import CommError, NonFiniteInput
 from thinwire.comm.exchange.pipeline import Pipeline
 from thinwire.comm.exchange.stepwise import REFUSED, gather_flags, leave, non_finite, whole_or_left
+from thinwire.comm.kernels.peak import peak_
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import ErrorMemory, Group, Pending
 
@@ -31,6 +32,7 @@ class FullMean:
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._peaks = list(self._peak_K.unbind())
         self._own_peak, self._peak = self._peak_K.new_zeros(()), self._peak_K.new_zeros(())
+        self._scratch = self._peak_K.new_zeros(())
         self._size = self._peak_K.new_full((), group.size)  # a Python number would become a tensor in every division
         self._pending: list[Pending] = []
         self._launched: list[Tensor] = []
@@ -99,7 +101,7 @@ class FullMean:
                 self._stats.waited_s += time.perf_counter() - began
                 if self._error is None and complete:  # while the next ones are on the wire
                     launched[k].div_(self._size)
-                    torch.linalg.vector_norm(launched[k], torch.inf, out=self._peaks[k])
+                    peak_(launched[k], self._peaks[k], self._scratch)
         self._pipeline.join()
         error, refuses = self._error, self._refuses
         self._close()
@@ -159,7 +161,7 @@ class FullMean:
 
     def _start(self, at: slice, x_N: Tensor) -> None:
         x_b = x_N[at]
-        torch.linalg.vector_norm(x_b, torch.inf, out=self._peaks[len(self._launched)])
+        peak_(x_b, self._peaks[len(self._launched)], self._scratch)
         self._launched.append(x_b)
         if self._error is None:
             try:

@@ -19,6 +19,7 @@ from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.stepwise import Stepwise, lerp_, non_finite
 from thinwire.comm.kernels.blocks import spread
+from thinwire.comm.kernels.peak import peak
 from thinwire.comm.layout import Buckets, Partition, VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Errors, FullMeans, FullWire, Group, Reader
 
@@ -252,6 +253,6 @@ class SoloReducer(Stepwise[GivenOut, Values]):
 
 def _refuse_non_finite(x_N: Tensor) -> None:
     # NaN and infinity survive the maximum.
-    peak = torch.linalg.vector_norm(x_N, torch.inf)
-    if not math.isfinite(float(peak)):
-        raise non_finite(torch.isfinite(peak).view(1))
+    largest = peak(x_N)
+    if not math.isfinite(float(largest)):
+        raise non_finite(torch.isfinite(largest).view(1))

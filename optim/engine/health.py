@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.peak import peak
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state import error_memories
 
@@ -71,7 +72,7 @@ def _max_step(optimizer: FlatOptimizer[Any]) -> float | None:
                 step.div_(d)
             elif v_N is not None:
                 step.div_(_divisor(v_N[at], corrections[1], group["eps"]))
-            peaks.append(torch.linalg.vector_norm(step, torch.inf))
+            peaks.append(peak(step))
     return float(torch.stack(peaks).max())
 
 

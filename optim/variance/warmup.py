@@ -176,10 +176,11 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     def keep_refreshed(self, step: int) -> Tensor:
         """Floor the v that `step` has brought up to date, and note it. Returns which elements were raised, bool[N]."""
         v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
-        raised_N = torch.zeros_like(v_N, dtype=torch.bool)
         if self.settings.floor:
             raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
-        self.evidence["floored_elements"] = int(raised_N.sum())
+        else:
+            raised_N = torch.zeros_like(v_N, dtype=torch.bool)
+        self.evidence["floored_elements"] = int(raised_N.count_nonzero())
         self.evidence["variance_refreshes"] = self.evidence.get("variance_refreshes", 0) + 1
         self.saved["refreshed_at"] = step
         logger.info("variance_refreshed step=%d times=%d", step, self.evidence["variance_refreshes"])
