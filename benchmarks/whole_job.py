@@ -71,6 +71,8 @@ def main(
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
     orders = Orders(load, methods.split(","), steps, turns)
+    if load not in LOADS:
+        raise typer.BadParameter(f"--load {load!r}: there are {', '.join(LOADS)}")
     if unknown := [name for name in orders.methods if name not in (*BASELINES, *OURS)]:
         raise typer.BadParameter(f"--methods {unknown[0]!r}: there are {', '.join([*BASELINES, *OURS])}")
     runs: list[dict[str, Any]] = []

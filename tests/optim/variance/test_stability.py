@@ -156,9 +156,9 @@ def test_the_cap_is_said_to_be_the_cap(caplog):
     ("kind", "wire", "rows", "frozen_at"),
     [
         (OneBitLamb, None, 2, None),
-        (OneBitLamb, None, 20, 21),
-        (OneBitLamb, "fp32", 2, 6),
-        (OneBitAdam, None, 2, 18),
+        (OneBitLamb, None, 20, 28),
+        (OneBitLamb, "fp32", 2, 8),
+        (OneBitAdam, None, 2, 24),
     ],
 )
 def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_zero(
@@ -168,8 +168,8 @@ def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_
 
     def work(group):
         table = torch.nn.Parameter(torch.ones(32, 8))
-        optimizer = kind([table], lr=1e-3, group=group, total_steps=30, lr_warmup_steps=0, full_exchange=wire)
-        for step in range(32):
+        optimizer = kind([table], lr=1e-3, group=group, total_steps=40, lr_warmup_steps=0, full_exchange=wire)
+        for step in range(40):
             table.grad = torch.zeros_like(table)
             table.grad[[(5 * step + row) % 32 for row in range(rows)]] = 1.0 + group.rank
             optimizer.step()
@@ -179,7 +179,7 @@ def test_1_bit_lamb_holds_off_where_8_bits_are_sent_and_most_of_the_gradient_is_
     assert found[0] == found[1]
     held = frozen_at is None
     assert found[0][0] == frozen_at
-    assert (found[0][1] is not None, found[0][2]) == (held, 31 if held else None)
+    assert (found[0][1] is not None, found[0][2]) == (held, 38 if held else None)
     assert caplog.text.count("compression_held_off") == 2 * held  # a rank each
 
 

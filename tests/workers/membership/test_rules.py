@@ -95,6 +95,7 @@ def test_nobody_has_two_seats_and_nobody_waits_for_the_dead(least, most, actions
     members = {occupant.id for occupant in snapshot.members}
     if not living or (members and members <= silent | died_silent):
         # Those of whom nothing was heard when they went may live, and this server be cut off from them.
+        assert members <= silent | died_silent
         assert len(living) < world.rules.limits.min or not living
         if not members & silent and not at_its_end:
             newcomers_take_the_place_of_the_dead(world)
