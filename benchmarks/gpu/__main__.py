@@ -16,7 +16,7 @@ import torch
 from benchmarks.convergence.provenance import ROOT, ProvenanceError, provenance
 from benchmarks.gpu import kernels, machine, report
 from benchmarks.gpu.clock import Gpu, Measured, Rehearsal
-from benchmarks.gpu.run import Found, run
+from benchmarks.gpu.run import PARTS, Found, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 REHEARSED = ROOT / "runs" / "gpu-rehearsal"
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="no GPU: the same code at tiny sizes on a made-up device with emulated kernels (needs g++); the result "
         f"says {report.REHEARSAL} and has no times; into runs/gpu-rehearsal",
+    )
+    parser.add_argument(
+        "--only", type=_parts, default=PARTS, help=f"some of {','.join(PARTS)}, by commas; all by default"
     )
     parser.add_argument("--out", type=Path, help="folder of the result; benchmarks/results/gpu by default")
     given = parser.parse_args(arguments)
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write({**head, "finished": False, **asdict(found)}, folder)
 
     keep(Found())  # a folder that cannot be written is told now, not in ten minutes
-    found = run(device, given.minutes, say, keep)
+    found = run(device, given.minutes, say, keep, given.only)
     result = {**head, "finished": True, **asdict(found)}
     path = report.write(result, folder)
     print(report.table(report.shown(result)))
@@ -99,6 +102,13 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return minutes
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if unknown := [one for one in parts if one not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: must be of {','.join(PARTS)}")
+    return parts
 
 
 if __name__ == "__main__":

@@ -23,6 +23,14 @@ class Times:
     host_s: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Launched:
+    """Of one kernel in one call: how often, and seconds on the device, all together."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 class Measured(Protocol):
     """What the parts need of the device. rehearsal: no figure of it says anything of a GPU."""
 
@@ -32,8 +40,14 @@ class Measured(Protocol):
     def turns(self, calls: Sequence[Call], count: int, warm: int = WARM_TURNS) -> list[Times]:
         """Each call so many times, in turns, so that what disturbs the device for a while disturbs all alike."""
 
-    def launches(self, call: Call) -> int:
-        """Kernels and copies that one call starts."""
+    def launched(self, call: Call) -> dict[str, Launched]:
+        """Kernels and copies that one call starts, by name."""
+
+    def held_bytes(self) -> int:
+        """That tensors on the device take now."""
+
+    def most_bytes(self, call: Call) -> int:
+        """That tensors took at once within this call."""
 
     def free_bytes(self) -> int:
         """Of the device's memory, with what torch keeps for itself given back."""
@@ -72,15 +86,30 @@ class Gpu:
             times.device_s.extend(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
         return found
 
-    def launches(self, call: Call) -> int:
+    def launched(self, call: Call) -> dict[str, Launched]:
         """As torch's profiler saw them on the device."""
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         self.wait()
         with torch.profiler.profile(activities=activities) as profile:
             call()
             self.wait()
-        on_device = torch.autograd.DeviceType.CUDA
-        return sum(event.device_type == on_device for event in profile.events())
+        found: dict[str, Launched] = {}
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                one = found.setdefault(event.name, Launched())
+                one.count, one.seconds = one.count + 1, one.seconds + event.device_time_total / 1e6
+        return found
+
+    def held_bytes(self) -> int:
+        """As torch's allocator says."""
+        gc.collect()
+        return torch.cuda.memory_allocated(self.device)
+
+    def most_bytes(self, call: Call) -> int:
+        """As torch's allocator says."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        return torch.cuda.max_memory_allocated(self.device)
 
     def free_bytes(self) -> int:
         """As the driver says."""
@@ -126,13 +155,23 @@ class Rehearsal:
             found[at].host_s.append(took)
         return found
 
-    def launches(self, call: Call) -> int:
-        """Operations of torch and kernels of the emulator."""
-        kernels = sum(len(one.launched) for one in self._launchers.values())
-        before = self._pretend.operations[0]
+    def launched(self, call: Call) -> dict[str, Launched]:
+        """Operations of torch, all under one name, and kernels of the emulator."""
+        before = {source: len(one.launched) for source, one in self._launchers.items()}
+        operations = self._pretend.operations[0]
         call()
-        kernels = sum(len(one.launched) for one in self._launchers.values()) - kernels
-        return self._pretend.operations[0] - before + kernels
+        names = [name for source, one in self._launchers.items() for name in one.launched[before.get(source, 0) :]]
+        found = {name: Launched(names.count(name)) for name in names}
+        return found | {"of torch": Launched(self._pretend.operations[0] - operations)}
+
+    def held_bytes(self) -> int:
+        """Nobody counts."""
+        return 0
+
+    def most_bytes(self, call: Call) -> int:
+        """Nobody counts."""
+        call()
+        return 0
 
     def free_bytes(self) -> int:
         """Little, so that sizes which do not fit are rehearsed too."""

@@ -7,18 +7,23 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.clock import Call, Measured
 from benchmarks.gpu.report import WITH_KERNELS
 from benchmarks.kernels import traffic
 from benchmarks.kernels.cases import NUM_ROWS, Buffers
+from thinwire.comm.kernels import choose
 from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 
-BYTES_A_VALUE = 26
-"""Five vectors, rows of signs, and what a copy goes to."""
+BYTES_A_VALUE = 42
+"""Five vectors, rows of signs, two vectors in bfloat16, and eight rows in 8 bits."""
+ROWS, RUN = 8, 256
+"""In 8 bits: that a rank takes the mean of, and values that share a scale."""
 TURNS = 20
 HYPER = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.01)
 EPS = (0.0, 1e-8)
@@ -54,6 +59,7 @@ def measured(device: Measured, numel: int) -> list[dict[str, Any]]:
         name: (moved, lambda call=call: call(*(one[: numel // 8 * 8] for one in (c, x, p, v, out))))  # type: ignore[misc]
         for name, (moved, call) in UPDATES.items()
     }
+    found |= _narrow(kernels, buffers) | _in_8_bits(x, out)
     rows = []
     for name, (moved, call) in found.items():
         times, copies = device.turns([call, lambda: out.copy_(x)], TURNS)
@@ -63,3 +69,35 @@ def measured(device: Measured, numel: int) -> list[dict[str, Any]]:
         figures |= {"copy_gb_per_s": copied / 1e9, "share_of_copy": rate / copied}
         rows.append({"values": numel, "kernel": name, "bytes_a_value": moved, **figures})
     return rows
+
+
+def _narrow(kernels: CudaKernels, buffers: Buffers) -> dict[str, tuple[float, Call]]:
+    """Those that keep bfloat16: kept sums of encode and serve, and the variance of the descent."""
+    floor, found = traffic.floor(NUM_ROWS), {}
+    half = buffers.narrowed()
+    for name, call in half.calls(kernels, updates.descend_).items():
+        if name in ("encode_sum", "encode_lerp", "serve", "descend"):
+            kept = 2.0 if name == "descend" else 4.0
+            found[f"{name}, bfloat16"] = traffic.total(floor[name]) - kept, call
+    return found
+
+
+def _in_8_bits(x: Tensor, out: Tensor) -> dict[str, tuple[float, Call]]:
+    """Those of full exchanges. x, out: float32[N]."""
+    launcher = choose.int8_launcher(x.device, x.dtype)
+    if launcher is None:
+        return {}
+    numel = len(x) // ROWS // RUN * RUN * ROWS
+    own, scales = numel // ROWS, 4 / RUN
+    bounds = [(own * row, own * (row + 1)) for row in range(ROWS)]
+    every, one = int8.CudaInt8(launcher, bounds, RUN, x.device), int8.CudaInt8(launcher, [(0, own)], RUN, x.device)
+    row_bytes = int8.HEADER_BYTES + 4 * (own // RUN) + own
+    rows = torch.zeros((ROWS, -(-row_bytes // 8) * 8), dtype=torch.uint8, device=x.device)
+    every.encode(x[:numel], rows)
+    a_mean = (8 + ROWS * (1 + scales)) / ROWS
+    return {
+        "encode in 8 bits": (5 + scales, lambda: every.encode(x[:numel], rows)),
+        "decode of 8 bits": (5 + scales, lambda: every.decode(rows, out[:numel])),
+        "left out of 8 bits": (9 + scales, lambda: every.left_out(rows, x[:numel], out[:numel])),
+        "mean of 8 rows of 8 bits": (a_mean, lambda: one.mean(rows, x[:own], out[:own])),
+    }

@@ -14,7 +14,7 @@ WARNING = (
     f"# {REHEARSAL}: nothing here was measured on a GPU\n\n"
     "A made-up device ran the benchmark with kernels that an emulator executes, on a processor. Times are left out.\n"
 )
-_TIMES = ("second", "per_s", "share", "over_adam")
+_TIMES = ("second", "per_s", "share", "over_adam", "held_bytes", "most_bytes")
 
 
 def plain(value: Any) -> Any:
@@ -71,6 +71,7 @@ def table(result: dict[str, Any]) -> str:
         _section(
             "What a step costs the host: so few values that the device is done first", HOST, parts.get("host", [])
         ),
+        _section("Memory: bytes a parameter beside parameters and gradients", MEMORY, parts.get("memory", [])),
         _section("Many ranks as threads on one device", WALL, parts.get("threads", [])),
         _section("NCCL", WALL, [one for one in parts.get("nccl", []) if "collective" in one or "wall_seconds" in one]),
         _section("Steps over NCCL with one rank", STEPS, [one for one in parts.get("nccl", []) if "over_adam" in one]),
@@ -114,6 +115,15 @@ HOST = {
     "host, ms a step": lambda row: _spread(row.get("host_seconds")),
     "torch's fused Adam, host, ms": lambda row: _spread(row.get("adam_host_seconds")),
     "launches a step": STEPS["launches a step"],
+}
+MEMORY = {
+    "values": STEPS["values"],
+    "optimizer": lambda row: row["optimizer"],
+    "ranks": STEPS["ranks"],
+    "held": lambda row: _number("{:.2f}")(row.get("held_bytes")),
+    "the most in such a step": lambda row: _number("{:.2f}")(row.get("most_bytes")),
+    "the most in any step": lambda row: _number("{:.2f}")(row.get("most_bytes_of_any_step")),
+    "held, as stats() says": lambda row: _number("{:.2f}")(row.get("told_bytes")),
 }
 WALL = {
     "values": STEPS["values"],

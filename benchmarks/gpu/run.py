@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.convergence.provenance import ROOT
-from benchmarks.gpu import chain, kernels, nccl, steps
+from benchmarks.gpu import chain, kernels, memory, nccl, steps
 from benchmarks.gpu.clock import Measured
 from benchmarks.gpu.echo import Echo
 
@@ -24,7 +24,9 @@ TINY_SIZES = (4_096, 20_000, 1_300_000_000)
 """Of a rehearsal; the last one does not fit."""
 HOST_SIZE, TINY_HOST_SIZE = 1_000_000, 2_048
 """So few values that the device is done before the host is: what a step costs the host."""
+MEMORY_SIZE = 100_000_000
 THREADS = (2, 4, 8)
+PARTS = ("tests", "kernels", "steps", "host", "memory", "nccl", "threads")
 TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
 TESTS_S = 240.0
 
@@ -59,6 +61,7 @@ def tasks(device: Measured) -> list[Task]:
         found += _of_size(device, numel)
         if numel == sizes[0]:
             found += _of_host(device)
+            found += _of_memory(device)
             found += _of_ranks(device, numel)
     return found
 
@@ -96,6 +99,12 @@ def _of_host(device: Measured) -> list[Task]:
         )
         for one in steps.OURS
     ]
+
+
+def _of_memory(device: Measured) -> list[Task]:
+    numel = TINY_HOST_SIZE if device.rehearsal else MEMORY_SIZE
+    what, needs = f"bytes of memory, {numel / 1e6:g} M values", 2 * steps.OURS[1].bytes_a_value * numel
+    return [Task("memory", what, 5.0, lambda: list(memory.measured(device, numel)), "", needs)]
 
 
 def _of_ranks(device: Measured, numel: int) -> list[Task]:
@@ -155,15 +164,20 @@ class LeftOut(Exception):
 
 
 def run(
-    device: Measured, minutes: float, say: Callable[[str], None], keep: Callable[[Found], None] = lambda found: None
+    device: Measured,
+    minutes: float,
+    say: Callable[[str], None],
+    keep: Callable[[Found], None] = lambda found: None,
+    only: Collection[str] = PARTS,
 ) -> Found:
     """Measure what fits. say: is told what is being done, and how long it may take. keep: is told what there is so far.
+    only: these parts.
 
     Ctrl-C ends it, with what there is. So does nothing else: an error of the device, which all after it meet, is kept.
     """
     found, began = Found(), time.monotonic()
     known: dict[str, float] = {}  # how much slower than was thought, by family
-    every = tasks(device)
+    every = [task for task in tasks(device) if task.part in only]
 
     def left_s() -> float:
         return 60 * minutes - (time.monotonic() - began)

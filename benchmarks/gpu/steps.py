@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import chain
-from benchmarks.gpu.clock import Call, Measured
+from benchmarks.gpu.clock import Call, Launched, Measured
 from benchmarks.gpu.echo import Echo
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import PeerLost
@@ -125,7 +125,7 @@ def _row(
     in_turns = (bytes_a_value + ADAM_BYTES) * numel <= SPARE * device.free_bytes()
     call, adam = make(), fused_adam(numel, device.device) if in_turns else None
     times, *beside = device.turns([call] if adam is None else [call, adam], TURNS)
-    launches = device.launches(call) / steps
+    launched = device.launched(call)
     if adam is None:
         del call
         device.free_bytes()  # gives the memory back
@@ -143,9 +143,16 @@ def _row(
         "adam_seconds": adams.device_s,
         "adam_host_seconds": adams.host_s,
         "over_adam": median(ratios),
-        "launches": launches,
-        "adam_launches": device.launches(adam),
+        "launches": sum(one.count for one in launched.values()) / steps,
+        "adam_launches": sum(one.count for one in device.launched(adam).values()),
+        "kernels": {
+            name: {"launches": one.count / steps, "seconds": one.seconds / steps} for name, one in _longest(launched)
+        },
     }
+
+
+def _longest(launched: dict[str, Launched]) -> list[tuple[str, Launched]]:
+    return sorted(launched.items(), key=lambda named: -named[1].seconds)
 
 
 def measured_threads(device: Measured, numel: int, ranks: int) -> dict[str, Any]:

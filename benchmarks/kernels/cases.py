@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,12 @@ class Buffers:
         self._scale = torch.rand(most, generator=random, device=device)
         self._last, self._out = (_rows(self._bucket, 1, random) for _ in range(2))
         self._collected, self._served = _rows(self._chunk, NUM_ROWS, random), _rows(self._chunk, 1, random)
+
+    def narrowed(self) -> Buffers:
+        """The same with kept sums and a variance of their own, in bfloat16."""
+        other = copy(self)
+        other._c, other._variance = self._c.bfloat16(), self._variance.bfloat16()
+        return other
 
     def calls(self, kernels: Kernels, descend_: Callable[..., object]) -> dict[str, Callable[[], object]]:
         """By kernel. An undo takes back what was never done: its time does not depend on the values."""

@@ -174,7 +174,7 @@ def cuda_launcher(device: torch.device, dtype: torch.dtype, source: str) -> Laun
 
 def int8_launcher(device: torch.device, dtype: torch.dtype) -> Launcher | None:
     """What launches the kernels of 8-bit values for such vectors; None where there are none."""
-    return cuda_launcher(device, dtype, int8.source()) if device.type == "cuda" else None
+    return cuda_launcher(device, dtype, int8.source()) if device.type != "cpu" else None
 
 
 def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:

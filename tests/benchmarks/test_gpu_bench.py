@@ -48,10 +48,10 @@ def test_a_rehearsal_runs_every_part_and_says_that_it_is_one(tmp_path):
     result, shown = json.loads((tmp_path / "REHEARSAL.json").read_text()), (tmp_path / "REHEARSAL.md").read_text()
     assert result["rehearsal"] is True
     assert result["failed"] == []
-    assert set(result["parts"]) == {"tests", "kernels", "steps", "host", "nccl", "threads"}
+    assert set(result["parts"]) == set(parts.PARTS)
     assert all("1300 M" in one["what"] and "memory" in one["why"] for one in result["left_out"])
     assert shown.startswith(f"# {REHEARSAL}")
-    measured = ("second", "per_s", "share", "over_adam")
+    measured = ("second", "per_s", "share", "over_adam", "held_bytes", "most_bytes")
     for name, value in leaves(result["parts"]):
         assert not isinstance(value, float) or not any(word in name for word in measured), name
         assert name.startswith("rehearsed_") or not any(word in name for word in measured), name
