@@ -24,6 +24,8 @@ DEFAULT_BLOCK = 4096
 """Values that share a scale: 4 bytes in 516, 0.8 % of the wire. Blocks of 256 would cost 12.5 %."""
 DEFAULT_BUCKET = 1 << 22
 """Elements of a bucket: a row of signs of 512 kB, and enough buckets of a large model to keep wire and cores busy."""
+GPU_BUCKET = 1 << 24
+"""On a GPU, which does its part of a bucket sooner than the host has told it to: four times as few (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)

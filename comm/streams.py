@@ -11,7 +11,8 @@ they are on a device is decided here, in streams_for().
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -56,18 +57,36 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._number = torch.cuda.current_device() if device.index is None else device.index
+        self._known: dict[tuple[int, ...], Stream] = {}
 
     def stream(self) -> Stream:
         """As Streams.stream."""
         return cast(Stream, torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def current(self) -> Stream:
-        """As Streams.current."""
-        return cast(Stream, torch.cuda.current_stream(self._device))
+        """As Streams.current. torch would make an object of it at each call, which takes 4 us."""
+        key = torch._C._cuda_getCurrentStream(self._number)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = cast(Stream, torch.cuda.current_stream(self._device))
+        return found
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """As Streams.on."""
-        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+        if torch._C._cuda_getDevice() != self._number:  # the public one takes 1 us more
+            return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+        return self._within(stream)
+
+    @contextmanager
+    def _within(self, stream: Stream) -> Iterator[None]:
+        # As torch.cuda.stream(), in a third of its 12 us: this device's stream alone changes.
+        before = self.current()
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(cast(torch.cuda.Stream, before))
 
     def pinned(self, like: Tensor) -> Tensor:
         """As Streams.pinned."""

@@ -10,16 +10,22 @@ import torch
 
 from benchmarks.gpu.clock import Measured
 from benchmarks.gpu.echo import Echo
-from benchmarks.gpu.steps import OURS, RANKS, Adam1, parameters
-from thinwire.optim import OneBitAdam
+from benchmarks.gpu.steps import RANKS, parameters
+from thinwire.comm import SoloGroup
+from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 _NARROW = {"warmup": 3, "variance": "bf16", "error_memory": "bf16"}
-_ALL: tuple[tuple[str, Callable[..., Any], dict[str, Any], int], ...] = (
-    *((one.name, one.make, one.options, 6) for one in OURS[:3]),
-    ("1-bit Adam, variance and error memory in bf16", Adam1, _NARROW, 6),
-    ("1-bit Adam, warm-up in 8 bits", Adam1, {"warmup": 3, "full_exchange": "int8"}, 6),
-    ("1-bit Adam, one rank", OneBitAdam, {"warmup": 3}, 6),
+_ZERO = {"dense_steps": 1, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 1}
+_ALL: tuple[tuple[str, Callable[..., Any], dict[str, Any], bool], ...] = (
+    ("1-bit Adam", OneBitAdam, {"warmup": 3}, False),
+    ("1-bit Adam, variance and error memory in bf16", OneBitAdam, _NARROW, False),
+    ("1-bit Adam, warm-up in 8 bits", OneBitAdam, {"warmup": 3, "full_exchange": "int8"}, False),
+    ("1-bit LAMB", OneBitLamb, {"warmup": 3}, False),
+    ("0/1 Adam, a sync each step", ZeroOneAdam, _ZERO, False),
+    ("1-bit Adam, one rank", OneBitAdam, {"warmup": 3}, True),
 )
+"""Name, class, options; is it alone?"""
+STEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +39,21 @@ class Taken:
 def measured(device: Measured, numel: int) -> Iterator[dict[str, Any]]:
     """A row for each optimizer: what torch's fused Adam takes, and ours in the largest step and in the last one."""
     yield {"values": numel, "optimizer": "torch's fused Adam", **_fused(device, numel)}
-    for name, make, options, steps in _ALL:
-        yield {"values": numel, "optimizer": name, **_ours(device, numel, make, options, steps)}
+    for name, make, options, alone in _ALL:
+        yield {"values": numel, "optimizer": name, **_ours(device, numel, make, options, alone)}
 
 
 def _ours(
-    device: Measured, numel: int, make: Callable[..., Any], options: dict[str, Any], steps: int
+    device: Measured, numel: int, make: Callable[..., Any], options: dict[str, Any], alone: bool
 ) -> dict[str, Any]:
     before = device.held_bytes()
     model = torch.nn.ParameterList(parameters(numel, device.device))
     own = device.held_bytes() - before
-    solo = make is OneBitAdam
-    optimizer = make(model.parameters(), lr=1e-6, **options, **({} if solo else {"group": Echo(RANKS)}))
-    taken = [_taken(device, optimizer.step, before + own, numel) for _ in range(steps)]
+    group = SoloGroup() if alone else Echo(RANKS)
+    optimizer = make(model.parameters(), lr=1e-6, group=group, **options)
+    taken = [_taken(device, optimizer.step, before + own, numel) for _ in range(STEPS)]
     told = optimizer.stats()["bytes_per_parameter"]["state"]
-    return {**_row(taken), "told_bytes": told, "ranks": 1 if solo else RANKS}
+    return {**_row(taken), "told_bytes": told, "ranks": group.size}
 
 
 def _fused(device: Measured, numel: int) -> dict[str, Any]:

@@ -108,6 +108,7 @@ STEPS = {
     "torch's fused Adam, ms": lambda row: _spread(row.get("adam_seconds")),
     "over fused Adam": lambda row: _number("{:.2f} x")(row.get("over_adam")),
     "launches a step": lambda row: _number("{:.0f}")(row.get("launches")),
+    "to begin, s": lambda row: _number("{:.2f}")(row.get("seconds_to_begin")),
 }
 HOST = {
     "values": STEPS["values"],

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ MEMORY_SIZE = 100_000_000
 THREADS = (2, 4, 8)
 PARTS = ("tests", "kernels", "steps", "host", "memory", "nccl", "threads")
 TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
+if find_spec("xdist"):
+    TESTS += ["-n", "8"]
 TESTS_S = 240.0
 
 
@@ -78,7 +81,7 @@ def _of_size(device: Measured, numel: int) -> list[Task]:
             kernels.BYTES_A_VALUE * numel,
         )
     ]
-    for one in steps.OURS:
+    for one in (*steps.OURS, *steps.ALSO):
         what = f"{one.name} against fused Adam, {name}"
         call, needs = partial(_listed, partial(steps.measured, device, numel, one)), one.bytes_a_value * numel
         found.append(Task("steps", what, 4 + 0.6 * room, call, one.name, needs))

@@ -104,6 +104,14 @@ OURS = (
 )
 
 
+ALSO = (
+    Ours("1-bit Adam, buckets of 64 Mi", Adam1, {"warmup": 1, "bucket_elements": 1 << 26}, 28),
+    Ours("1-bit Adam, buckets of 4 Mi", Adam1, {"warmup": 1, "bucket_elements": 1 << 22}, 28),
+    Ours("1-bit Adam's warm-up in 8 bits", OneBitAdam, {"warmup": 10**6, "full_exchange": "int8"}, 32),
+)
+"""Measured with echoed peers alone."""
+
+
 def measured(device: Measured, numel: int, one: Ours, group: Group | None = None) -> dict[str, Any]:
     """One of ours beside torch's fused Adam. group: None for one of RANKS ranks whose peers echo it."""
     over: Group = Echo(RANKS) if group is None else group
@@ -123,7 +131,11 @@ def _row(
 ) -> dict[str, Any]:
     """In turns with Adam where memory holds both, else one after the other."""
     in_turns = (bytes_a_value + ADAM_BYTES) * numel <= SPARE * device.free_bytes()
-    call, adam = make(), fused_adam(numel, device.device) if in_turns else None
+    began = time.perf_counter()
+    call = make()
+    device.wait()
+    begun = time.perf_counter() - began
+    adam = fused_adam(numel, device.device) if in_turns else None
     times, *beside = device.turns([call] if adam is None else [call, adam], TURNS)
     launched = device.launched(call)
     if adam is None:
@@ -138,6 +150,7 @@ def _row(
         "values": numel,
         "step": name,
         "in_turns_with_adam": in_turns,
+        "seconds_to_begin": begun,
         "seconds": a_step,
         "host_seconds": [s / steps for s in times.host_s],
         "adam_seconds": adams.device_s,

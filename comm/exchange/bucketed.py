@@ -41,7 +41,7 @@ from thinwire.comm.exchange.side import pipeline_for
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.kernels.bf16 import Noise
+from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import Pieces
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.layout import DEFAULT_BUCKET, Buckets, VectorLayout
@@ -110,6 +110,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self.full_wire = full
         self._second_communicator = group.second_communicator()
         self._like, self._sums = like.new_empty(0), sums
+        self._rounds = sums not in (None, like.dtype)
+        """Are sums kept in fewer bits, rounded by what an exchange draws?"""
         self._kernels = kernels_for(like.device, like.dtype, threads, sums)
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
@@ -417,11 +419,13 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             self._kernels.encode_scaled(*at, given.factor_r, self._pieces_of(k), rows.table, rows.sent)
 
     def _worker_noise(self, rows: BucketRows) -> Noise:
+        if not self._rounds:
+            return NONE
         return noise_for(self._drawn, WORKER, self._group.rank).at(rows.span.start)
 
     def _server_noise(self, start: int) -> Noise:
         """Of the chunk that begins there, whoever serves it or keeps a replica."""
-        return noise_for(self._drawn, SERVER).at(start)
+        return noise_for(self._drawn, SERVER).at(start) if self._rounds else NONE
 
     def _sum_of(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""

@@ -67,10 +67,8 @@ def before_abort(group: Group, gate: Gate) -> None:
 
 def hold(pending: Pending) -> None:
     """Make the current stream wait for it where it runs on a GPU; else wait. Raises: PeerLost."""
-    if isinstance(pending, Holding):
-        pending.hold()
-    else:
-        pending.wait()
+    held = getattr(pending, "hold", pending.wait)  # to ask for the protocol takes 15 us, and each bucket has two
+    held()
 
 
 def poll(done: Callable[[], bool], limit_s: float | None = None, look: Callable[[], None] = lambda: None) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
+import torch
 from torch import nn
 
 from thinwire.comm.groups.nodes import Topology
-from thinwire.comm.layout import DEFAULT_BUCKET
+from thinwire.comm.layout import DEFAULT_BUCKET, GPU_BUCKET
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_no_number, refuse_out_of_range
 
@@ -32,7 +33,7 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     non_finite: NonFinite
     overlap: bool
-    bucket_elements: int
+    bucket_elements: int | None
     saves: Saves
     model: nn.Module | None
     full_exchange: FullWire | None
@@ -51,7 +52,8 @@ class CheckedOptions:
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
     overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time.
+    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time; None: 4 Mi, and 16 Mi of
+    parameters that are on a GPU when the optimizer is made.
     saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
     alone; may be set later, as optimizer.saves.
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
@@ -72,7 +74,7 @@ class CheckedOptions:
     max_grad_norm: float | None = None
     non_finite: NonFinite = "raise"
     overlap: bool = False
-    bucket_elements: int = DEFAULT_BUCKET
+    bucket_elements: int | None = None
     saves: Saves = "together"
     model: nn.Module | None = None
     full_exchange: FullWire | None = None
@@ -86,7 +88,7 @@ class CheckedOptions:
             refuse_out_of_range(("max_grad_norm", self.max_grad_norm, "above 0", self.max_grad_norm > 0))
         if self.non_finite not in ("raise", "skip"):
             raise ValueError(f'non_finite = {self.non_finite!r}: must be "raise" or "skip"')
-        if type(self.bucket_elements) is not int or self.bucket_elements < 1:
+        if self.bucket_elements is not None and (type(self.bucket_elements) is not int or self.bucket_elements < 1):
             raise ValueError(
                 f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
             )
@@ -103,6 +105,10 @@ class CheckedOptions:
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "
                 "torch.nn.ModuleList([...])"
             )
+
+    def bucket_of(self, device: torch.device) -> int:
+        """Elements of a bucket for parameters that are there."""
+        return self.bucket_elements or (GPU_BUCKET if device.type == "cuda" else DEFAULT_BUCKET)
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:

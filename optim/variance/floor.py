@@ -20,8 +20,8 @@ RELATIVE_FLOOR = 1e-2
 """Of the mean of the non-zero v around an element: steps at most 10 times the typical one of their tensor."""
 NEGLIGIBLE = 1e-10
 """A tensor whose mean v is below this part of the model's is rounding noise: the model's mean stands in."""
-GROUP = 1 << 18
-"""Elements, about: there is scratch for so many."""
+GROUP, GPU_GROUP = 1 << 18, 1 << 24
+"""Elements, about: there is scratch for so many. A GPU sums each piece in one thread, so it gets many at a time."""
 
 
 def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]) -> Tensor:
@@ -33,7 +33,7 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     """
     # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
     cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
-    groups = _groups(cuts)
+    groups = _groups(cuts, GROUP if v_N.device.type == "cpu" else GPU_GROUP)
     wide = torch.float32 if v_N.dtype == torch.bfloat16 else v_N.dtype
     sums = [_sums(v_N[at].to(wide), cuts[pieces.start : pieces.stop + 1]) for pieces, at in groups]
     sum_p, count_p = (torch.cat(parts) for parts in zip(*sums, strict=True))
@@ -51,9 +51,9 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     return raised_N
 
 
-def _groups(cuts: Tensor) -> list[tuple[slice, slice]]:
-    """Adjoining pieces between cuts, as many as GROUP elements hold, and their elements: what has scratch at a time."""
-    number_p = cuts[:-1] // GROUP
+def _groups(cuts: Tensor, most: int) -> list[tuple[slice, slice]]:
+    """Adjoining pieces between cuts, as many as `most` elements hold, and their elements: what has scratch at once."""
+    number_p = cuts[:-1] // most
     starts = [0, *(number_p.diff().nonzero().view(-1) + 1).tolist(), len(number_p)]
     return [(slice(a, b), slice(int(cuts[a]), int(cuts[b]))) for a, b in pairwise(starts)]
 

@@ -23,7 +23,7 @@ from thinwire.comm.kernels.bf16 import NONE, WORD, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher
-from thinwire.comm.kernels.cuda.tables import CUT, NARROW, NOISE, records_of, runs_of
+from thinwire.comm.kernels.cuda.tables import CUT, CUT_FORM, NARROW, NOISE, NOISE_FORM, records_of, runs_of, structure
 from thinwire.comm.kernels.fused_reference import require_cover, require_factors, require_rows
 from thinwire.comm.layout import BYTE, round_up
 
@@ -264,13 +264,13 @@ def _sums_of_any(c_c: Tensor, table: BlockTable) -> tuple[Tensor, Argument]:
 
 
 def _drawn(noise: Noise) -> Argument:
-    return np.array([(noise.key, noise.start & WORD)], NOISE)
+    return structure(NOISE, NOISE_FORM, noise.key, noise.start & WORD)
 
 
 def _cut(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Argument:
     require_factors(factor_r, pieces, table)
     at = pieces.starts, pieces.first, pieces.run, factor_r
-    return np.array([tuple(x.data_ptr() for x in at)], CUT)
+    return structure(CUT, CUT_FORM, *(x.data_ptr() for x in at))
 
 
 def _vector(vector_c: Tensor, table: BlockTable, alignment: int = ALIGNMENT) -> Tensor:
