@@ -13,9 +13,11 @@ out, in no scale, no error and no count.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 Span = tuple[int, int]
 BYTE = 8
@@ -24,8 +26,16 @@ DEFAULT_BLOCK = 4096
 """Values that share a scale: 4 bytes in 516, 0.8 % of the wire. Blocks of 256 would cost 12.5 %."""
 DEFAULT_BUCKET = 1 << 22
 """Elements of a bucket: a row of signs of 512 kB, and enough buckets of a large model to keep wire and cores busy."""
-GPU_BUCKET = 1 << 24
-"""On a GPU, which does its part of a bucket sooner than the host has told it to: four times as few (docs/gpu.md)."""
+BUCKETS_ON_GPU, MOST_ON_GPU = 8, 1 << 26
+"""A GPU does its part of a bucket sooner than the host has told it to: few buckets, so that seven eighths of the wire
+can still hide behind backward, and none larger than so many elements (docs/gpu.md has what each costs)."""
+
+
+def default_bucket(numel: int, on_gpu: bool) -> int:
+    """Elements of a bucket of a vector of `numel` where nobody has measured the network (comm/bucket_size.py does)."""
+    if not on_gpu:
+        return DEFAULT_BUCKET
+    return min(max(round_up(-(-numel // BUCKETS_ON_GPU), BYTE), DEFAULT_BUCKET), MOST_ON_GPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +80,21 @@ class VectorLayout:
         return [i for low, high in gaps for i in range(max(low, start), min(high, stop))]
 
     def blocks(self, block: int, start: int = 0, stop: int | None = None) -> list[Span]:
-        """Blocks of at most `block` values inside [start, stop); a segment's last one is ragged."""
+        """Blocks of at most `block` values inside [start, stop); a segment's last one is ragged.
+
+        Looks at nothing outside: of a large vector each bucket and each rank's chunk of it is asked for.
+        """
         stop = self.numel if stop is None else stop
+        if start >= stop:
+            return []
         found = []
-        for low, high in self.segments:
-            for at in range(low, high, block):
-                cut = max(at, start), min(at + block, high, stop)
-                if cut[0] < cut[1]:
-                    found.append(cut)
+        for low, high in self.segments[bisect_right(self.segments, start, key=itemgetter(1)) :]:
+            if low >= stop:
+                break
+            first = max(start - low, 0) // block * block
+            found += [
+                (max(at, start), min(at + block, high, stop)) for at in range(low + first, min(high, stop), block)
+            ]
         return found
 
     def fingerprint(self) -> int:

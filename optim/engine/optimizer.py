@@ -84,7 +84,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.bucket_elements = checked.bucket_of(self.param_groups[0]["params"][0].device)
+        self.bucket_elements = checked.bucket_of(param for group in self.param_groups for param in group["params"])
         self.overlaps = checked.overlap
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.comm.groups.nodes import Topology
-from thinwire.comm.layout import DEFAULT_BUCKET, GPU_BUCKET
+from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_no_number, refuse_out_of_range
 
@@ -52,8 +51,8 @@ class CheckedOptions:
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
     overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time; None: 4 Mi, and 16 Mi of
-    parameters that are on a GPU when the optimizer is made.
+    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time; None: 4 Mi values;
+    where parameters are on a GPU when the optimizer is made an eighth of them all, from 4 Mi to 64 Mi.
     saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
     alone; may be set later, as optimizer.saves.
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
@@ -106,9 +105,11 @@ class CheckedOptions:
                 "torch.nn.ModuleList([...])"
             )
 
-    def bucket_of(self, device: torch.device) -> int:
-        """Elements of a bucket for parameters that are there."""
-        return self.bucket_elements or (GPU_BUCKET if device.type == "cuda" else DEFAULT_BUCKET)
+    def bucket_of(self, params: Iterable[Tensor]) -> int:
+        """Elements of a bucket for these parameters."""
+        known = list(params)
+        on_gpu = any(param.device.type == "cuda" for param in known)
+        return self.bucket_elements or default_bucket(sum(param.numel() for param in known), on_gpu)
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:

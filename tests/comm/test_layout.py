@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.comm.layout import Partition, VectorLayout
+from thinwire.comm.layout import DEFAULT_BUCKET, MOST_ON_GPU, Partition, VectorLayout, default_bucket
 
 
 @given(st.integers(0, 5000), st.integers(1, 17))
@@ -36,6 +36,40 @@ def test_blocks_of_all_chunks_cover_the_vector_and_never_span_two_segments(sizes
         assert 0 < stop - start <= block
         assert sum(low <= start and stop <= high for low, high in segments) == 1
     assert len(layout.dead(0, layout.numel)) == layout.numel - layout.num_live
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 500), st.integers(0, 500), st.integers(1, 5))
+def test_blocks_of_a_part_are_those_of_the_whole_cut_to_it(eights, start, stop, block):
+    bounds = [0, *(8 * bytes_ for bytes_ in itertools.accumulate(eights))]
+    segments = tuple(itertools.pairwise(bounds))
+    layout = VectorLayout(bounds[-1], segments, segments)
+    every = layout.blocks(8 * block)
+    cut = [(max(low, start), min(high, stop)) for low, high in every]
+    assert layout.blocks(8 * block, start, stop) == [(low, high) for low, high in cut if low < high]
+
+
+def test_a_bucket_of_a_large_vector_looks_at_its_own_segments_alone():
+    looked = []
+
+    class Seen(tuple):
+        def __iter__(self):
+            looked.append(self)
+            return super().__iter__()
+
+    spans = tuple(Seen((8 * at, 8 * at + 8)) for at in range(1000))
+    layout = VectorLayout(8000, spans, spans)
+    looked.clear()
+    assert layout.blocks(64, 4000, 4016) == [(4000, 4008), (4008, 4016)]
+    assert len(looked) <= 3
+
+
+@pytest.mark.parametrize(
+    ("numel", "size"),
+    [(1, DEFAULT_BUCKET), (10**7, DEFAULT_BUCKET), (340_000_001, 42_500_008), (10**10, MOST_ON_GPU)],
+)
+def test_on_a_gpu_a_bucket_is_an_eighth_of_the_vector_within_bounds(numel, size):
+    assert default_bucket(numel, on_gpu=True) == size
+    assert default_bucket(numel, on_gpu=False) == DEFAULT_BUCKET
 
 
 def test_a_layout_with_a_gap_is_refused():
