@@ -3,7 +3,7 @@
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
 # make test-fast set up, run the laws, until the first that fails: about a minute
 # make check     formatting, lint, types, import rules, spelling
-# make bench-gpu on a machine with an NVIDIA GPU: all that is owed there, in ten minutes; ARGS="--minutes 20"
+# make bench-gpu on a machine with an NVIDIA GPU: what only a GPU can show, in ten minutes; ARGS="--minutes 20"
 # make manifests render deploy/chart with its own values into deploy/manifests/
 
 PYTHON ?= python3

@@ -1,4 +1,4 @@
-"""All that is owed on a GPU, in one command and ten minutes: `python -m benchmarks.gpu`, or `make bench-gpu`.
+"""What only a GPU can show, in one command and ten minutes: `python -m benchmarks.gpu`, or `make bench-gpu`.
 
 run        which parts there are, and what a budget of minutes leaves of them
 clock      times by events of the device; on a rehearsal by the wall clock

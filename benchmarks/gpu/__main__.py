@@ -27,7 +27,7 @@ torch sees no GPU, so there is nothing to measure here (torch {torch}, its CUDA:
   to see whether the benchmark runs python -m benchmarks.gpu --rehearse
 """
 HELP = """\
-All that is owed on a GPU, in one command. It needs an NVIDIA GPU, thinwire[cuda12] or [cuda13], and nobody else on
+What only a GPU can show, in one command. It needs an NVIDIA GPU, thinwire[cuda12] or [cuda13], and nobody else on
 the device. It runs the tests of tests/gpu; times each kernel against a copy of the device's memory; times whole
 compressed steps against torch's fused Adam and against DeepSpeed's chain of passes, at 25 M, 340 M and 1.3 B values;
 counts launches and the host's time in a step; and tries NCCL with one rank, with many ranks as threads, and with a
