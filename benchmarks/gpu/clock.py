@@ -95,7 +95,7 @@ class Gpu:
             self.wait()
         found: dict[str, Launched] = {}
         for event in profile.events():
-            # A range that somebody named, such as torch's own of an optimizer's step, is there too, and launches nothing.
+            # A range that somebody named, as torch does an optimizer's step, is there too, and launches nothing.
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
                 one = found.setdefault(event.name, Launched())
                 one.count, one.seconds = one.count + 1, one.seconds + event.device_time_total / 1e6
