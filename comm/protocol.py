@@ -136,14 +136,17 @@ class RowCodec(Protocol):
         """out <- what the row says; dead elements are 0."""
 
 
-class AddingRow(RowCodec, Protocol):
-    """A RowCodec that also adds and subtracts what a row says, so that a mean needs no vector to decode into."""
+class LeavingRow(RowCodec, Protocol):
+    """A RowCodec that also says what it leaves out, in the pass that encodes: error feedback needs no other."""
 
-    def add(self, row_B: Tensor, out_c: Tensor) -> None:
-        """out <- out + what the row says."""
+    def encode_left(self, x_c: Tensor, error_c: Tensor, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of x + error. left: modified: x + error - what the row says. x and error are not."""
 
-    def left_out(self, row_B: Tensor, x_c: Tensor, out_c: Tensor) -> None:
-        """out <- x - what the row says. out may be x."""
+    def mean_left(self, rows_nB: Tensor, error_c: Tensor | None, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of the mean of rows, added up in their order, + error. rows: uint8[n, B], contiguous.
+
+        left: modified: mean + error - what the row says; without an error the mean.
+        """
 
 
 class Codec(Protocol):
@@ -199,6 +202,9 @@ class ErrorMemory(Protocol):
 
     def errors(self) -> Errors:
         """The errors themselves, to be read and written: of means in few bits (exchange/narrow_mean.py). Local."""
+
+    def swap_errors(self, errors: Errors) -> Errors:
+        """Hold these tensors, of the shapes of errors(), in the place of those. Gives those back. Local."""
 
     def scale_(self, factor_N: Tensor) -> None:
         """R <- factor R, an element each, as where the unit of what is exchanged changes. Local. factor: float[N]."""

@@ -47,13 +47,25 @@ class Bf16Row:
         """out <- what was written."""
         out_c.copy_(self._values(row_B))
 
-    def add(self, row_B: Tensor, out_c: Tensor) -> None:
-        """out <- out + what was written."""
-        out_c.add_(self._values(row_B))
+    def encode_left(self, x_c: Tensor, error_c: Tensor, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of x + error; left <- what the row leaves out of it."""
+        torch.add(x_c, error_c, out=left_c)
+        finite = self.encode(left_c, row_B)
+        left_c.sub_(self._values(row_B))
+        return finite
 
-    def left_out(self, row_B: Tensor, x_c: Tensor, out_c: Tensor) -> None:
-        """out <- x - what was written. out may be x."""
-        torch.sub(x_c, self._values(row_B), out=out_c)
+    def mean_left(self, rows_nB: Tensor, error_c: Tensor | None, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of the mean of rows + error; left <- what the row leaves out of it."""
+        left_c.zero_()
+        for one_B in rows_nB:
+            left_c.add_(self._values(one_B))
+        left_c.div_(left_c.new_full((), len(rows_nB)))
+        if error_c is not None:
+            left_c.add_(error_c)
+        finite = self.encode(left_c, row_B)
+        if error_c is not None:
+            left_c.sub_(self._values(row_B))
+        return finite
 
     def _values(self, row_B: Tensor) -> Tensor:
         return row_B[: self.wire_bytes].view(torch.bfloat16)

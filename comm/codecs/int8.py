@@ -60,13 +60,14 @@ class Int8Row:
         """out <- scale x number."""
         self._kernels.decode(*self._parts(row_B), out_c, self._block)
 
-    def add(self, row_B: Tensor, out_c: Tensor) -> None:
-        """out <- out + scale x number."""
-        self._kernels.add(*self._parts(row_B), out_c, self._block)
+    def encode_left(self, x_c: Tensor, error_c: Tensor, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of x + error; left <- what the row leaves out of it."""
+        return self._kernels.encode_left(x_c, error_c, left_c, *self._parts(row_B), self._block)  # type: ignore[no-any-return]
 
-    def left_out(self, row_B: Tensor, x_c: Tensor, out_c: Tensor) -> None:
-        """out <- x - scale x number. out may be x."""
-        self._kernels.left_out(*self._parts(row_B), x_c, out_c, self._block)
+    def mean_left(self, rows_nB: Tensor, error_c: Tensor | None, left_c: Tensor, row_B: Tensor) -> Tensor:
+        """As encode of the mean of rows + error; left <- what the row leaves out of it."""
+        rows = [self._parts(one_B) for one_B in rows_nB]
+        return self._kernels.mean_left(rows, error_c, left_c, *self._parts(row_B), self._block)  # type: ignore[no-any-return]
 
     def _parts(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         scales_B, numbers_B = row_B[: self._scale_bytes], row_B[self._scale_bytes : self.wire_bytes]

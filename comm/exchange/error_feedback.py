@@ -55,6 +55,12 @@ class ErrorFeedback:
         self.version += 1
         return Errors([self.worker_N], [self.server_c])
 
+    def swap_errors(self, errors: Errors) -> Errors:
+        """Hold these in their place."""
+        before = Errors([self.worker_N], [self.server_c])
+        (self.worker_N,), (self.server_c,) = errors.worker, errors.server
+        return before
+
     def scale_(self, factor_N: Tensor) -> None:
         """R <- factor R. Local."""
         start, stop = self._partition.bounds(self._group.rank)

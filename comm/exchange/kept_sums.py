@@ -197,6 +197,13 @@ class KeptSums:
             self.outliers.forget()
         return Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
 
+    def swap_errors(self, errors: Errors) -> Errors:
+        """Hold these tensors in the place of errors(), which has been called and nothing sent since. Local."""
+        before = Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
+        self._worker = [Kept(x_c, kept.scale_b) for x_c, kept in zip(errors.worker, self.worker, strict=True)]
+        self._server = [Kept(x_c, kept.scale_b) for x_c, kept in zip(errors.server, self.server, strict=True)]
+        return before
+
     def _as_errors(self, kept: list[Kept], tables: Sequence[BlockTable]) -> list[Kept]:
         """In place, unless the sums have fewer bits than errors have."""
         made = kept if all(one.sum_c.dtype == self._like.dtype for one in kept) else None

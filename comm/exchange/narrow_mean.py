@@ -5,14 +5,17 @@
 The exchange of plain.py with a codec of 8 or 16 bits, in the two phases of bucketed.py, in place of the ring of
 full_mean.py:
 
-    launch    x <- x + worker error; encode a row for each rank; all-to-all
-    serve     b <- mean of the decoded rows, added up in full, + server error; encode; all-gather
-    finish    errors <- what both encodings left out;  x <- the decoded rows        out + R' = mean_i x_i + R
+    launch    encode a row of x + worker error for each rank, and keep what that leaves out; all-to-all
+    serve     encode the mean of the decoded rows, added up in full, + server error, and keep what that leaves out;
+              all-gather
+    receive   x <- the decoded rows, a bucket behind
+    finish    errors <- what was kept        out + R' = mean_i x_i + R
 
-Every rank decodes the same bytes, so the result is bit-identical on all. Nothing is written into error memory before
-the last collective has succeeded, so that a mean that failed need not be undone: x is undefined then, R is as before.
-Without a memory what the encodings leave out is dropped. Wire memory is made at the first begin() and let go of by
-release(): 3 bytes an element with 8 bits, twice that with 16, and 4 / ranks for what is served.
+Every rank decodes the same bytes, so the result is bit-identical on all. What both encodings leave out is kept beside
+the error memory, and takes its place when the last collective has succeeded, which costs nothing: a mean that failed
+need not be undone. x is undefined then, R is as before. Without a memory what the encodings leave out is dropped. Wire
+memory is made at the first begin() and let go of by release(): 3 bytes an element with 8 bits, twice that with 16, 4
+for what is left out, and 4 / ranks for what is served.
 """
 
 from __future__ import annotations
@@ -35,31 +38,41 @@ from thinwire.comm.kernels.choose import int8_launcher, warm_up_int8
 from thinwire.comm.kernels.cuda.int8 import CudaInt8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.layout import Bucket, Buckets, round_up
-from thinwire.comm.protocol import AddingRow, Codec, ErrorMemory, Errors, FullMeans, FullWire, Group, Pending
+from thinwire.comm.protocol import Codec, ErrorMemory, Errors, FullMeans, FullWire, Group, LeavingRow, Pending
 
 CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16Codec, "int8": Int8Codec}
 """How a mean may be sent, beside fp32."""
 
 
 class NarrowRows:
-    """The rows of one bucket on one rank: as BucketRows, of a codec that is not of signs."""
+    """The rows of one bucket on one rank: as BucketRows, of a codec that is not of signs.
+
+    left_c: what encoding what this rank serves leaves out; without error memory what it serves. Becomes error memory.
+    """
 
     def __init__(self, bucket: Bucket, buckets: Buckets, codec: Codec, rank: int, size: int, like: Tensor) -> None:
         self.span = slice(bucket.start, bucket.stop)
         self.chunks = [slice(*bucket.chunk(owner, size)) for owner in range(size)]
         self.own = self.chunks[rank]
-        self.codecs: list[AddingRow] = [codec.row(buckets.layout, at.start, at.stop, like) for at in self.chunks]  # type: ignore[misc]
+        self.codecs: list[LeavingRow] = [codec.row(buckets.layout, at.start, at.stop, like) for at in self.chunks]  # type: ignore[misc]
         self.codec = self.codecs[rank]
         row_bytes = HEADER_BYTES + round_up(max(one.wire_bytes for one in self.codecs), HEADER_BYTES)
         self.sent_nB = torch.zeros((size, row_bytes), dtype=torch.uint8, device=like.device)
         self.collected_nB, self.gathered_nB = torch.zeros_like(self.sent_nB), torch.zeros_like(self.sent_nB)
         self.served_B = torch.zeros_like(self.sent_nB[0])
-        self.sum_c = torch.zeros(self.own.stop - self.own.start, dtype=like.dtype, device=like.device)
+        self.left_c = torch.zeros(self.own.stop - self.own.start, dtype=like.dtype, device=like.device)
 
     def encode(self, x_N: Tensor) -> None:
         """sent <- x, a row for each rank's chunk."""
         for codec, at, row_B in zip(self.codecs, self.chunks, self.sent_nB, strict=True):
             row_B[0] = codec.encode(x_N[at], row_B[HEADER_BYTES:])
+
+    def encode_left(self, x_N: Tensor, error_b: Tensor, left_b: Tensor) -> None:
+        """sent <- x + error; left <- what that leaves out. error, left: of the bucket."""
+        start = self.span.start
+        for codec, chunk, row_B in zip(self.codecs, self.chunks, self.sent_nB, strict=True):
+            at = slice(chunk.start - start, chunk.stop - start)
+            row_B[0] = codec.encode_left(x_N[chunk], error_b[at], left_b[at], row_B[HEADER_BYTES:])
 
     def fuse(self) -> Tensor:
         """What makes what this rank serves unusable, spoilt: the flag of the first collected row."""
@@ -71,23 +84,10 @@ class NarrowRows:
         self.sent_nB[:, 0] = flag
 
     def serve(self, error_c: Tensor | None) -> None:
-        """served <- the mean of what was collected, in rank order, + the error."""
-        self.sum_c.zero_()
-        for row_B in self.collected_nB:
-            self.codec.add(row_B[HEADER_BYTES:], self.sum_c)
-        self.sum_c.div_(self.sum_c.new_full((), len(self.collected_nB)))
-        if error_c is not None:
-            self.sum_c.add_(error_c)
-        finite = self.codec.encode(self.sum_c, self.served_B[HEADER_BYTES:])
+        """served <- the mean of what was collected, in rank order, + the error; left <- what that leaves out."""
+        collected_nB = self.collected_nB[:, HEADER_BYTES:]
+        finite = self.codec.mean_left(collected_nB, error_c, self.left_c, self.served_B[HEADER_BYTES:])
         self.served_B[0] = finite & (self.collected_nB[:, 0] == 1).all()
-
-    def keep_errors(self, x_N: Tensor, errors: Errors, k: int) -> None:
-        """Errors <- what was left out of x, which is what was encoded, and of what was served."""
-        x_b, worker_b, start = x_N[self.span], errors.worker[k], self.span.start
-        for codec, chunk, row_B in zip(self.codecs, self.chunks, self.sent_nB, strict=True):
-            at = slice(chunk.start - start, chunk.stop - start)
-            codec.left_out(row_B[HEADER_BYTES:], x_b[at], worker_b[at])
-        self.codec.left_out(self.served_B[HEADER_BYTES:], self.sum_c, errors.server[k])
 
     def decode_(self, out_N: Tensor) -> None:
         """out <- the result."""
@@ -119,15 +119,18 @@ class KernelRows(NarrowRows):
         """sent <- x, a row for each rank's chunk."""
         self._all.encode(x_N[self.span], self.sent_nB)
 
-    def serve(self, error_c: Tensor | None) -> None:
-        """served <- the mean of what was collected, in rank order, + the error."""
-        self._own.mean(self.collected_nB, error_c, self.sum_c)
-        self._own.encode(self.sum_c, self._served_1B, self.collected_nB)
+    def encode_left(self, x_N: Tensor, error_b: Tensor, left_b: Tensor) -> None:
+        """sent <- x + error; left <- what that leaves out. error, left: of the bucket."""
+        torch.add(x_N[self.span], error_b, out=left_b)
+        self._all.encode(left_b, self.sent_nB)
+        self._all.left_out(self.sent_nB, left_b, left_b)
 
-    def keep_errors(self, x_N: Tensor, errors: Errors, k: int) -> None:
-        """Errors <- what was left out of x, which is what was encoded, and of what was served."""
-        self._all.left_out(self.sent_nB, x_N[self.span], errors.worker[k])
-        self._own.left_out(self._served_1B, self.sum_c, errors.server[k])
+    def serve(self, error_c: Tensor | None) -> None:
+        """served <- the mean of what was collected, in rank order, + the error; left <- what that leaves out."""
+        self._own.mean(self.collected_nB, error_c, self.left_c)
+        self._own.encode(self.left_c, self._served_1B, self.collected_nB)
+        if error_c is not None:
+            self._own.left_out(self._served_1B, self.left_c, self.left_c)
 
     def decode_(self, out_N: Tensor) -> None:
         """out <- the result."""
@@ -159,11 +162,16 @@ class NarrowMean:
         self._phase_2: list[Pending | None] = []
         self._launched: list[Tensor | None] = []
         """What was launched of each bucket; None: a refusal, or a bucket of a mean that was given up."""
+        self._memory: ErrorMemory | None = None
         self._errors: Errors | None = None
+        self._left: list[Tensor] = []
+        """Of each bucket, what its encoding leaves out; becomes error memory, whose place it takes."""
         self._error: BaseException | None = None
+        self._not_received: CommError | None = None
         self._num_served = 0
         self._refuses = False
-        self._lost: tuple[Errors | None, tuple[Tensor | None, ...]] | None = None
+        self._lost: tuple[ErrorMemory | None, bool] | None = None
+        """The memory of a mean that was undone, and whether all of it was served."""
         self.is_open = False
 
     @property
@@ -184,13 +192,16 @@ class NarrowMean:
             rank, size = self._group.rank, self._group.size
             made = [rows_of(one, self._buckets, self._codec, rank, size, self._like) for one in self._buckets]
             self._rows, self._phase_1, self._phase_2 = made, [None] * len(made), [None] * len(made)
-        self._errors = None if memory is None else memory.errors()
+        self._memory, self._errors = memory, None if memory is None else memory.errors()
+        if self._errors is not None and not self._left:
+            sizes = [rows.span.stop - rows.span.start for rows in self._rows]
+            self._left = list(torch.split(self._like.new_empty(sum(sizes)), sizes))
         self._lost, self.is_open = None, True
 
     def release(self) -> None:
         """Let go of wire memory; the next begin() makes it anew."""
         if not self.is_open:
-            self._rows, self._phase_1, self._phase_2, self._lost = [], [], [], None
+            self._rows, self._phase_1, self._phase_2, self._left, self._lost = [], [], [], [], None
 
     def launch(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it, in order. x: float[N], contiguous; bucket k belongs to it until finish().
@@ -204,9 +215,10 @@ class NarrowMean:
             )
         with whole_or_left(self._group, self._break_off), self._pipeline.fed():
             began, rows = time.perf_counter(), self._rows[k]
-            if self._errors is not None:
-                x_N[rows.span].add_(self._errors.worker[k])
-            rows.encode(x_N)
+            if self._errors is None:
+                rows.encode(x_N)
+            else:
+                rows.encode_left(x_N, self._errors.worker[k], self._left[k])
             self._stats.encode_s += time.perf_counter() - began
             self._send(k, x_N)
 
@@ -257,20 +269,22 @@ class NarrowMean:
 
         Local. Gives whether this rank had served all of it; where not, nothing is done, and no rank can have it.
         """
-        errors, launched = self._lost or (None, ())
-        if errors is None or len(launched) < len(self._rows):
-            yield self._lost is not None and errors is None and len(launched) == len(self._rows)
+        memory, whole = self._lost or (None, False)
+        if memory is None or not whole:
+            yield whole
             return
-        every = [*errors.worker, *errors.server]
-        before = [error_c.clone() for error_c in every]
-        for k, (rows, x_N) in enumerate(zip(self._rows, launched, strict=True)):
-            assert x_N is not None
-            rows.keep_errors(x_N, errors, k)
+        self._keep(memory)
         try:
             yield True
         finally:  # also where a peer is lost inside: the next attempt begins from the same
-            for error_c, kept_c in zip(every, before, strict=True):
-                error_c.copy_(kept_c)
+            self._keep(memory)
+
+    def _keep(self, memory: ErrorMemory) -> None:
+        """What was left out and the errors take each other's place."""
+        before = memory.swap_errors(Errors(self._left, [rows.left_c for rows in self._rows]))
+        self._left = list(before.worker)
+        for rows, left_c in zip(self._rows, before.server, strict=True):
+            rows.left_c = left_c
 
     def _expect(self, k: int) -> None:
         if not self.is_open or k != len(self._launched):
@@ -298,6 +312,24 @@ class NarrowMean:
         rows.serve(None if self._errors is None else self._errors.server[k])
         self._num_served = k + 1
         self._phase_2[k] = self._second.start_all_gather(rows.gathered_nB, rows.served_B)
+        if k:
+            self._receive(k - 1)
+
+    def _receive(self, k: int) -> None:
+        """The end of bucket k, which is there, or nearly, when the next one is served.
+
+        Where it does not come this rank serves on: others may have it, and the whole result then.
+        """
+        x_N, pending = self._launched[k], self._phase_2[k]
+        assert pending is not None
+        self._phase_2[k] = None
+        try:
+            self._pipeline.hold(pending)
+        except CommError as error:
+            self._not_received = self._not_received or error
+            return
+        if x_N is not None:
+            self._rows[k].decode_(x_N)
 
     def _finish(self, *, keep: bool) -> None:
         launched, complete = self._launched, self.is_open and len(self._launched) == len(self._rows)
@@ -305,13 +337,13 @@ class NarrowMean:
         self._settle()
         is_finite = complete and self._error is None and self._all_finite()
         self._stats.waited_s += time.perf_counter() - began
-        error, errors, refuses, num_served = self._error, self._errors, self._refuses, self._num_served
+        error, memory, refuses, num_served = self._error, self._memory, self._refuses, self._num_served
         self._close()
         if error is not None:
             if isinstance(error, CommError):
                 served = self._pipeline.admitted(num_served)
-                whole = served == len(self._rows) and all(x_N is not None for x_N in launched)
-                self._lost = errors, tuple(launched) if whole else ()
+                whole = served == len(launched) == len(self._rows) and all(x_N is not None for x_N in launched)
+                self._lost = memory, whole
             raise error
         if not complete:
             raise RuntimeError(f"{len(launched)} of {len(self._rows)} buckets launched: launch every bucket first")
@@ -320,16 +352,16 @@ class NarrowMean:
             raise non_finite(gather_flags(self._group, own.fill_(REFUSED) if refuses else own))
         if not keep:
             return
-        for k, (rows, x_N) in enumerate(zip(self._rows, launched, strict=True)):
-            assert x_N is not None
-            if errors is not None:
-                rows.keep_errors(x_N, errors, k)
-            rows.decode_(x_N)
+        last_N = launched[-1]
+        assert last_N is not None
+        self._rows[-1].decode_(last_N)
+        if memory is not None:
+            self._keep(memory)
 
     def _settle(self) -> None:
         """Wait until no collective touches a buffer. The first error stays in _error; later ones follow from it."""
         raised = settle(self._pipeline, self._phase_1, self._phase_2)
-        self._error = self._error or raised
+        self._error = self._error or self._not_received or raised
 
     def _all_finite(self) -> bool:
         """Could every server write all of its rows? Waits for the device. A peer that is lost is noted in _error."""
@@ -347,7 +379,8 @@ class NarrowMean:
             self._close()
 
     def _close(self) -> None:
-        self._launched, self._errors, self._error, self._num_served = [], None, None, 0
+        self._launched, self._memory, self._errors, self._num_served = [], None, None, 0
+        self._error = self._not_received = None
         self.is_open = self._refuses = False
 
 

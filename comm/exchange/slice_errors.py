@@ -76,6 +76,10 @@ class SliceErrors:
         """Not to be had. Raises: RuntimeError."""
         raise RuntimeError("means in 8 bits keep errors of whole vectors, which topology node_first has not")
 
+    def swap_errors(self, errors: Errors) -> Errors:
+        """Nor these. Raises: RuntimeError."""
+        return self.errors()
+
     def scale_(self, factor_N: Tensor) -> None:
         """R <- factor R. Local."""
         self.between.scale_(self._slices.take(factor_N, self._nodes.number))

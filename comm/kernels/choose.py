@@ -213,11 +213,12 @@ def warm_up_int8(dtype: torch.dtype) -> None:
         return
     from thinwire.comm.kernels import int8_cpu
 
-    x_c, scale_b, q_c = torch.ones(BYTE, dtype=dtype), torch.zeros(1), torch.zeros(BYTE, dtype=torch.int8)
+    x_c, left_c = torch.ones(BYTE, dtype=dtype), torch.ones(BYTE, dtype=dtype)
+    scale_b, q_c = torch.zeros(1), torch.zeros(BYTE, dtype=torch.int8)
     int8_cpu.encode(x_c, scale_b, q_c, BYTE)
     int8_cpu.decode(scale_b, q_c, x_c, BYTE)
-    int8_cpu.add(scale_b, q_c, x_c, BYTE)
-    int8_cpu.left_out(scale_b, q_c, x_c, x_c, BYTE)
+    int8_cpu.encode_left(x_c, x_c, left_c, scale_b, q_c, BYTE)
+    int8_cpu.mean_left([(scale_b.clone(), q_c.clone())], x_c, left_c, scale_b, q_c, BYTE)
 
 
 @cache

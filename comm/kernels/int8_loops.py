@@ -61,6 +61,76 @@ def encode(first: int, stop: int, x: Array, x_bits: Array, scale: Array, q: Arra
 
 
 @compiled
+def encode_left(
+    first: int,
+    stop: int,
+    x: Array,
+    error: Array,
+    left: Array,
+    left_bits: Array,
+    scale: Array,
+    q: Array,
+    block: int,
+) -> bool:
+    """As encode of x + error; left <- x + error - s q. left_bits: the memory of left, as x_bits."""
+    finite = True
+    for run in range(first, stop):
+        low, high = run * block, (run + 1) * block
+        of_x, of_error, to = x[low:high], error[low:high], left[low:high]
+        for at in range(to.size):
+            to[at] = of_x[at] + of_error[at]
+        finite &= encode(run, run + 1, left, left_bits, scale, q, block)
+        s, numbers = left.dtype.type(scale[run]), q[low:high]
+        for at in range(to.size):
+            to[at] -= s * left.dtype.type(numbers[at])
+    return finite
+
+
+@compiled
+def mean_left(
+    first: int,
+    stop: int,
+    scales: Array,
+    numbers: Array,
+    num_rows: int,
+    row_bytes: int,
+    error: Array,
+    left: Array,
+    left_bits: Array,
+    scale: Array,
+    q: Array,
+    block: int,
+) -> bool:
+    """As encode of the mean of rows + error; left <- mean + error - s q. Without an error: mean.
+
+    scales, numbers: from the first row's on to the end of all rows, which are row_bytes apart. error: empty for none.
+    """
+    finite, has_error = True, error.size > 0
+    count = left.dtype.type(num_rows)
+    for run in range(first, stop):
+        low, high = run * block, min((run + 1) * block, left.size)
+        to = left[low:high]
+        to[:] = 0
+        for row in range(num_rows):
+            at_row = row * row_bytes
+            s, of_row = left.dtype.type(scales[at_row // 4 + run]), numbers[at_row + low : at_row + high]
+            for at in range(to.size):
+                to[at] += s * left.dtype.type(of_row[at])
+        for at in range(to.size):
+            to[at] /= count
+        if has_error:
+            of_error = error[low:high]
+            for at in range(to.size):
+                to[at] += of_error[at]
+        finite &= encode(run, run + 1, left, left_bits, scale, q, block)
+        if has_error:
+            s, served = left.dtype.type(scale[run]), q[low:high]
+            for at in range(to.size):
+                to[at] -= s * left.dtype.type(served[at])
+    return finite
+
+
+@compiled
 def decode(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
     """out <- s q."""
     for run in range(first, stop):
@@ -68,23 +138,3 @@ def decode(first: int, stop: int, scale: Array, q: Array, out: Array, block: int
         s, to, numbers = out.dtype.type(scale[run]), out[low:high], q[low:high]
         for at in range(to.size):
             to[at] = s * out.dtype.type(numbers[at])
-
-
-@compiled
-def add(first: int, stop: int, scale: Array, q: Array, out: Array, block: int) -> None:
-    """out <- out + s q."""
-    for run in range(first, stop):
-        low, high = run * block, (run + 1) * block
-        s, to, numbers = out.dtype.type(scale[run]), out[low:high], q[low:high]
-        for at in range(to.size):
-            to[at] += s * out.dtype.type(numbers[at])
-
-
-@compiled
-def left_out(first: int, stop: int, scale: Array, q: Array, x: Array, out: Array, block: int) -> None:
-    """out <- x - s q."""
-    for run in range(first, stop):
-        low, high = run * block, (run + 1) * block
-        s, to, of_x, numbers = out.dtype.type(scale[run]), out[low:high], x[low:high], q[low:high]
-        for at in range(to.size):
-            to[at] = of_x[at] - s * out.dtype.type(numbers[at])

@@ -9,6 +9,8 @@ Scales are float32, whatever the values are. Every product is rounded for itself
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,38 @@ def add(scale_b: Tensor, q_c: Tensor, out_c: Tensor, block: int) -> None:
 def left_out(scale_b: Tensor, q_c: Tensor, x_c: Tensor, out_c: Tensor, block: int) -> None:
     """out <- x - s q. out: float[c], modified; it may be x."""
     torch.sub(x_c, _decoded(scale_b, q_c, out_c, block), out=out_c)
+
+
+def encode_left(x_c: Tensor, error_c: Tensor, left_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int) -> Tensor:
+    """As encode of x + error. left: float[c], modified: x + error - s q, which is what was left out of it."""
+    torch.add(x_c, error_c, out=left_c)
+    finite = encode(left_c, scale_b, q_c, block)
+    left_out(scale_b, q_c, left_c, left_c, block)
+    return finite
+
+
+def mean_left(
+    rows: Sequence[tuple[Tensor, Tensor]],
+    error_c: Tensor | None,
+    left_c: Tensor,
+    scale_b: Tensor,
+    q_c: Tensor,
+    block: int,
+) -> Tensor:
+    """As encode of the mean of rows, added up in their order, + error. rows: scales and numbers of each.
+
+    left: float[c], modified: as of encode_left; without an error what was encoded.
+    """
+    left_c.zero_()
+    for row in rows:
+        add(*row, left_c, block)
+    left_c.div_(left_c.new_full((), len(rows)))
+    if error_c is not None:
+        left_c.add_(error_c)
+    finite = encode(left_c, scale_b, q_c, block)
+    if error_c is not None:
+        left_out(scale_b, q_c, left_c, left_c, block)
+    return finite
 
 
 def _decoded(scale_b: Tensor, q_c: Tensor, like: Tensor, block: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import default_bucket
@@ -107,7 +108,7 @@ class CheckedOptions:
 
     def bucket_of(self, params: Iterable[Tensor]) -> int:
         """Elements of a bucket for these parameters."""
-        known = list(params)
+        known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
         on_gpu = any(param.device.type == "cuda" for param in known)
         return self.bucket_elements or default_bucket(sum(param.numel() for param in known), on_gpu)
 

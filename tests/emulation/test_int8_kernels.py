@@ -12,7 +12,6 @@ from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows
 from thinwire.comm.kernels.cuda import int8 as cuda
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import Errors
 
 CPU = torch.device("cpu")
 
@@ -32,19 +31,20 @@ def both(numel, size, rank, block, source=None):
 
 
 def exchanged(rows, x_N, error_c, size):
-    """What one rank has after a mean in which every rank gives what it gives."""
-    rows.encode(x_N)
+    """What one rank has after a mean in which every rank gives what it gives. error: of what it serves, or None."""
+    left_N = torch.zeros_like(x_N)
+    if error_c is None:
+        rows.encode(x_N)
+    else:
+        rows.encode_left(x_N, torch.linspace(-1, 1, len(x_N)).to(x_N), left_N)
     own = rows.chunks.index(rows.own)
     rows.collected_nB.copy_(rows.sent_nB[own])
     rows.serve(error_c)
     rows.gathered_nB.copy_(rows.sent_nB)
     rows.gathered_nB[own] = rows.served_B
-    errors = Errors([torch.zeros_like(x_N)], [torch.zeros_like(rows.sum_c)])
-    rows.keep_errors(x_N, errors, 0)
     out_N = torch.zeros_like(x_N)
     rows.decode_(out_N)
-    named = {"sent": rows.sent_nB, "served": rows.served_B, "sum": rows.sum_c, "out": out_N}
-    return {**named, "worker": errors.worker[0], "server": errors.server[0]}
+    return {"sent": rows.sent_nB, "served": rows.served_B, "left": left_N, "server": rows.left_c, "out": out_N}
 
 
 def assert_same(ours, theirs):
@@ -75,9 +75,9 @@ def test_a_bucket_is_exchanged_as_by_the_loops_bit_for_bit(numel, size, rank, bl
 
 def test_a_bucket_is_8_launches_whatever_the_number_of_ranks():
     layout, _, kernels, launcher = both(1000, 8, 3, 64)
-    exchanged(kernels, torch.ones(layout.numel), None, 8)
-    encode, left_out = ["encode_rows", "flag_rows"], ["left_out_of_rows"]
-    assert launcher.launched == [*encode, "mean_of_rows", *encode, *left_out, *left_out, "decode_rows"]
+    exchanged(kernels, torch.ones(layout.numel), torch.zeros(kernels.own.stop - kernels.own.start), 8)
+    encode = ["encode_rows", "flag_rows", "left_out_of_rows"]
+    assert launcher.launched == [*encode, "mean_of_rows", *encode, "decode_rows"]
 
 
 @pytest.mark.parametrize("bad", BAD)
