@@ -33,8 +33,10 @@ from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
 from thinwire.comm.bucket_size import measured_bucket
+from thinwire.comm.wire.network import Exchange, FullSteps
 from thinwire.lab import Lab, LabSpec, Line
 from thinwire.optim import FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART
 
 RESULTS = ROOT / "benchmarks" / "results" / "whole-job"
 MARK = "@whole_job "
@@ -135,7 +137,7 @@ def rank(orders: Orders) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     load = LOADS[orders.load]
     numel = sum(parameter.numel() for parameter in build(load).parameters())
-    bucket, _ = measured_bucket(TorchGroup(), numel)
+    buckets = {name: measured_bucket(TorchGroup(), numel, full=full_steps(name))[0] for name in OURS}
     for turn in range(orders.turns + 1):
         for method in orders.methods:
             steps = orders.steps if turn else SETTLE_STEPS
@@ -144,7 +146,7 @@ def rank(orders: Orders) -> None:
             group = dist.new_group(timeout=timedelta(seconds=120))
             dist.barrier()
             began, step_s = time.perf_counter(), []
-            model, optimizer = _made(method, build(load), group, steps, bucket)
+            model, optimizer = _made(method, build(load), group, steps, buckets.get(method))
             for _ in range(steps):
                 arguments = inputs.next()
                 at = time.perf_counter()
@@ -161,6 +163,7 @@ def rank(orders: Orders) -> None:
                     "seconds": time.perf_counter() - began,
                     "frozen_at": ours and ours.frozen_at,
                     "sent_bytes": ours.reduce.stats.sent_bytes if ours else None,
+                    "buckets": len(ours.reduce.buckets) if ours else None,
                     "step_s": [round(second, 4) for second in step_s],
                 }
                 print(MARK + json.dumps(told), flush=True)
@@ -169,7 +172,13 @@ def rank(orders: Orders) -> None:
     dist.destroy_process_group()
 
 
-def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int) -> tuple[nn.Module, Any]:
+def full_steps(method: str) -> FullSteps:
+    """Of a short run with the defaults, as a job tells it when it chooses its buckets (workers/plan/schedule.py)."""
+    parts = LAMB_WARMUP_PART if method == "onebit_lamb" else WARMUP_PART
+    return FullSteps(Exchange.FLAT_8, parts["int8"])
+
+
+def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int | None) -> tuple[nn.Module, Any]:
     """As anybody would write it: the length of the run, overlap with backward, and no other setting."""
     if method in OURS:
         settings = {"total_steps": steps, "lr_warmup_steps": steps // 10, "overlap": True, "bucket_elements": bucket}

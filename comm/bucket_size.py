@@ -20,7 +20,16 @@ from torch import Tensor
 
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
-from thinwire.comm.wire.network import Cost, Network, Work, all_gather, all_to_all, bucket_elements
+from thinwire.comm.wire.network import (
+    NO_FULL_STEPS,
+    Cost,
+    FullSteps,
+    Network,
+    Work,
+    all_gather,
+    all_to_all,
+    bucket_elements,
+)
 
 LINK_BYTES = (256, 4 << 10, 64 << 10, 1 << 20)
 """Over a rank's link in each collective, ascending. The first two are always sent."""
@@ -128,12 +137,16 @@ ON_GPU = Work(elements_per_s=1.3e11, bucket_s=2.4e-4)
 """The same in kernels on an H200, and the host's part of a bucket with its two collectives of NCCL: docs/gpu.md."""
 
 
-def measured_bucket(group: Group, numel: int, device: torch.device | str = "cpu") -> tuple[int, Network | None]:
+def measured_bucket(
+    group: Group, numel: int, device: torch.device | str = "cpu", full: FullSteps = NO_FULL_STEPS
+) -> tuple[int, Network | None]:
     """Elements of a bucket for vectors of `numel` elements, and the network that was measured for it.
 
-    Collective; about a second. One rank sends nothing: the default size, and no network. Raises: PeerLost.
+    full: of the run's steps, alike on all ranks. Collective; about a second. One rank sends nothing: the default size,
+    and no network. Raises: PeerLost.
     """
     if group.size == 1:
         return DEFAULT_BUCKET, None
     network = measure(group, device=device)
-    return bucket_elements(network, ON_CPU if torch.device(device).type == "cpu" else ON_GPU, numel), network
+    work = ON_CPU if torch.device(device).type == "cpu" else ON_GPU
+    return bucket_elements(network, work, numel, full), network

@@ -22,6 +22,7 @@ from torch import nn
 from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
+from thinwire.comm.wire.network import NO_FULL_STEPS, FullSteps
 from thinwire.contract.files import write_whole
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
@@ -29,6 +30,7 @@ from thinwire.optim import FlatOptimizer
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.recipe import moved
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import OfJob
@@ -75,7 +77,7 @@ def build(spec: TrainSpec, group: Group, device: torch.device, run_dir: Path | N
     model = recipe.model().to(device)
     if spec.bucket_elements is None:
         numel = sum(parameter.numel() for parameter in model.parameters())
-        recipe.bucket_elements = kept_bucket(run_dir, group, numel, device)
+        recipe.bucket_elements = kept_bucket(run_dir, group, numel, device, full_steps(spec))
     optimizer = recipe.optimizer(model.parameters(), group)
     return Training(spec, recipe, group, device, model, optimizer, feed, validation)
 
@@ -108,9 +110,12 @@ def refuse_other_data(group: Group, feed: MapFeed, device: torch.device) -> None
         )
 
 
-def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.device) -> int:
+def kept_bucket(
+    run_dir: Path | None, group: Group, numel: int, device: torch.device, full: FullSteps = NO_FULL_STEPS
+) -> int:
     """Elements of a bucket, alike on every rank. Collective. run_dir: None: not kept, and the default.
 
+    full: of the job's steps.
     Raises: PeerLost; OSError on rank 0 where the folder cannot be written.
     """
     if run_dir is None or group.size == 1:
@@ -120,7 +125,7 @@ def kept_bucket(run_dir: Path | None, group: Group, numel: int, device: torch.de
     group.broadcast_(known)
     if int(known):
         return int(known)
-    size, network = measured_bucket(group, numel, device)
+    size, network = measured_bucket(group, numel, device, full)
     if group.rank == 0 and network is not None:
         logger.info(
             "buckets_chosen elements=%d of=%d latency_us=%.0f mbyte_per_s=%.1f",

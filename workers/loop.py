@@ -22,6 +22,7 @@ from thinwire.workers.build import Training, build, kept_bucket, refuse_other_da
 from thinwire.workers.course import Joined, OfRanks, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.hyper import take_settings
 from thinwire.workers.owed import LEAVE_S
+from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.signature import signature
@@ -130,7 +131,8 @@ def regroup_training(
     known = [one for one in gather_progress(group, progress, device) if one is not None]
     refuse_other_data(group, training.feed, device)
     numel = training.optimizer.space.layout.num_live
-    size = None if known else bucket_elements or kept_bucket(run_dir, group, numel, device)
+    full = full_steps(training.spec)
+    size = None if known else bucket_elements or kept_bucket(run_dir, group, numel, device, full)
     change = regroup(
         training.optimizer,
         group,

@@ -177,17 +177,31 @@ def pipelined(wire_s: float, cpu_s: float, buckets: int) -> float:
     return max(wire_s, cpu_s) + min(wire_s, cpu_s) / buckets
 
 
-def bucket_elements(network: Network, work: Work, numel: int) -> int:
-    """Elements of a bucket with which the flat one-bit exchange of `numel` elements is over soonest: a multiple of 8.
+@dataclass(frozen=True, slots=True)
+class FullSteps:
+    """Of a run's steps the part that sends the gradient in full, 0 to 1, and how."""
 
-    More buckets overlap better and pay the latency more often. Every number of buckets up to MOST_BUCKETS is tried;
-    the fewest of the best is taken.
+    exchange: Exchange
+    part: float
+
+
+NO_FULL_STEPS = FullSteps(Exchange.DENSE_FP32, 0.0)
+
+
+def bucket_elements(network: Network, work: Work, numel: int, full: FullSteps = NO_FULL_STEPS) -> int:
+    """Elements of a bucket with which a run's flat exchanges of `numel` elements are over soonest: a multiple of 8.
+
+    More buckets overlap better and pay the latency more often. Steps in full have more to overlap than those of one
+    bit. Every number of buckets up to MOST_BUCKETS is tried; the fewest of the best is taken.
     """
     if numel < 1 or not work.elements_per_s > 0:
         raise ValueError(f"numel = {numel}, elements_per_s = {work.elements_per_s}: both must be positive")
     most = max(1, min(MOST_BUCKETS, numel // LEAST_BUCKET))
-    best = min(
-        range(1, most + 1),
-        key=lambda k: predict(Exchange.FLAT_ONE_BIT, network, numel, work, k).seconds,
-    )
+
+    def seconds(buckets: int) -> float:
+        one_bit = predict(Exchange.FLAT_ONE_BIT, network, numel, work, buckets).seconds
+        in_full = predict(full.exchange, network, numel, work, buckets).seconds if full.part else 0.0
+        return (1 - full.part) * one_bit + full.part * in_full
+
+    best = min(range(1, most + 1), key=seconds)
     return round_up(-(-numel // best), BYTE)

@@ -20,6 +20,7 @@ from torch import Tensor
 from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
 from thinwire.comm.default import has_process_group
 from thinwire.comm.kernels.int8_reference import LEVELS
+from thinwire.comm.kernels.peak import peak
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.claims import found_around
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -96,7 +97,11 @@ class FirstStep:
 
 
 def _sample(x_N: Tensor) -> Tensor:
-    return x_N[:: max(1, x_N.numel() // SAMPLED)]
+    return x_N[:: _stride(x_N)]
+
+
+def _stride(x_N: Tensor) -> int:
+    return max(1, x_N.numel() // SAMPLED)
 
 
 def _rounding(g_N: Tensor, wire: FullWire) -> Tensor:
@@ -107,11 +112,13 @@ def _rounding(g_N: Tensor, wire: FullWire) -> Tensor:
     # beside it.
     runs = len(g_N) // RUN
     largest_R = g_N.new_zeros(runs + 3)
-    largest_R[1 : runs + 1] = torch.linalg.vector_norm(g_N[: runs * RUN].view(runs, RUN), torch.inf, dim=1)
+    whole_Rk = g_N[: runs * RUN].view(runs, RUN)
+    if runs:  # both ends: on a CPU torch's norm, and aminmax of rows, take ten times as long
+        largest_R[1 : runs + 1] = torch.maximum(whole_Rk.amax(1), whole_Rk.amin(1).neg_())
     if len(g_N) % RUN:
-        largest_R[runs + 1] = torch.linalg.vector_norm(g_N[runs * RUN :], torch.inf)
+        largest_R[runs + 1] = peak(g_N[runs * RUN :])
     near_R = largest_R.unfold(0, 3, 1).amax(1)
-    every_k = _sample(torch.arange(len(g_N), device=g_N.device))
+    every_k = torch.arange(0, len(g_N), _stride(g_N), device=g_N.device)
     return near_R[every_k.div_(RUN, rounding_mode="floor")] * (0.51 / LEVELS)
 
 

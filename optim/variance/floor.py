@@ -13,7 +13,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.layout import Span
 
 RELATIVE_FLOOR = 1e-2
@@ -33,33 +35,60 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     """
     # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
     cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
-    groups = _groups(cuts, GROUP if v_N.device.type == "cpu" else GPU_GROUP)
-    wide = torch.float32 if v_N.dtype == torch.bfloat16 else v_N.dtype
-    sums = [_sums(v_N[at].to(wide), cuts[pieces.start : pieces.stop + 1]) for pieces, at in groups]
-    sum_p, count_p = (torch.cat(parts) for parts in zip(*sums, strict=True))
+    sum_p, count_p = _sums(v_N, cuts)
     of_tensor_p, live_p = _means(sum_p, count_p, cuts, tensors)
     of_block_p, _ = _means(sum_p, count_p, cuts, blocks)
     model_mean = sum_p.sum() / count_p.sum().clamp_(min=1)
     around_p = torch.maximum(of_tensor_p, of_block_p)
     floor_p = RELATIVE_FLOOR * torch.where(around_p < NEGLIGIBLE * model_mean, model_mean, around_p)
-    floor_p = floor_p.where(live_p, 0.0).to(v_N.device, v_N.dtype)
-    raised_N, lengths_p = torch.empty_like(v_N, dtype=torch.bool), cuts.diff().to(v_N.device)
-    for pieces, at in groups:
-        floor = floor_p[pieces].repeat_interleave(lengths_p[pieces], output_size=at.stop - at.start)
-        torch.lt(v_N[at], floor, out=raised_N[at])
-        torch.maximum(v_N[at], floor, out=v_N[at])
+    raised_N = torch.empty_like(v_N, dtype=torch.bool)
+    _raise(v_N, cuts, floor_p.where(live_p, 0.0).to(v_N.device, v_N.dtype), raised_N)
     return raised_N
 
 
-def _groups(cuts: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Adjoining pieces between cuts, as many as `most` elements hold, and their elements: what has scratch at once."""
+def _has_loops(v_N: Tensor) -> bool:
+    return v_N.device.type == "cpu" and v_N.dtype in CPU_DTYPES and v_N.is_contiguous()
+
+
+def _groups(v_N: Tensor, cuts: Tensor) -> list[tuple[slice, slice]]:
+    """Adjoining pieces between cuts, and their elements: what has scratch at once."""
+    most = GROUP if v_N.device.type == "cpu" else GPU_GROUP
     number_p = cuts[:-1] // most
     starts = [0, *(number_p.diff().nonzero().view(-1) + 1).tolist(), len(number_p)]
     return [(slice(a, b), slice(int(cuts[a]), int(cuts[b]))) for a, b in pairwise(starts)]
 
 
-def _sums(v: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each piece of these elements the sum, and how many are not zero: float64, on the host."""
+def _sums(v_N: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each piece the sum, and how many are not zero: float64[p], on the host."""
+    if _has_loops(v_N):
+        from thinwire.optim.kernels import floor_loops  # not at the top: it brings numba, which only CPUs need
+
+        sum_p = torch.zeros(len(cuts) - 1, dtype=torch.float64)
+        count_p = torch.zeros_like(sum_p)
+        floor_loops.sums(v_N.numpy(), cuts.numpy(), sum_p.numpy(), count_p.numpy())
+        return sum_p, count_p
+    wide = torch.float32 if v_N.dtype == torch.bfloat16 else v_N.dtype
+    sums = [_sums_of(v_N[at].to(wide), cuts[pieces.start : pieces.stop + 1]) for pieces, at in _groups(v_N, cuts)]
+    sum_p, count_p = (torch.cat(parts) for parts in zip(*sums, strict=True))
+    return sum_p, count_p
+
+
+def _raise(v_N: Tensor, cuts: Tensor, floor_p: Tensor, raised_N: Tensor) -> None:
+    """v <- what is below the floor of its piece, raised to it; raised <- which are. Both modified."""
+    if _has_loops(v_N):
+        from thinwire.optim.kernels import floor_loops
+
+        floor_loops.raise_to(v_N.numpy(), cuts.numpy(), floor_p.numpy(), raised_N.numpy())
+        increment_version(v_N)
+        return
+    lengths_p = cuts.diff().to(v_N.device)
+    for pieces, at in _groups(v_N, cuts):
+        floor = floor_p[pieces].repeat_interleave(lengths_p[pieces], output_size=at.stop - at.start)
+        torch.lt(v_N[at], floor, out=raised_N[at])
+        torch.maximum(v_N[at], floor, out=v_N[at])
+
+
+def _sums_of(v: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     lengths_p = cuts.diff().to(v.device)
     sum_p = torch.segment_reduce(v, "sum", lengths=lengths_p, unsafe=True)
     count_p = torch.segment_reduce((v > 0).to(v.dtype), "sum", lengths=lengths_p, unsafe=True)

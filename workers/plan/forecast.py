@@ -79,7 +79,7 @@ def chosen_bucket(spec: TrainSpec, network: Network, elements: int, on_gpu: bool
     """Elements of a bucket, as a job chooses it."""
     if spec.bucket_elements is not None or network.ranks == 1:
         return spec.bucket_elements or elements
-    return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements)
+    return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements, schedule.full_steps(spec))
 
 
 def forecast(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.comm.protocol import FullWire
+from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
 from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
@@ -23,6 +24,7 @@ from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART
 from thinwire.workers.hyper import learning_rate
 
 COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
+EXCHANGES = {"bf16": Exchange.FLAT_16, "int8": Exchange.FLAT_8}
 MOST_LOOKED_AT = 20_000
 """Steps of a long run at which the gap between syncs is looked at; in between it is taken to be in proportion."""
 
@@ -64,6 +66,26 @@ def full_wire(spec: TrainSpec, freeze: int | None) -> FullWire:
     if spec.precision == "bfloat16":
         return "bf16"
     return "int8" if freeze is None and spec.topology == "flat" else "fp32"
+
+
+def full_steps(spec: TrainSpec) -> FullSteps:
+    """The part of the job's own steps that send the gradient in few bits, for which buckets are made smaller.
+
+    Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
+    count: a ring sends each bucket in pieces anyway.
+    """
+    freeze = spec.warmup_steps
+    if isinstance(spec.optimizer, ZeroOneAdamSpec):
+        freeze, kinds = spec.var_freeze_step, zero_one(spec)
+    elif isinstance(spec.optimizer, (OneBitAdamSpec, OneBitLambSpec)):
+        kinds = one_bit(spec, lamb=isinstance(spec.optimizer, OneBitLambSpec))
+    else:
+        freeze, kinds = 0, dense(spec)
+    wire = full_wire(spec, freeze)
+    if wire == "fp32":
+        return NO_FULL_STEPS
+    warmup = max(kinds.warmup, (kinds.latest_warmup or 0) + kinds.refreshes)
+    return FullSteps(EXCHANGES[wire], min(warmup / spec.steps, 1.0))
 
 
 def one_bit(spec: TrainSpec, *, lamb: bool = False) -> Kinds:

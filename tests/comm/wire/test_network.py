@@ -5,6 +5,7 @@ import pytest
 from thinwire.comm.wire.network import (
     LEAST_BUCKET,
     Exchange,
+    FullSteps,
     Network,
     Work,
     broadcast,
@@ -128,3 +129,18 @@ def test_what_a_bucket_costs_makes_fewer_and_a_slow_wire_more() -> None:
     assert buckets(1.2e8, 3e-3) < buckets(1.2e8, 1e-4)
     assert buckets(1.2e8, 3e-3) < buckets(1.2e7, 3e-3)
     assert buckets(1e12, 3e-3) == 1
+
+
+@pytest.mark.parametrize("rate", [1.25e7, 1.25e8, 1.25e9])
+def test_the_more_steps_are_in_full_the_more_buckets_there_are_up_to_what_suits_these(rate):
+    network, numel = Network(2, 2e-4, rate), 25_490_000
+
+    def buckets(part):
+        full = FullSteps(Exchange.FLAT_8, part)
+        return -(-numel // bucket_elements(network, Work(4e8, 3e-3), numel, full))
+
+    found = [buckets(part) for part in (0.0, 0.1, 0.3, 0.6, 1.0)]
+    assert found == sorted(found)
+    assert found[0] == -(-numel // bucket_elements(network, Work(4e8, 3e-3), numel))
+    seconds = {k: predict(Exchange.FLAT_8, network, numel, Work(4e8, 3e-3), k).seconds for k in range(1, 65)}
+    assert seconds[found[-1]] == min(seconds.values())

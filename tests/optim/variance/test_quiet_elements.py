@@ -5,6 +5,7 @@ rates of the round. Adam's own steps are 1.5 at most in this run.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from thinwire.comm import run_threads
 from thinwire.contract.spec import GptRecipe
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.onebit_settings import OURS
+from thinwire.optim.variance import floor
 from thinwire.workers.recipes.gpt import build
 
 RECIPE = GptRecipe(layers=2, width=32, heads=2, context=16)
@@ -176,3 +178,21 @@ def test_t13_without_the_floor_the_same_elements_explode():
     assert seen.first > 1e4
     assert seen.quiet > 100 * seen.others
     assert seen.losses[-1] < 0.7 * seen.losses[0]  # and the loss does not show it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_floor_by_loops_is_that_of_plain_torch_to_rounding(seed, dtype, monkeypatch):
+    random = torch.Generator().manual_seed(seed)
+    v, bounds = torch.rand(3000, generator=random, dtype=dtype) ** 8, [0, 1, 8, 1003, 1004, 2000, 3000]
+    v[torch.rand(3000, generator=random) < 0.3] = 0
+    v[1004:2000] *= 1e-13 if seed % 2 else 0
+    tensors = [(a, b - (b - a > 3)) for a, b in pairwise(bounds)]  # what lies between them is dead
+    blocks = [(a, min(a + 96, 3000)) for a in range(0, 3000, 96)]
+    ours, theirs = v.clone(), v.clone()
+    raised = floor.floor_variance_(ours, tensors, blocks)
+    assert ours._version > 0
+    monkeypatch.setattr(floor, "_has_loops", lambda v: False)
+    assert torch.equal(raised, floor.floor_variance_(theirs, tensors, blocks))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert 0 < int(raised.sum()) < 3000

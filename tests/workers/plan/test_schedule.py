@@ -5,6 +5,7 @@ import torch
 
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.wire.network import Exchange
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.hyper import OPTIMIZERS, hyperparameters, learning_rate
 from thinwire.workers.plan import schedule
@@ -71,6 +72,25 @@ def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may(name, wire, fi
     while age + max(age // 16, 10) <= 1000:
         age, refreshes = age + max(age // 16, 10), refreshes + 1
     assert kinds.refreshes == refreshes
+
+
+@pytest.mark.parametrize(
+    ("more", "exchange", "part"),
+    [
+        ({"optimizer": {"name": "onebit_adam"}}, Exchange.FLAT_8, 0.608),  # 600 steps and the refreshes
+        ({"optimizer": {"name": "onebit_adam"}, "precision": "bfloat16"}, Exchange.FLAT_16, 0.4),
+        ({"optimizer": {"name": "onebit_lamb"}}, Exchange.FLAT_8, 0.705),
+        ({"optimizer": {"name": "zero_one_adam"}}, Exchange.FLAT_8, 0.608),
+        ({"optimizer": {"name": "adam", "full_exchange": "int8"}}, Exchange.FLAT_8, 1.0),
+        ({"optimizer": {"name": "adam"}}, Exchange.DENSE_FP32, 0.0),
+        ({"optimizer": {"name": "onebit_adam", "full_exchange": "int8", "warmup": 100}}, Exchange.FLAT_8, 0.1),
+        ({"optimizer": {"name": "onebit_adam", "warmup": 100}}, Exchange.DENSE_FP32, 0.0),
+    ],
+)
+def test_smaller_buckets_are_asked_for_by_the_steps_in_few_bits(more, exchange, part):
+    found = schedule.full_steps(small_spec(steps=1000, **more))
+    assert found.exchange is exchange
+    assert found.part == pytest.approx(part, abs=0.015)
 
 
 def test_a_job_of_another_optimizer_is_counted_as_if_it_had_this_one():
