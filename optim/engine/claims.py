@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -118,17 +118,13 @@ def _is_whole(module: nn.Module) -> bool:
     return {"_parameters", "_buffers", "_modules", "training"} <= vars(module).keys()
 
 
-def _live(kinds: Iterable[Kind]) -> list[list[Any]]:
+def _live(kinds: Sequence[Kind]) -> list[list[Any]]:
     """The live objects of each kind."""
+    every = gc.get_objects()
+    wanted = {cls: kind for cls in set(map(type, every)) if (kind := kind_of(cls)) in kinds}
     found: dict[Kind | None, list[Any]] = {kind: [] for kind in kinds}
-    known: dict[type, Kind | None] = {}
-    for thing in gc.get_objects():
-        cls = type(thing)
-        if cls not in known:
-            known[cls] = kind_of(cls)
-        kind = known[cls]
-        if kind in found:
-            found[kind].append(thing)
+    for thing in [thing for thing in every if type(thing) in wanted]:
+        found[wanted[type(thing)]].append(thing)
     return [found[kind] for kind in kinds]
 
 
