@@ -299,7 +299,8 @@ def _residuals(
         if is_behind and not redone and _keeps_errors(optimizer):
             raise ValueError(
                 f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
-                "part of that step: this is a defect of thinwire; please report it"
+                "part of that step: after PeerLost call regroup() before the next step(), which forgets what was sent; "
+                "where nobody called step() in between, this is a defect of thinwire, please report it"
             )
         for name, memory in errors.items():
             if has_state:

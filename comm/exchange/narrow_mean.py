@@ -39,6 +39,7 @@ from thinwire.comm.kernels.cuda.int8 import CudaInt8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.layout import Bucket, Buckets, round_up
 from thinwire.comm.protocol import Codec, ErrorMemory, Errors, FullMeans, FullWire, Group, LeavingRow, Pending
+from thinwire.comm.signals import deferred
 
 CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16Codec, "int8": Int8Codec}
 """How a mean may be sent, beside fp32."""
@@ -273,11 +274,15 @@ class NarrowMean:
         if memory is None or not whole:
             yield whole
             return
-        self._keep(memory)
+        counts = False
         try:
+            with deferred(to_the_end=True):
+                self._keep(memory)
+                counts = True
             yield True
         finally:  # also where a peer is lost inside: the next attempt begins from the same
-            self._keep(memory)
+            if counts:
+                self._keep(memory)
 
     def _keep(self, memory: ErrorMemory) -> None:
         """What was left out and the errors take each other's place."""

@@ -127,6 +127,11 @@ class Overlap:
             "waits_for": self._waits_for,
         }
 
+    @property
+    def has_launched(self) -> bool:
+        """Has backward sent a bucket of the next step, whose place in g the mean may have taken?"""
+        return self._round is not None and self._round.num_launched > 0
+
     def refuse_between(self, call: str) -> None:
         """Raises: RuntimeError where backward has begun to send and step() has not followed."""
         if self.exchange is not None:

@@ -215,7 +215,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         of_param = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.parked.items():
             weight = self.gradient_weight(of_param[param]) * factor
-            state.residuals["momentum_error"].mul_(_scale_of(state) * weight)
+            state.residuals["momentum_error"] = state.residuals["momentum_error"] * (_scale_of(state) * weight)
 
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""

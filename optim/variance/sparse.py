@@ -345,11 +345,11 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
         weight_N = self._spread(weights)
         self.vectors.update_error.scale_(weight_N)
-        for residual_N in (self.handed_over or {}).values():
-            residual_N.mul_(weight_N)
+        if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
+            self.handed_over = {name: residual_N * weight_N for name, residual_N in self.handed_over.items()}
         of = {id(p): w for group, w in zip(self.param_groups, weights, strict=True) for p in group["params"]}
         for param, state in self.parked.items():
-            state.residuals["update_error"].mul_(of[id(param)])
+            state.residuals["update_error"] = state.residuals["update_error"] * of[id(param)]
 
     def _spread(self, weights: Sequence[float]) -> Tensor:
         weight_N = torch.zeros_like(self.space.p_N)

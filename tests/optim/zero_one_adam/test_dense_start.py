@@ -181,3 +181,23 @@ def test_a_state_of_before_there_was_a_dense_start_loads():
     _, other = make(dense_steps=0)
     other.load_state_dict(state)
     assert other.num_steps == 9
+
+
+def test_what_was_saved_before_the_last_dense_step_stays_as_it_was_saved():
+    """That step changes the unit of R, also of what was handed over, which a state_dict() shares."""
+
+    def work(group):
+        param = torch.nn.Parameter(torch.zeros(64))
+        options = {"full_exchange": "int8", "var_freeze_step": 10, "dense_steps": 6}
+        optimizer = ZeroOneAdam([param], lr=1e-2, group=group, **options)
+        for step in range(6):
+            if step == 5:
+                saved = optimizer.state_dict()["residuals"]["update_error"]
+                before = saved.clone()
+            optimizer.zero_grad()
+            param.grad = torch.randn(64, generator=torch.Generator().manual_seed(100 * step + group.rank))
+            optimizer.step()
+        assert before.any()
+        return torch.equal(saved, before)
+
+    assert run_threads(2, work) == [True, True]
