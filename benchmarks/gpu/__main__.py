@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="no GPU: the same code at tiny sizes on a made-up device with emulated kernels (needs g++); the result "
-        f"says {report.REHEARSAL} and has no times; into runs/gpu-rehearsal",
+        help="no GPU: the same code at tiny sizes on a made-up device with emulated kernels (needs g++, pytest); the "
+        f"result says {report.REHEARSAL} and has no times; into runs/gpu-rehearsal",
     )
     parser.add_argument(
         "--only", type=_parts, default=PARTS, help=f"some of {','.join(PARTS)}, by commas; all by default"
@@ -68,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - began:4.0f} s] {line}", flush=True)
 
     told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    device: Measured = Rehearsal() if given.rehearse else Gpu()
+    try:
+        device: Measured = Rehearsal() if given.rehearse else Gpu()
+    except ModuleNotFoundError as error:
+        print(f"{error}: a rehearsal needs what tests need: make .venv/.dev, or pip install pytest", file=sys.stderr)
+        return 2
     words = sys.argv[1:] if arguments is None else arguments
     head = {
         "rehearsal": device.rehearsal,
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _minutes(text: str) -> float:
     minutes = float(text)
     if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and finite")
     return minutes
 
 

@@ -243,10 +243,12 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
         counted = schedule.one_bit(spec, lamb=name == LAMB)
         if counted.latest_warmup is not None:
             end = counted.full - counted.refreshes
-            told.append(
-                f"the automatic warm-up of {TITLES[name]} ends after step {end:.0f}, the earliest that its rule "
-                f"allows; it may last to step {counted.latest_warmup}"
-            )
+            when = f"after step {end:.0f}"
+            if counted.latest_warmup > end:
+                when += f", the earliest that its rule allows; it may last to step {counted.latest_warmup}"
+            if counted.refreshes:
+                when += f"; {counted.refreshes} later steps, which bring the variance up to date, count as warm-up"
+            told.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
     wires = sorted({schedule.full_wire(spec, at) for at in (spec.warmup_steps, spec.var_freeze_step)} - {"fp32"})
     if wires:
         told.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
