@@ -137,7 +137,7 @@ def test_the_table_the_assumptions_and_the_verdict_are_printed(job, capsys, monk
     assert lines[-1].startswith("Compress, with ")
     for title in ("dense fp32", "dense bf16", "1-bit Adam", "1-bit LAMB", "0/1 Adam"):
         assert any(line.startswith(title) for line in lines)
-    assert any("may last to step 600" in line for line in lines)
+    assert any("ends after step 600; " in line for line in lines)
 
 
 def examined(path, **visit):

@@ -14,7 +14,7 @@ from tests.emulation.pretend import FINISH
 from tests.emulation.whole_steps import PLANTED, cases
 
 ROOT = Path(__file__).parents[2]
-FLOOR = {"optim.variance.floor._sums", "optim.variance.floor.floor_variance_"}
+FLOOR = {f"optim.variance.floor.{name}" for name in ("_sums_of", "_raise", "floor_variance_")}
 SELDOM = {
     "first step": {"optim.engine.first_step.FirstStep.look_at_mean"},
     "freeze": FLOOR
