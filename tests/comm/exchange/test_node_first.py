@@ -416,12 +416,16 @@ def test_after_a_sum_of_a_mean_has_failed_nothing_more_is_begun(collective, call
         if group.rank == 1:
             faulty.arm(Fault((1,), collective, call, When.AFTER, What.ALONE))
         before = group.stats.bytes_by_kind["box all_gather"]
-        with pytest.raises(PeerLost):
+        try:
             reducer.full_(torch.ones(LAYOUT.numel, dtype=torch.float64))
-        group.leave("lost a peer")
-        return group.stats.bytes_by_kind["box all_gather"] > before
+            lost = False  # whoever needs nothing more of rank 1 may be done before it is seen to have left
+        except PeerLost:
+            lost = True
+            group.leave("lost a peer")
+        return lost, group.stats.bytes_by_kind["box all_gather"] > before
 
-    assert run_threads(4, work, boxes=BOXES["2 of 2"])[1] == (collective == "all_gather")
+    found = run_threads(4, work, boxes=BOXES["2 of 2"])
+    assert found[1] == (True, collective == "all_gather")
 
 
 def test_how_well_it_carried_is_known_of_a_vector_so_small_that_some_ranks_own_nothing_of_it():
