@@ -43,14 +43,6 @@ class Watching(Protocol):
         """Close this before anything is aborted. Held weakly."""
 
 
-@runtime_checkable
-class Holding(Protocol):
-    """A Pending that can make the current stream wait and let the host go on."""
-
-    def hold(self) -> None:
-        """What is queued on the current stream from now on runs after the collective. Raises: PeerLost."""
-
-
 def await_device(group: Group, what: str, done: Callable[[], bool]) -> None:
     """Return when done(). Raises: PeerLost, where the group looks after its peers."""
     if isinstance(group, Watching):
@@ -66,7 +58,7 @@ def before_abort(group: Group, gate: Gate) -> None:
 
 
 def hold(pending: Pending) -> None:
-    """Make the current stream wait for it where it runs on a GPU; else wait. Raises: PeerLost."""
+    """Make the current stream wait for it where it runs on a GPU, if it has a hold(); else wait. Raises: PeerLost."""
     held = getattr(pending, "hold", pending.wait)  # to ask for the protocol takes 15 us, and each bucket has two
     held()
 

@@ -66,7 +66,8 @@ class FirstStep:
             self._looks = False
             self._compares = self._look_around(optimizer) and plan.gradient is Wire.FULL and optimizer.group.size > 1
         self._own = None
-        # Nor where backward has sent some of it, which only a step can that is not the first.
+        # What backward has sent lies in g as the mean already. The first step never overlaps; one after it, where that
+        # was left out, may.
         self._compares = self._compares and not optimizer.overlap.has_launched
         if self._compares and plan.gradient is Wire.FULL:
             g_N = optimizer.space.g_N
