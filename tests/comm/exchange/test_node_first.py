@@ -260,24 +260,31 @@ def test_t6_a_peer_lost_at_any_collective_leaves_the_errors_of_all_ranks_untouch
     collective, call = PLACES[place]
     everyone = tuple(range(len(of_rank)))
     arrived = threading.Barrier(len(of_rank))  # who dies at once would be missed in the step before
-    last = (collective, call, when) == ("all_gather", BUCKETS, When.AFTER)
+    nobody_waits = (collective, call, when) == ("all_gather", BUCKETS, When.AFTER)
 
     def work(group):
         faulty = FaultyGroup(group)
         reducer, memory, m = warmed_up(faulty, rounds)
         before, given = errors_of(memory), rounds[-1][group.rank].clone()
-        # After the last collective of all nobody waits for anybody any more: who is lost there is lost by all at once.
-        faulty.arm(Fault(everyone if last else (1,), collective, call, when))
+        faulty.arm(Fault(everyone if nobody_waits else (1,), collective, call, when))
         arrived.wait(60)
-        with pytest.raises(PeerLost):
+        try:
             step(reducer, memory, given, momentum)
-        assert not reducer.is_open
+        except PeerLost:
+            assert not reducer.is_open
+        else:
+            return "it was done"
         assert torch.equal(given, rounds[-1][group.rank])
         assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
         reducer.last(memory).decode_(out := torch.empty_like(m))
-        return torch.equal(out, m)
+        assert torch.equal(out, m)
+        return "it was undone"
 
-    assert all(run_threads(len(of_rank), work, boxes=of_rank))
+    found = run_threads(len(of_rank), work, boxes=of_rank)
+    # Other boxes may have all that they need of this one before its last collective, which is its own alone.
+    sure = everyone if nobody_waits or collective == "all_to_all" else [i for i in everyone if of_rank[i] == of_rank[1]]
+    assert [found[rank] for rank in sure] == ["it was undone"] * len(sure)
+    assert set(found) <= {"it was undone", "it was done"}
 
 
 @every_value({"boxes": BOXES, "momentum": (False, True)}, only=(2, 4))
