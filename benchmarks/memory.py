@@ -66,6 +66,20 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], int]] = {
     "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "error_memory": "bf16"}, 6),
     "1-bit LAMB": (OneBitLamb, {"warmup": 3}, 6),
     "0/1 Adam": (ZeroOneAdam, {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2}, 14),
+    "Adam in 8 bits": (Adam, {"full_exchange": "int8"}, 3),
+    "LAMB in 8 bits": (Lamb, {"full_exchange": "int8"}, 3),
+    "1-bit Adam in 8 bits": (OneBitAdam, {"warmup": 3, "full_exchange": "int8"}, 6),
+    "1-bit Adam in 8 bits both bf16": (
+        OneBitAdam,
+        {"warmup": 3, "full_exchange": "int8", "variance": "bf16", "error_memory": "bf16"},
+        6,
+    ),
+    "1-bit LAMB in 8 bits": (OneBitLamb, {"warmup": 3, "full_exchange": "int8"}, 6),
+    "0/1 Adam in 8 bits": (
+        ZeroOneAdam,
+        {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2, "full_exchange": "int8"},
+        14,
+    ),
 }
 """Each with its settings and steps."""
 
@@ -309,7 +323,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder of the results: a file a case, and the table.")] = RESULTS,
     only: Annotated[str, typer.Option(help="Only cases whose name holds this, such as 1-bit-adam-2-fp32.")] = "",
 ) -> None:
-    """Measure the cases, then write the table of all files: ten minutes."""
+    """Measure the cases, then write the table of all files: twenty minutes."""
     made_by = provenance()
     out.mkdir(parents=True, exist_ok=True)
     for size in SIZES:

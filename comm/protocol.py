@@ -209,15 +209,18 @@ class ErrorMemory(Protocol):
     def scale_(self, factor_N: Tensor) -> None:
         """R <- factor R, an element each, as where the unit of what is exchanged changes. Local. factor: float[N]."""
 
-    def residual(self) -> Tensor:
-        """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
+    def residual(self, out_N: Tensor | None = None) -> Tensor:
+        """R, float[N], bit-identical on every rank. Collective; modifies nothing but out. Raises: PeerLost.
 
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
-        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
+        out: float[N], written and returned; undefined where a peer is lost. None: new.
+        """
+
+    def share(self, holders: int, missing: Collection[int] = (), out_N: Tensor | None = None) -> Tensor:
+        """worker error / holders + server error, float[N]: what this rank holds of R. Local; modifies nothing but out.
 
         Summed over all ranks, holders being their number, it is R. Where a rank is gone, the sum over the others,
         holders being theirs, imputes its worker error (their mean), and has its server error only where another keeps
-        it too. missing: the ranks that are gone.
+        it too. missing: the ranks that are gone. out: float[N], written and returned; None: new.
         """
 
     def kept_of(self, rank: int) -> bool:
@@ -414,16 +417,25 @@ class Reducer(Protocol):
         this rank had done all its part; where not, nothing is done, and no rank can have the result.
         """
 
+    def forget_lost(self) -> None:
+        """What was exchanged may be written from now on, so that an exchange that lost a peer can no more be redone."""
+
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Can this rank help to estimate what a rank that is gone held? Where all that are left can, they do."""
 
     def share(
-        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+        self,
+        memory: ErrorMemory,
+        holders: int,
+        missing: Collection[int] = (),
+        *,
+        rebuilt_by: int | None = None,
+        out_N: Tensor | None = None,
     ) -> Tensor:
         """As memory.share; where rebuilt_by is given, with this rank's part of what is estimated of the missing.
 
         rebuilt_by: the rank, in this group, that adds what all of them know: one that has the last exchange committed.
-        Local; modifies nothing.
+        Local; modifies nothing but out.
         """
 
     def left_squares(self, memory: ErrorMemory) -> Tensor:

@@ -21,7 +21,7 @@ until its next step, so that the next regroup() begins from there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +32,21 @@ from torch import Tensor
 from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import gather_texts
-from thinwire.comm.protocol import Group, Relaying
+from thinwire.comm.protocol import Group
 from thinwire.optim.engine import saving
+from thinwire.optim.engine.giving import (
+    GradientAsRoom,
+    Room,
+    begin_anew,
+    give,
+    give_vectors,
+    gradient_as_room,
+    take,
+    told_of_rows,
+)
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
-from thinwire.optim.engine.state import error_memories, is_field, move, part, put, replicated, sizes
-
-PARAMETERS = "parameters_N"
-PIECE = 1 << 18
-"""Elements of a momentum in rows that are decoded and given at a time."""
+from thinwire.optim.engine.state import error_memories
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class _Standing:
 
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
     whose server error is here. rebuilds: whether it has rows of the last exchange. narrowed: what it keeps in bf16.
+    layout: of its vectors. in_rows: of those that it holds in received rows, what Momentum.told() says.
     """
 
     has_state: bool
@@ -92,6 +99,8 @@ class _Standing:
     rebuilds: bool
     narrowed: list[str]
     bucket_elements: int
+    layout: int
+    in_rows: dict[str, dict[str, Any]]
     plain: dict[str, Any]
 
     @classmethod
@@ -108,6 +117,8 @@ class _Standing:
             bool(errors) and all(optimizer.reduce.rebuilds(memory) for memory in errors),
             optimizer.narrowed,
             optimizer.bucket_elements,
+            optimizer.space.layout.fingerprint(),
+            told_of_rows(optimizer) if has_state else {},
             plain,
         )
 
@@ -133,10 +144,11 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         if errors:
             optimizer.refuse_to_be_alone()
         optimizer.prepare_to_hand_over()
-        residuals = {name: memory.residual() for name, memory in errors.items()}
-        optimizer.handed_over = residuals
-        for name, memory in errors.items():  # as a save does: so R is not in memory twice
-            memory.restore(residuals[name])
+        with gradient_as_room(optimizer) as room:
+            residuals = {name: memory.residual(room.take()) for name, memory in errors.items()}
+            optimizer.handed_over = residuals
+            for name, memory in errors.items():  # as a save does: so R is not in memory twice
+                memory.restore(residuals[name])
 
 
 @torch.no_grad()
@@ -152,14 +164,15 @@ def regroup(
 
     A newcomer has made the same optimizer over a group of its own (SoloGroup). Where nobody has a state, parameters are
     those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
-    source stays. Gradients are as the failed step has left them; afterwards they are worth nothing.
+    source stays. Gradients are as the failed step has left them; afterwards, also where it fails, they are worth
+    nothing.
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
     every rank; None: those of the optimizer's model=. Written in place where a rank is given the state, also where that
     fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
     """
-    with calls_of(group).within("regroup()"):
-        return _regroup(optimizer, group, has_state, bucket_elements, buffers)
+    with calls_of(group).within("regroup()"), gradient_as_room(optimizer) as gradient:
+        return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient)
 
 
 def _regroup(
@@ -168,6 +181,7 @@ def _regroup(
     has_state: bool,
     bucket_elements: int | None,
     buffers: Iterable[Tensor] | None,
+    gradient: GradientAsRoom,
 ) -> Regrouped:
     device = optimizer.space.p_N.device
     own = _Standing.of(optimizer, has_state)
@@ -189,16 +203,18 @@ def _regroup(
     received = tuple(rank for rank, one in enumerate(all_n) if rank not in level or one.num_steps < now)
 
     takes_part = group.rank in level
-    settled = optimizer.settled(group, taking_part=takes_part, num_ranks=len(level))
+    room = Room(optimizer.settled(group, taking_part=takes_part, num_ranks=len(level)))
     parked = saving.parked_vectors(optimizer)
+    in_rows = all_n[source].in_rows
+    if any(all_n[rank].layout != all_n[source].layout for rank in received):
+        in_rows = {}  # connect() says what differs
     if group.rank in received:
         parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
-    if group.rank in received:
-        settled = _room(optimizer, has_state, all_n[source].plain["frozen_at"])
+        room = Room.made(optimizer, has_state, all_n[source].plain["frozen_at"], in_rows)
     before = optimizer.vectors
     try:
         if received:
-            _give_vectors(optimizer, settled, group, (source, *received))
+            give_vectors(optimizer, room, group, (source, *received), in_rows)
             for vector in _tensors(parked):
                 give(group, vector, (source, *received))
             given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
@@ -207,18 +223,27 @@ def _regroup(
                 give(group, passed.view(-1).view(torch.uint8), (source, *received))
                 if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(passed)
-        of_source = all_n[source].plain, settled
-        residuals, told = _residuals(optimizer, group, all_n, source, group.rank in behind, of_source)
+        # The gradient of who is behind is of a step that counts; else something else may lie in it.
+        spare = group.rank not in behind and not room.holds(optimizer.space.g_N)
+        residuals, told = _residuals(
+            optimizer,
+            group,
+            all_n,
+            source,
+            group.rank in behind,
+            (all_n[source].plain, room.vectors),
+            gradient.take if spare else lambda: None,
+        )
         with optimizer.awaiting_vectors():
             optimizer.connect(group, all_n[source].bucket_elements)
     except BaseException:
         if not has_state:
-            _begin_anew(optimizer, settled)
+            begin_anew(optimizer)
         raise
 
     # From here on nothing can fail for want of a peer.
-    _take(optimizer, before, settled)
-    del before, settled
+    take(optimizer, before, room)
+    del before, room
     _go_on(optimizer, all_n[source].plain, residuals, parked)
     gone = _gone([all_n[rank] for rank in holders])
     if told[0]:
@@ -250,15 +275,6 @@ def _refuse_other_frozen(all_n: list[_Standing]) -> None:
             )
 
 
-def give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
-    """x of the ranks on the path <- x of its first. Others may be given it too, where nothing else is quicker."""
-    if isinstance(group, Relaying):
-        group.relay_(x, path)
-        return
-    mine = x if group.rank in path else torch.empty_like(x)
-    group.broadcast_(mine, path[0])
-
-
 def _residuals(
     optimizer: FlatOptimizer[Any],
     group: Group,
@@ -266,10 +282,11 @@ def _residuals(
     source: int,
     is_behind: bool,
     common: tuple[dict[str, Any], dict[str, Tensor]],
+    room: Callable[[], Tensor | None],
 ) -> tuple[dict[str, Tensor], _Told]:
     """R of each error memory, bit-equal on every rank; who is lost, and the rest of what Regrouped tells.
 
-    common: plain state and vectors of the source, the rank whose step counts.
+    common: plain state and vectors of the source, the rank whose step counts. room: gives memory for R, or None.
     """
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
@@ -279,7 +296,9 @@ def _residuals(
     if whole:
         for name in errors:
             mine = optimizer.handed_over[name] if optimizer.handed_over and group.rank in whole else None
-            residuals[name] = torch.empty_like(optimizer.space.p_N) if mine is None else mine
+            if mine is None:
+                mine = torch.empty_like(optimizer.space.p_N) if (spare := room()) is None else spare
+            residuals[name] = mine
             group.broadcast_(residuals[name], whole[0])
         return residuals, ((), (), (), 0.0, 0.0, _norm(residuals))
     old_size = holders[0].seat[1]
@@ -298,9 +317,10 @@ def _residuals(
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
         if is_behind and not redone and _keeps_errors(optimizer):
             raise ValueError(
-                f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
-                "part of that step: after PeerLost call regroup() before the next step(), which forgets what was sent; "
-                "where nobody called step() in between, this is a defect of thinwire, please report it"
+                f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, and its part of that step "
+                "is not to be had any more: a step(), or a regroup() that failed, has come since. After PeerLost call "
+                "regroup() first, and while it fails only with ranks that stand where this one does; or let this "
+                "process end: the others go on without it"
             )
         for name, memory in errors.items():
             if has_state:
@@ -308,7 +328,7 @@ def _residuals(
                 found[5] += memory.workers / len(errors)
                 if rebuilt_by is not None and not is_behind:
                     found[2:4] += optimizer.reduce.left_squares(memory)
-                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by)
+                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by, out_N=room())
                 if is_behind:
                     optimizer.catch_up_(part_N, *common)
             else:
@@ -346,56 +366,6 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
     """
     sizes = {one.seat[1] for one in holders}
     return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
-
-
-def _room(optimizer: FlatOptimizer[Any], has_state: bool, frozen_at: int | None) -> dict[str, Tensor]:
-    """Vectors for what another rank has. Those of a rank that has no state, and its gradient, are room themselves.
-
-    frozen_at: of that rank, for what is of another type then.
-    """
-    space, own = optimizer.space, {} if has_state else replicated(optimizer.vectors)
-    found = {PARAMETERS: torch.empty_like(space.p_N) if has_state else space.g_N}
-    for name, size in sizes(optimizer.vectors, space.p_N.numel()).items():
-        dtype, mine = optimizer.dtype_of(name, frozen_at), own.get(name)
-        found[name] = mine if mine is not None and mine.dtype == dtype else space.p_N.new_empty(size, dtype=dtype)
-    return found
-
-
-def _begin_anew(optimizer: FlatOptimizer[Any], room: dict[str, Tensor]) -> None:
-    """Of a rank that has no state: it has none again."""
-    for name, vector in room.items():
-        vector.fill_(optimizer.fresh.get(name, 0.0))
-
-
-def _give_vectors(
-    optimizer: FlatOptimizer[Any], settled: dict[str, Tensor], group: Group, path: tuple[int, ...]
-) -> None:
-    """Parameters and replicated vectors of its first to all on the path. settled: room there, else what differs."""
-    space = optimizer.space
-    for name, size in {PARAMETERS: space.p_N.numel(), **sizes(optimizer.vectors, space.p_N.numel())}.items():
-        step = max(size, 1) if name == PARAMETERS or is_field(optimizer.vectors, name) else PIECE
-        for start in range(0, size, step):
-            at = slice(start, min(start + step, size))
-            if name in settled:
-                piece = settled[name][at]
-            else:
-                piece = space.p_N[at] if name == PARAMETERS else part(optimizer.vectors, name, at)
-            give(group, piece, path)
-
-
-def _take(optimizer: FlatOptimizer[Any], before: object, settled: dict[str, Tensor]) -> None:
-    """The new vectors are those of before, or the settled ones. Not copied, but for the parameters."""
-    space = optimizer.space
-    space.take_changes()
-    if PARAMETERS in settled:
-        space.p_N.copy_(settled[PARAMETERS])
-        if settled[PARAMETERS] is space.g_N:
-            space.g_N.zero_()
-    for name in sizes(optimizer.vectors, space.p_N.numel()):
-        if name in settled:
-            put(optimizer.vectors, name, settled[name])
-        else:
-            move(optimizer.vectors, before, name)
 
 
 def _go_on(

@@ -36,7 +36,7 @@ from thinwire.comm.exchange.narrow_mean import means_of
 from thinwire.comm.exchange.parts import Part, by_run
 from thinwire.comm.exchange.pipeline import Pipeline, settle
 from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
-from thinwire.comm.exchange.rows import BucketRows, Crossing, Received, rows_of
+from thinwire.comm.exchange.rows import BucketRows, Crossing, Cut, Received, rows_of
 from thinwire.comm.exchange.side import pipeline_for
 from thinwire.comm.exchange.stepwise import REFUSED, Stepwise, gather_flags, leave, non_finite, whole_or_left
 from thinwire.comm.groups.fingerprint import agree, exchange_facts
@@ -115,6 +115,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         self._kernels = kernels_for(like.device, like.dtype, threads, sums)
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
+        self._block = codec.block
         self._rows = self._make_rows(codec.block, like, keeps)
         self._results: list[Received] = []
         """Two, from the first begin() on: a warm-up needs none, and a regroup has the old ones too."""
@@ -164,8 +165,9 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         for rows in self._rows:
             rows.take_room()
         if not self._results:
-            self._results = [Received.of(self._rows, self._kernels, self._like) for _ in range(2)]
-        self._lost = self._lost_sums = None
+            cut = Cut(self.buckets, self._block, self.size)
+            self._results = [Received.of(self._rows, self._kernels, self._like, cut) for _ in range(2)]
+        self.forget_lost()
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it. Buckets are launched in order, the same on every rank.
@@ -332,15 +334,25 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             else:
                 memory.swap(undone)
 
+    def forget_lost(self) -> None:
+        """As Reducer.forget_lost."""
+        self._lost = self._lost_sums = None
+
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Are the rows of the last exchange of `memory` here, and has nobody restored that since?"""
         return isinstance(memory, KeptSums) and memory.outliers is not None and self.last(memory) is not None
 
     def share(
-        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+        self,
+        memory: ErrorMemory,
+        holders: int,
+        missing: Collection[int] = (),
+        *,
+        rebuilt_by: int | None = None,
+        out_N: Tensor | None = None,
     ) -> Tensor:
         """As Reducer.share."""
-        part_N = memory.share(holders, missing)
+        part_N = memory.share(holders, missing, out_N)
         if rebuilt_by is not None and missing and isinstance(memory, KeptSums):
             result = self._results[self._last] if rebuilt_by == self._group.rank else None
             add_rebuilt_(part_N, memory, self._crossed(), self._kernels, missing, holders, result)

@@ -68,18 +68,15 @@ class ErrorFeedback:
         self.worker_N.mul_(factor_N)
         self.server_c.mul_(factor_N[start:stop])
 
-    def residual(self) -> Tensor:
-        """R, float[N], bit-identical on every rank. Collective; modifies nothing.
-
-        Raises: PeerLost.
-        """
-        residual_N = self.share(self._group.size)
+    def residual(self, out_N: Tensor | None = None) -> Tensor:
+        """As ErrorMemory.residual."""
+        residual_N = self.share(self._group.size, (), out_N)
         self._group.start_sum_(residual_N).wait()
         return residual_N
 
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
-        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing."""
-        part_N = self.worker_N / self.worker_N.new_full((), holders)
+    def share(self, holders: int, missing: Collection[int] = (), out_N: Tensor | None = None) -> Tensor:
+        """As ErrorMemory.share."""
+        part_N = torch.div(self.worker_N, self.worker_N.new_full((), holders), out=out_N)
         start, stop = self._partition.bounds(self._group.rank)
         part_N[start:stop] += self.server_c
         return part_N

@@ -235,10 +235,14 @@ class KeptSums:
     @property
     def worker_N(self) -> Tensor:
         """This rank's compression error, the whole vector: a new tensor."""
-        error_N = self._like.new_zeros(self._numel)
-        for rows, kept in zip(self._rows, self._worker or (), strict=False):
-            kept.error_(rows.table, error_N[rows.span])
-        return error_N
+        return self._worker_error_(self._like.new_empty(self._numel))
+
+    def _worker_error_(self, out_N: Tensor) -> Tensor:
+        if self._worker is None:
+            return out_N.zero_()
+        for rows, kept in zip(self._rows, self._worker, strict=True):
+            kept.error_(rows.table, out_N[rows.span])
+        return out_N
 
     @property
     def server_c(self) -> Tensor:
@@ -266,19 +270,16 @@ class KeptSums:
         kept = [one.sum_c for one in (*(self._worker or ()), *(self._server or ())) if one.sum_c.numel()]
         return max((float(one.abs().max()) for one in kept), default=0.0)
 
-    def residual(self) -> Tensor:
-        """R, float[N] in flat order, bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
-        residual_N = self.share(self._group.size)
+    def residual(self, out_N: Tensor | None = None) -> Tensor:
+        """As ErrorMemory.residual, in flat order."""
+        residual_N = self.share(self._group.size, (), out_N)
         self._group.start_sum_(residual_N).wait()
         return residual_N
 
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
-        """worker error / holders + server error, float[N], new: what this rank holds of R. Local; modifies nothing.
-
-        missing: ranks that are gone: their server errors are added by those that keep them too.
-        """
+    def share(self, holders: int, missing: Collection[int] = (), out_N: Tensor | None = None) -> Tensor:
+        """As ErrorMemory.share; the server errors of missing ranks are added by those that keep them too."""
         self.refuse_torn()
-        part_N = self.worker_N
+        part_N = self._worker_error_(self._like.new_empty(self._numel) if out_N is None else out_N)
         part_N.div_(part_N.new_full((), holders))
         for rows, kept in zip(self._rows, self._replica or (), strict=False):
             if rows.replica is not None and rows.replica.before in missing:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.kernels.choose import Kernels
-from thinwire.comm.layout import Bucket, Buckets, Span
+from thinwire.comm.layout import Bucket, Buckets, Span, VectorLayout
 from thinwire.comm.protocol import Reader
 
 
@@ -165,11 +166,38 @@ def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, ke
     return [BucketRows(bucket, buckets, block, rank, size, like, keeps=keeps) for bucket in buckets]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where everything is in the rows of a result: the buckets, values that share a scale, ranks that serve.
+
+    With it another rank, of any group, can hold the same rows.
+    """
+
+    buckets: Buckets
+    block: int
+    size: int
+
+    def tables(self, like: Tensor) -> list[BlockTable]:
+        """The blocks of each bucket, in a row for each rank that serves. like: the vector's dtype and device."""
+        layout = self.buckets.layout
+        chunks = [[bucket.chunk(owner, self.size) for owner in range(self.size)] for bucket in self.buckets]
+        return [BlockTable.of_rows(layout, of_bucket, self.block, like) for of_bucket in chunks]
+
+    def plain(self) -> dict[str, Any]:
+        """For of_plain: numbers and lists."""
+        return {"buckets": [list(span) for span in self.buckets.spans], "block": self.block, "size": self.size}
+
+    @classmethod
+    def of_plain(cls, layout: VectorLayout, plain: dict[str, Any]) -> Cut:
+        """What plain() gave, of a vector of this layout. Raises: ValueError where the buckets are not of that."""
+        return cls(Buckets(layout, tuple((a, b) for a, b in plain["buckets"])), plain["block"], plain["size"])
+
+
 class Received:
     """One set of gathered rows, as a Result.
 
     wire: the memory of all of them. parts: (table, at, wire_at) as BlockTable.over takes them. flag_at: int64[r], the
-    byte of each row's flag. numel: N, elements of the vector.
+    byte of each row's flag. numel: N, elements of the vector. cut: where everything is; None where that is not told.
     """
 
     def __init__(
@@ -179,8 +207,9 @@ class Received:
         flag_at: Tensor,
         numel: int,
         kernels: Kernels,
+        cut: Cut | None = None,
     ) -> None:
-        self.wire = wire
+        self.wire, self.cut = wire, cut
         self._parts, self._numel, self._kernels = parts, numel, kernels
         self._tables: dict[Span, BlockTable] = {}
         self._flag_at = flag_at
@@ -188,15 +217,26 @@ class Received:
         self._finite = torch.ones((), dtype=torch.uint8, device=flag_at.device)
 
     @classmethod
-    def of(cls, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor) -> Received:
+    def of(cls, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor, cut: Cut) -> Received:
         """Of all buckets, in one piece of memory, in which each is given its place."""
+        made = cls._laid_out([one.table for one in rows], kernels, like, cut)
         ends = [0, *accumulate(one.sent_nB.numel() for one in rows)]
-        bytes_B = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
         for one, (low, high) in zip(rows, pairwise(ends), strict=True):
-            one.place(bytes_B[low:high], like.dtype)
-        parts = [(one.table, one.span.start, at) for one, at in zip(rows, ends, strict=False)]
-        flag_at = torch.cat([one.table.flag_at + at for one, at in zip(rows, ends, strict=False)])
-        return cls(RowMemory.of(bytes_B, like.dtype), parts, flag_at, rows[0].layout.numel, kernels)
+            one.place(made.wire.bytes_B[low:high], like.dtype)
+        return made
+
+    @classmethod
+    def room_for(cls, cut: Cut, kernels: Kernels, like: Tensor) -> Received:
+        """New memory for rows that another rank has. like: the vector's dtype and device."""
+        return cls._laid_out(cut.tables(like), kernels, like, cut)
+
+    @classmethod
+    def _laid_out(cls, tables: Sequence[BlockTable], kernels: Kernels, like: Tensor, cut: Cut) -> Received:
+        ends = [0, *accumulate(cut.size * one.row_bytes for one in tables)]
+        bytes_B = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
+        parts = [(one, low, at) for one, (low, _), at in zip(tables, cut.buckets.spans, ends, strict=False)]
+        flag_at = torch.cat([one.flag_at + at for one, at in zip(tables, ends, strict=False)])
+        return cls(RowMemory.of(bytes_B, like.dtype), parts, flag_at, cut.buckets.layout.numel, kernels, cut)
 
     def finite(self) -> Tensor:
         """0-dim uint8: 1 where every server could write all of its rows, the same on every rank. Until the next call.

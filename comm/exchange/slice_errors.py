@@ -86,20 +86,21 @@ class SliceErrors:
         if self.rest_N is not None:
             self.rest_N.mul_(factor_N)
 
-    def residual(self) -> Tensor:
-        """R, float[N], bit-identical on every rank. Collective; modifies nothing. Raises: PeerLost."""
-        residual_N = self.share(self._nodes.whole.size)
+    def residual(self, out_N: Tensor | None = None) -> Tensor:
+        """As ErrorMemory.residual."""
+        residual_N = self.share(self._nodes.whole.size, (), out_N)
         self._nodes.whole.start_sum_(residual_N).wait()
         return residual_N
 
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
-        """worker error / boxes + server error on this rank's slices, float[N], new: its part of R. Local.
+    def share(self, holders: int, missing: Collection[int] = (), out_N: Tensor | None = None) -> Tensor:
+        """worker error / boxes + server error on this rank's slices, float[N]: its part of R. Local.
 
         holders: how many ranks are left; of them those count here that own the same slices. missing: ranks that are
-        gone: the mean of the other boxes stands for the worker error of each.
+        gone: the mean of the other boxes stands for the worker error of each. out: as in ErrorMemory.share.
         """
         part_N = self._put(self.between.share(self._nodes.holders(tuple(missing))))
-        return part_N if self.rest_N is None else part_N.add_(self.rest_N)
+        part_N = part_N if self.rest_N is None else part_N.add_(self.rest_N)
+        return part_N if out_N is None else out_N.copy_(part_N)
 
     def kept_of(self, rank: int) -> bool:
         """Only of this rank itself."""

@@ -163,15 +163,24 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         for means in self._means.values():
             means.forget()
 
+    def forget_lost(self) -> None:
+        """As Reducer.forget_lost: here nothing that was given is needed again."""
+
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """No rows are kept."""
         return False
 
     def share(
-        self, memory: ErrorMemory, holders: int, missing: Collection[int] = (), *, rebuilt_by: int | None = None
+        self,
+        memory: ErrorMemory,
+        holders: int,
+        missing: Collection[int] = (),
+        *,
+        rebuilt_by: int | None = None,
+        out_N: Tensor | None = None,
     ) -> Tensor:
         """As memory.share: nothing is rebuilt."""
-        return memory.share(holders, missing)
+        return memory.share(holders, missing, out_N)
 
     def left_squares(self, memory: ErrorMemory) -> Tensor:
         """Not known: zeros."""

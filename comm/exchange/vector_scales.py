@@ -131,10 +131,10 @@ class ArrangedErrors(ErrorFeedback):
         kept = sum(stop - start for start, stop in arrangement.padding()) if arrangement.keep_padding else 0
         self.padding_q = torch.zeros(kept, dtype=like.dtype, device=like.device)
 
-    def share(self, holders: int, missing: Collection[int] = ()) -> Tensor:
+    def share(self, holders: int, missing: Collection[int] = (), out_N: Tensor | None = None) -> Tensor:
         """As ErrorFeedback.share, of the flat vector."""
         part_P = super().share(holders, missing)
-        part_N = part_P.new_zeros(self._numel)
+        part_N = part_P.new_zeros(self._numel) if out_N is None else out_N.zero_()
         self._arrangement.gather_(part_N, part_P)
         return part_N
 

@@ -7,12 +7,15 @@ exchanged times a factor for each tensor (1-bit LAMB), m is what the rows say ov
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.rows import Cut, Received
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory, spread
+from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Reducer, Result
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -36,6 +39,18 @@ class OverFactors:
         """out <- elements [start, stop) of the momentum, 0 where dead."""
         self.result.decode_(out_N, start, stop)
         out_N.div_(spread(self.factor_T, self._layout, start, stop))
+
+
+InRows = Received | OverFactors
+"""A momentum in rows that another rank can hold too."""
+
+
+def tensors_of(rows: InRows) -> list[Tensor]:
+    """All that another rank is given to hold the same: uint8[bytes], and float[tensors] where there are factors."""
+    if isinstance(rows, Received):
+        return [rows.wire.bytes_B]
+    assert isinstance(rows.result, Received)
+    return [rows.result.wire.bytes_B, rows.factor_T]
 
 
 class Momentum:
@@ -114,9 +129,36 @@ class Momentum:
         self._result.decode_(part, at.start, at.stop)
         return part
 
-    def hold(self, m_N: Tensor) -> None:
-        """m is this vector from here on."""
-        self._m_N, self._result, self._shown = m_N, None, ref(m_N)
+    def told(self) -> dict[str, Any] | None:
+        """Numbers and lists: what room() needs to know of rows(); None where m is in floats.
+
+        Then it takes 1/32 of the bytes to give m to another rank.
+        """
+        result = self._result if self._m_N is None else None
+        rows = result.result if isinstance(result, OverFactors) else result
+        if not isinstance(rows, Received) or rows.cut is None:
+            return None
+        factors = len(result.factor_T) if isinstance(result, OverFactors) else None
+        return {**rows.cut.plain(), "factors": factors, "bytes": rows.wire.bytes_B.numel()}
+
+    def rows(self) -> InRows:
+        """Where told() is of them: not to be modified."""
+        assert isinstance(self._result, Received | OverFactors)
+        return self._result
+
+    def room(self, told: dict[str, Any]) -> InRows:
+        """New memory for what another rank's told() is of, to be written before hold() takes it."""
+        layout = self._reduce.buckets.layout
+        cut = Cut.of_plain(layout, told)
+        rows = Received.room_for(cut, kernels_for(self._like.device, self._like.dtype), self._like)
+        return rows if told["factors"] is None else OverFactors(rows, self._like.new_ones(told["factors"]), layout)
+
+    def hold(self, m: Tensor | InRows) -> None:
+        """m is this vector, or what these rows say, from here on."""
+        if isinstance(m, Tensor):
+            self._m_N, self._result, self._shown = m, None, ref(m)
+        else:
+            self._m_N, self._result = None, m
 
     def follow(self, other: Momentum) -> None:
         """m is what the other one is, in rows where it is there, which are no result of this one's reducer."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.momentum import InRows
 
 
 class Kind(StrEnum):
@@ -53,8 +54,8 @@ def part(state: Any, name: str, at: slice) -> Tensor:
     return found
 
 
-def put(state: Any, name: str, vector: Tensor) -> None:
-    """A replicated vector is this one from here on: it is taken, not copied."""
+def put(state: Any, name: str, vector: Tensor | InRows) -> None:
+    """A replicated vector is this one from here on: it is taken, not copied. In rows: of one that is not a field."""
     if is_field(state, name):
         setattr(state, name, vector)
     else:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.optim import FlatOptimizer
-from thinwire.optim.regroup import give
+from thinwire.optim.engine.giving import give
 from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
 
