@@ -25,12 +25,9 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
-from thinwire.optim import ZeroOneAdam
-from thinwire.optim.variance.freezing import FreezingOptimizer
-from thinwire.optim.variance.run_length import has_scheduler, known_length
-from thinwire.optim.variance.warmup import WarmupOptimizer
+from thinwire.optim.variance.run_length import has_scheduler
 from thinwire.workers.course import Run
-from thinwire.workers.hyper import OPTIMIZERS
+from thinwire.workers.plan.job_like import length_of, lr_warmup_of, settings_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place
@@ -103,22 +100,6 @@ def _main(told: str) -> None:
 def learned(steps: DrySteps) -> Learned:
     """What is known of the script by its dry steps, its optimizer, and its scheduler where that says so."""
     optimizer = steps.optimizer
-    name = next(name for name, kind in OPTIMIZERS.items() if type(optimizer) is kind)
-    first = optimizer.param_groups[0]
-    settings: dict[str, Any] = {"name": name, "lr": first["lr"]}
-    if "betas" in first:
-        settings["betas"] = list(first["betas"])
-    if isinstance(optimizer, FreezingOptimizer):
-        settings["warmup"] = optimizer.warmup
-    if isinstance(optimizer, ZeroOneAdam):
-        settings |= {
-            "var_freeze": optimizer.freeze.var_freeze_step or "auto",
-            "dense_steps": optimizer.dense_steps,
-            "var_update_scaler": optimizer.var_update_scaler,
-            "local_step_scaler": optimizer.local_step_scaler,
-            "local_step_clipper": optimizer.local_step_clipper,
-        }
-    of_run = optimizer.total_steps if isinstance(optimizer, WarmupOptimizer) else None
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     return Learned(
         shapes=[[list(param.shape), str(param.dtype).removeprefix("torch.")] for param in params],
@@ -126,10 +107,10 @@ def learned(steps: DrySteps) -> Learned:
         backward_s=steps.backward_s,
         timed=steps.timed,
         global_batch=steps.global_batch,
-        steps=steps.last or of_run or known_length(optimizer, optimizer.num_steps),
-        optimizer=settings,
+        steps=length_of(optimizer, steps.last),
+        optimizer=settings_of(optimizer),
         has_scheduler=has_scheduler(optimizer),
-        lr_warmup_steps=optimizer.lr_warmup_steps if isinstance(optimizer, WarmupOptimizer) else None,
+        lr_warmup_steps=lr_warmup_of(optimizer),
         overlap=optimizer.overlaps,
     )
 

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from thinwire.contract.plan import PlanFailed
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.workers.plan.forecast import Busy, Rehearsed
+from thinwire.workers.plan.job_like import ASSUMED_STEPS, job_like
 
 LIMIT_S = 900.0
 """Until all have drawn their first batch, and again until they have made their steps."""
 LAST_WORDS = 15
 """Lines of a process that ended without a word that are shown."""
-ASSUMED_STEPS = 1000
-"""Of a run whose length the script does not tell."""
 END_S = 5.0
 """For a process that has said its last word to be gone."""
 
@@ -78,21 +77,16 @@ class Learned:
 
         Raises: ValueError where the optimizer's settings do not fit the length of the run.
         """
-        steps = self.steps or ASSUMED_STEPS
-        schedule: dict[str, Any] = {"warmup": self.lr_warmup_steps or 1, "decay": "constant"}
-        if self.has_scheduler:
-            schedule = {"warmup": self.lr_warmup_steps or 0.05}
-        return TrainSpec.model_validate(
-            {
-                "name": spec.name,
-                "steps": steps,
-                "global_batch": self.global_batch,
-                "bucket_elements": spec.bucket_elements,
-                "overlap": self.overlap,
-                "workers": spec.workers,
-                "optimizer": self.optimizer,
-                "lr_schedule": schedule,
-            }
+        return job_like(
+            self.optimizer,
+            self.steps,
+            lr_warmup_steps=self.lr_warmup_steps,
+            decays=self.has_scheduler,
+            name=spec.name,
+            global_batch=self.global_batch,
+            bucket_elements=spec.bucket_elements,
+            overlap=self.overlap,
+            workers=spec.workers,
         )
 
     def assumed(self) -> list[str]:

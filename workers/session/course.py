@@ -22,15 +22,19 @@ from thinwire.comm import CommError, Keeps, PeerLost
 from thinwire.comm.calls import calls_of
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
+from thinwire.comm.wire.network import NO_FULL_STEPS, FullSteps
 from thinwire.contract.spec import Checkpoint, ScriptSpec
 from thinwire.contract.start import Start
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import regroup
+from thinwire.optim.variance.run_length import has_scheduler
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.data.feed import Feed, Share
+from thinwire.workers.plan.job_like import job_like, length_of, lr_warmup_of, settings_of
+from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.session.registered import Registered, State
 from thinwire.workers.signature import signature_of_script
@@ -301,7 +305,8 @@ class ScriptCourse(Course[Script]):
         optimizer = self._script.optimizer
         bucket = None if self._place.spec is None else self._place.spec.bucket_elements
         if not known and bucket is None:
-            bucket = kept_bucket(self._run.directory, group, optimizer.space.layout.num_live, self._device)
+            numel = optimizer.space.layout.num_live
+            bucket = kept_bucket(self._run.directory, group, numel, self._device, self._full_steps())
         steps = [-1 if one is None else one.step for one in all_n]
         source = steps.index(max(steps)) if known else 0
         given = self._given_by(
@@ -312,6 +317,25 @@ class ScriptCourse(Course[Script]):
             self._script.registered.load(*given)
         now = Progress.common(known, change.step)
         return Joined(self._over(group), change, now, redone_steps(known, now))
+
+    def _full_steps(self) -> FullSteps:
+        """Of the run, as `thinwire plan` takes them: buckets are made for those too."""
+        optimizer = self._script.optimizer
+        try:
+            steps, rises = length_of(optimizer, self.last), lr_warmup_of(optimizer)
+            decays, samples = has_scheduler(optimizer), self._feed.samples(1)
+            job = job_like(
+                settings_of(optimizer),
+                steps,
+                lr_warmup_steps=rises,
+                decays=decays,
+                name="script",
+                global_batch=samples,
+            )
+            return full_steps(job)
+        except ValueError as error:
+            logger.warning("buckets_for_compressed_steps_alone reason=%r", str(error))
+            return NO_FULL_STEPS
 
     def _given_by(self, group: Group, source: int, ranks: list[int]) -> State | None:
         """What the source has registered, where this rank is one that is given it. Collective. Raises: PeerLost."""
