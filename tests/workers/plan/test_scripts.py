@@ -58,7 +58,8 @@ def test_a_script_makes_a_few_steps_keeps_nothing_and_its_processes_are_gone(tmp
     assert met == [True]
     assert found.shapes == [[[64, 64], "float32"], [[64], "float32"]]
     assert (found.timed, found.global_batch, found.steps, found.overlap) == (3, 6, 9, True)
-    assert found.optimizer == {"name": "onebit_adam", "lr": 1e-3, "betas": [0.8, 0.95], "warmup": 11}
+    expected = {"name": "onebit_adam", "lr": 1e-3, "betas": [0.8, 0.95], "warmup": 11, "full_exchange": "fp32"}
+    assert found.optimizer == expected
     assert found.forward_s > 0
     assert found.backward_s > 0
     pids = [int(path.name.split("-")[2]) for path in tmp_path.glob("pid-mine-*")]
