@@ -1,6 +1,7 @@
 """What `thinwire plan` refuses before anything is started, and what it prints."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def run(capsys, *arguments):
     ("arguments", "words"),
     [
         (["--rate", "fast"], "'fast' is not a rate with its unit"),
-        (["--rate", "0gbit"], "must be more than 0"),
+        (["--rate", "0gbit"], "must be a link's, from 1kbit"),
+        (["--rate", "0.0000001kbit"], "must be a link's, from 1kbit"),
+        (["--rate", "999999999gbit"], "to 100000gbit"),
+        (["--rate", "1gbit", "--latency", "61s"], "at most 60s"),
         (["--latency", "1ms"], "needs --rate"),
         (["--rate", "1gbit", "--latency", "1"], "'1' is not a time with its unit"),
         (["--rate", "1gbit", "--workers", "3", "--per-machine", "2"], "3 workers do not fill machines of 2"),
@@ -138,6 +142,7 @@ def test_the_table_the_assumptions_and_the_verdict_are_printed(job, capsys, monk
     for title in ("dense fp32", "dense bf16", "1-bit Adam", "1-bit LAMB", "0/1 Adam"):
         assert any(line.startswith(title) for line in lines)
     assert any("ends after step 600; " in line for line in lines)
+    assert any(re.fullmatch(r"buckets: [1-9]\d*", line) for line in lines)
 
 
 def examined(path, **visit):

@@ -104,6 +104,7 @@ def lines(found: Plan) -> list[str]:
         f"{found.job}: {found.elements / 1e6:.3g} M parameters, {found.steps} steps, {where}, {cores}",
         f"dry steps: {forward_backward}",
         f"link: {_link_text(found.link)}",
+        f"buckets: {found.buckets}",
         "",
         *_table(found.methods),
         "",

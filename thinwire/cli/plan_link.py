@@ -15,6 +15,8 @@ from thinwire.lab.cli import rate_mbit, time_ms
 GOODPUT = 0.957
 """The most payload that frames of 1500 bytes leave of a link's rate."""
 DEFAULT_LATENCY = "0.1ms"
+LEAST_MBIT, MOST_MBIT, MOST_MS = 1e-3, 1e8, 60_000.0
+"""Beyond these somebody has mistaken the unit."""
 _EXAMINATION = TypeAdapter(Examination)
 
 
@@ -32,8 +34,10 @@ def link_of(rate: str | None, latency: str | None, doctor: Path | None) -> Link 
         megabits, milliseconds = rate_mbit(rate), time_ms(latency or DEFAULT_LATENCY)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--rate, --latency") from error
-    if megabits <= 0:
-        raise typer.BadParameter(f"{rate}: must be more than 0", param_hint="--rate")
+    if not LEAST_MBIT <= megabits <= MOST_MBIT:
+        raise typer.BadParameter(f"{rate}: must be a link's, from 1kbit to 100000gbit", param_hint="--rate")
+    if milliseconds > MOST_MS:
+        raise typer.BadParameter(f"{latency}: must be at most 60s, one way", param_hint="--latency")
     return Link(1e-3 * milliseconds, GOODPUT * megabits * 1e6 / 8, f"given: {rate}, {latency or DEFAULT_LATENCY}")
 
 

@@ -63,7 +63,10 @@ class MethodPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The prediction. cores: of one worker; None on GPUs. best: of `methods`, by name. assumed: in sentences."""
+    """The prediction. cores: of one worker; None on GPUs. buckets: into which exchanges of compressed ways are cut.
+
+    best: of `methods`, by name. assumed: in sentences.
+    """
 
     job: str
     steps: int
@@ -75,6 +78,7 @@ class Plan:
     forward_s: float
     backward_s: float
     link: Link
+    buckets: int
     methods: tuple[MethodPlan, ...]
     compress: bool
     best: str

@@ -107,6 +107,7 @@ def forecast(
         forward_s=found.forward_s,
         backward_s=found.backward_s,
         link=link,
+        buckets=-(-found.elements // bucket),
         methods=tuple(methods),
         compress=compress,
         best=best.name,
