@@ -25,16 +25,16 @@ import typer
 
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
+from benchmarks.counted_turns import Reader, count, tell
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
 from thinwire.comm.wire.ledger import Ledger
 from thinwire.comm.wire.link_classes import exchange_boxes
-from thinwire.lab import Lab, LabSpec, Line
+from thinwire.lab import Lab, LabSpec
 from thinwire.optim import OneBitAdam
 
 RESULTS = ROOT / "benchmarks" / "results" / "node-first"
-MARK = "@node_first "
 TOPOLOGIES = ("flat", "node_first")
 OVERLAP = False
 """There is no backward to overlap with."""
@@ -67,7 +67,7 @@ def main(
         Lab(LabSpec(hosts=hosts, rate_mbit=rate, ranks_per_host=ranks)) as lab,
         TemporaryDirectory(prefix="thinwire-node-first-") as answers,
     ):
-        read = _Reader(lab, Path(answers))
+        read = Reader(lab, Path(answers))
         orders = Orders(load, turns, steps, answers)
         command = [sys.executable, "-m", "benchmarks.node_first", json.dumps(asdict(orders))]
         began = os.getloadavg()
@@ -75,7 +75,7 @@ def main(
     found = {
         "argv": ["-m", "benchmarks.node_first", *sys.argv[1:]],
         "network": {"hosts": hosts, "ranks_per_host": ranks, "rate_mbit": rate},
-        "load": asdict(LOADS[load]) | {"parameters": read.parameters},
+        "load": asdict(LOADS[load]),
         "steps_a_turn": steps,
         "turns": read.turns,
         "figures": figures(read.turns),
@@ -97,7 +97,7 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
             "steps": len(step_s),
             "seconds_a_step": statistics.median(step_s),
             "seconds_a_step_10th_90th": [round(at, 4) for at in statistics.quantiles(step_s, n=10)[::8]],
-            "bytes_a_step": statistics.median(turn["sent_bytes"] / len(turn["seconds"]) for turn in mine),
+            "bytes_a_step": statistics.median(turn["sent_bytes"][0] / len(turn["seconds"]) for turn in mine),
             "predicted_bytes_a_step": statistics.median(turn["predicted"] / len(turn["seconds"]) for turn in mine),
         }
     flat, ours = (found[topology] for topology in TOPOLOGIES)
@@ -106,31 +106,6 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
         for what in ("bytes", "predicted_bytes", "seconds")
     }
     return found | ratios
-
-
-class _Reader:
-    """Reads what ranks print: a request for the counters is answered with a file, a turn is kept."""
-
-    def __init__(self, lab: Lab, answers: Path) -> None:
-        self._lab, self._answers = lab, answers
-        self._sent: dict[str, int] = {}
-        self.turns: list[dict[str, Any]] = []
-        self.parameters = 0
-
-    def __call__(self, line: Line) -> None:
-        if not line.text.startswith(MARK):
-            typer.echo(f"{line.rank}: {line.text}", err=True)
-            return
-        told = json.loads(line.text.removeprefix(MARK))
-        if "count" in told:
-            self._sent[told["count"]] = self._lab.counters()[0].sent_bytes
-            (self._answers / told["count"]).touch()
-            return
-        number = told["turn"]
-        told["sent_bytes"] = self._sent[f"after-{number}"] - self._sent[f"before-{number}"]
-        self.parameters = told.pop("parameters")
-        if not told.pop("settles"):
-            self.turns.append(told)
 
 
 def rank(orders: Orders) -> None:
@@ -151,7 +126,7 @@ def rank(orders: Orders) -> None:
         settles = number < len(TOPOLOGIES)
         steps = 1 + orders.steps if settles else orders.steps
         ledger, seconds = Ledger(optimizer.reduce.stats, boxes), []
-        _count(orders, f"before-{number}")
+        count(orders.answers, f"before-{number}")
         for _ in range(steps):
             arguments = inputs.next()
             dist.barrier()
@@ -161,23 +136,11 @@ def rank(orders: Orders) -> None:
             optimizer.zero_grad()
             dist.barrier()
             seconds.append(time.perf_counter() - began)
-        _count(orders, f"after-{number}")
+        count(orders.answers, f"after-{number}")
         predicted = ledger.predicted(boxes.ids[0]).num_bytes
         told = {"turn": number, "topology": topology, "seconds": seconds, "predicted": predicted, "settles": settles}
-        if here == 0:
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            print(MARK + json.dumps({**told, "parameters": parameters}), flush=True)
+        tell({**told, "parameters": sum(parameter.numel() for parameter in model.parameters())})
     dist.destroy_process_group()
-
-
-def _count(orders: Orders, name: str) -> None:
-    """Let the parent read the counters, while nobody sends anything."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(MARK + json.dumps({"count": name}), flush=True)
-        while not (Path(orders.answers) / name).exists():
-            time.sleep(0.005)
-    dist.barrier()
 
 
 if __name__ == "__main__":
