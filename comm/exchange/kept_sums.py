@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ from thinwire.comm.exchange.outliers import Outliers
 from thinwire.comm.exchange.rows import BucketRows
 from thinwire.comm.kernels.bf16 import Noise, narrow, noise_of
 from thinwire.comm.kernels.blocks import BlockTable
+from thinwire.comm.kernels.left_out import left_out_
 from thinwire.comm.protocol import Errors, Group
 
-PIECE = 16
-"""Blocks of which errors are worked out at a time."""
 WORKER, SERVER, RESTORED = range(3)
 """What numbers are drawn for: the two encodings of an exchange, and sums in float32 that it begins with."""
 
@@ -58,15 +57,8 @@ class Kept:
         return self.error_(table, torch.empty_like(self.sum_c, dtype=self.scale_b.dtype))
 
     def error_(self, table: BlockTable, out_c: Tensor) -> Tensor:
-        """out <- c - s sgn(c), some blocks at a time, without scratch of a bucket. out may be c. Returns it."""
-        bounds, dead_k = [*table.starts[:-1:PIECE].tolist(), table.numel], self.sum_c[table.dead].to(out_c)
-        for (low, high), first in zip(pairwise(bounds), range(0, table.num_blocks, PIECE), strict=True):
-            sum_c, blocks = self.sum_c[low:high], slice(first, first + PIECE)
-            lengths = table.starts[first : first + PIECE + 1].diff()
-            scale_c = torch.repeat_interleave(self.scale_b[blocks], lengths, output_size=high - low)
-            torch.sub(sum_c, torch.where(sum_c >= 0, scale_c, -scale_c), out=out_c[low:high])
-        out_c[table.dead] = dead_k  # of which nothing was sent
-        return out_c
+        """out <- c - s sgn(c). out may be c. Returns it."""
+        return left_out_(self.sum_c, self.scale_b, table, out_c)
 
 
 class KeptSums:

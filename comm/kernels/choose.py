@@ -16,6 +16,7 @@ from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.largest import larger_than
+from thinwire.comm.kernels.left_out import left_out_
 from thinwire.comm.layout import BYTE, VectorLayout
 
 if TYPE_CHECKING:  # it imports this module's Kernels
@@ -204,6 +205,7 @@ def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
     larger_than(x_c, scale_b, table, 0.0, 1)
+    left_out_(x_c, scale_b, table, x_c)
 
 
 @cache
