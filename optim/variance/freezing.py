@@ -148,6 +148,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.outlook.count(plan)
         if not (plan.freeze_variance or self._is_stable(plan, groups, now)):
             return
+        self.reduce.release_means()  # it is long until the next, and what follows takes memory of its own
         v_N, layout = self.vectors.v_N, self.space.layout
         if self.settings.bias_correction:
             for h in groups:
@@ -162,7 +163,6 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         self._fit_variance()
         self._count_as_momentum_()
-        self.reduce.release_means()
 
     def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
         """As FlatOptimizer.dtype_of. In a warm-up v moves a little in each step, which few bits would not take."""
