@@ -559,9 +559,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
         self.count_update()
         if step >= self.dense_until or plan.freeze_variance:
+            self.reduce.release_means()  # what follows takes memory of its own
             self.derive_used(step=step + 1)
             self.count_as_sum_(self.space.shortened_by)
-            self.reduce.release_means()
         self.saved["last_sync"] = step
 
     def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
