@@ -417,8 +417,9 @@ class Reducer(Protocol):
         this rank had done all its part; where not, nothing is done, and no rank can have the result.
         """
 
-    def forget_lost(self) -> None:
-        """What was exchanged may be written from now on, so that an exchange that lost a peer can no more be redone."""
+    @property
+    def needs_lost_input(self) -> bool:
+        """Must what the last exchange was given stay as it is, because that lost a peer and may have to be redone?"""
 
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Can this rank help to estimate what a rank that is gone held? Where all that are left can, they do."""

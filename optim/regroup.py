@@ -167,8 +167,8 @@ def regroup(
     source stays. Gradients are as the failed step has left them; afterwards, also where it fails, they are worth
     nothing.
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
-    every rank; None: those of the optimizer's model=. Written in place where a rank is given the state, also where that
-    fails on the way.
+    every rank; None: those of the optimizer's model=. They and frozen parameters are written in place where a rank is
+    given the state, also where that fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
     """
     with calls_of(group).within("regroup()"), gradient_as_room(optimizer) as gradient:
@@ -208,11 +208,11 @@ def _regroup(
     in_rows = all_n[source].in_rows
     if any(all_n[rank].layout != all_n[source].layout for rank in received):
         in_rows = {}  # connect() says what differs
-    if group.rank in received:
-        parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
-        room = Room.made(optimizer, has_state, all_n[source].plain["frozen_at"], in_rows)
     before = optimizer.vectors
     try:
+        if group.rank in received:
+            parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
+            room = Room.made(optimizer, has_state, all_n[source].plain["frozen_at"], in_rows)
         if received:
             give_vectors(optimizer, room, group, (source, *received), in_rows)
             for vector in _tensors(parked):
@@ -223,7 +223,7 @@ def _regroup(
                 give(group, passed.view(-1).view(torch.uint8), (source, *received))
                 if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(passed)
-        # The gradient of who is behind is of a step that counts; else something else may lie in it.
+        # The gradient of who is behind is of a step that counts; and something else may lie in it.
         spare = group.rank not in behind and not room.holds(optimizer.space.g_N)
         residuals, told = _residuals(
             optimizer,
@@ -315,12 +315,12 @@ def _residuals(
     # how many held a worker error.
     found = optimizer.space.p_N.new_zeros(6)
     with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
-        if is_behind and not redone and _keeps_errors(optimizer):
+        # Where it has made as many steps it lacks a sync in full alone, of a save or a hand_over(), which writes none.
+        if is_behind and not redone and optimizer.num_steps < now and _keeps_errors(optimizer):
             raise ValueError(
-                f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, and its part of that step "
-                "is not to be had any more: a step(), or a regroup() that failed, has come since. After PeerLost call "
-                "regroup() first, and while it fails only with ranks that stand where this one does; or let this "
-                "process end: the others go on without it"
+                f"rank {group.rank} stands at step {optimizer.num_steps} and others at {now}, but it has not done its "
+                "part of that step: after PeerLost call regroup() before the next step(), which forgets what was sent; "
+                "where nobody called step() in between, this is a defect of thinwire, please report it"
             )
         for name, memory in errors.items():
             if has_state:

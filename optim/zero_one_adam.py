@@ -298,6 +298,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if not int(in_round):
             return found
         s, p_N = self.vectors, self.space.g_N  # of who takes part, the gradient is worth nothing
+        p_N = torch.empty_like(p_N) if self.reduce.needs_lost_input else p_N  # but where its lost step may count yet
         m_N = s.m_N / num_ranks if taking_part else torch.zeros_like(s.m_N)
         if not taking_part:
             p_N = torch.zeros_like(m_N)

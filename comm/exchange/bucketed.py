@@ -167,7 +167,7 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         if not self._results:
             cut = Cut(self.buckets, self._block, self.size)
             self._results = [Received.of(self._rows, self._kernels, self._like, cut) for _ in range(2)]
-        self.forget_lost()
+        self._lost = self._lost_sums = None
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
         """Encode bucket k of x and send it. Buckets are launched in order, the same on every rank.
@@ -309,11 +309,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             with means.redone() as counts:
                 yield counts
             return
-        memory, given, num_served = self._lost or (None, (), 0)
-        whole = len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given)
-        if memory is None or not whole:
+        if self._lost is None or not self._is_whole(self._lost):
             yield False
             return
+        memory, given, num_served = self._lost
         undone = None if self._lost_sums is None else memory.swap(self._lost_sums)
         if undone is None:
             for k, one in enumerate(given):
@@ -334,9 +333,17 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             else:
                 memory.swap(undone)
 
-    def forget_lost(self) -> None:
-        """As Reducer.forget_lost."""
-        self._lost = self._lost_sums = None
+    @property
+    def needs_lost_input(self) -> bool:
+        """As Reducer.needs_lost_input: where a whole exchange may have to be encoded again."""
+        return self._is_whole(self._lost) and self._lost_sums is None
+
+    def _is_whole(self, lost: tuple[KeptSums, tuple[Given, ...], int] | None) -> bool:
+        """Had this rank done all its part in it, so that another rank may have the result?"""
+        if lost is None:
+            return False
+        _, given, num_served = lost
+        return len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given)
 
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Are the rows of the last exchange of `memory` here, and has nobody restored that since?"""

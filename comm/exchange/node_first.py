@@ -243,10 +243,6 @@ class NodeFirst(Stepwise[SliceErrors, Received]):
         with self._between.redone() as counts:
             yield counts
 
-    def forget_lost(self) -> None:
-        """As Reducer.forget_lost."""
-        self._between.forget_lost()
-
     def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
         """As BucketedAllReduce.fidelity, the mean over slices. None where the last exchange was not of `memory`."""
         if self._last_of is None or self._last_of[0] is not memory or not isinstance(memory, SliceErrors):

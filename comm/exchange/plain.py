@@ -179,10 +179,6 @@ class CompressedAllReduce(Stepwise[ErrorFeedback, "Decoded"]):
         self._close()
         self._forget_means()
 
-    def forget_lost(self) -> None:
-        """As Reducer.forget_lost."""
-        self._lost = None
-
     @contextmanager
     def redone(self) -> Iterator[bool]:
         """Inside, an exchange that lost a peer counts: another rank has its whole result.

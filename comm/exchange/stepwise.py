@@ -163,8 +163,10 @@ class Stepwise(ABC, Generic[Memory, Outcome]):
         for means in self._means.values():
             means.forget()
 
-    def forget_lost(self) -> None:
-        """As Reducer.forget_lost: here nothing that was given is needed again."""
+    @property
+    def needs_lost_input(self) -> bool:
+        """As Reducer.needs_lost_input: here nothing that was given is needed again."""
+        return False
 
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """No rows are kept."""

@@ -5,8 +5,8 @@
     a momentum          as the rows that were received last where it is in rows, 1/32 of its bytes; else as floats
     R of error memory   into the gradient of a rank that holds errors, for as long as those are there too
 
-A rank that has a state keeps all of it until the last collective has succeeded; of one that has none, only its
-parameters stay as they were.
+A rank that has a state keeps all of it until the last collective has succeeded; of one that has none, only the
+parameters that it trains stay as they were.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class GradientAsRoom:
         self._optimizer, self._is_taken = optimizer, False
 
     def take(self) -> Tensor | None:
-        """It, once; None where it is taken."""
-        if self._is_taken:
+        """It, once; None where it is taken, or part of a step that this rank has lost and another may have made."""
+        if self._is_taken or self._optimizer.reduce.needs_lost_input:
             return None
         self._is_taken = True
-        self._optimizer.reduce.forget_lost()  # of which the gradient was a part
         return self._optimizer.space.g_N
 
     def give_back(self) -> None:

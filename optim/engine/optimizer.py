@@ -469,7 +469,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
             self._refuse_other_models("regroup()")
             self.connect_space()
             self._show()
-        except CommError:
+        except BaseException:  # a signal's too, which is handled where others are waited for
             self.__dict__.update(before)
             raise
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import new_ranks, together
 from tests.optim.regroup.test_regroup import EPS, STEP, begun, goes_on, maker
 from thinwire.comm import Keeps, PeerLost, SoloGroup
-from thinwire.comm.groups.faults import Fault, What, When
+from thinwire.comm.groups.faults import Fault
 from thinwire.optim.engine.state import replicated
 from thinwire.optim.regroup import hand_over, regroup
 
@@ -140,34 +140,3 @@ def test_the_gradient_is_zero_after_r_has_lain_in_it_and_r_has_memory_of_its_own
 
     assert before.any()
     assert all(together(ranks, go_on))
-
-
-@pytest.mark.law
-def test_who_has_used_its_gradient_as_room_does_not_count_a_step_that_it_was_a_part_of():
-    """It would be counted wrong, and nobody would know. This rank says so, and the others go on."""
-    ranks = begun("onebit_adam", 3, STEP)
-
-    def lose(rank, group):
-        rank.regroup(group)
-        rank.train(group, STEP + 1)
-        until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ranks))  # nobody is in its last wait
-        buckets = len(rank.optimizer.reduce.buckets)
-        group.arm(Fault((0, 1), "all_gather", buckets - 1, When.AFTER, What.ALONE))
-        try:
-            rank.train(group, STEP + 2)
-        except PeerLost:
-            until(lambda: ranks[2].optimizer.num_steps == STEP + 2)  # it finishes the step
-            raise
-
-    together(ranks, lose)
-    assert [rank.optimizer.num_steps for rank in ranks] == [STEP + 1, STEP + 1, STEP + 2]
-
-    def fail(rank, group):
-        group.arm(Fault((1,), "sum", 1))
-        rank.regroup(group)
-
-    together(ranks[:2], fail)
-    assert all(isinstance(rank.lost, PeerLost) for rank in ranks[:2])
-    with pytest.raises(ValueError, match="its part of that step is not to be had any more"):
-        together([ranks[2], ranks[0]], lambda rank, group: rank.regroup(group))
-    goes_on([ranks[2]])
