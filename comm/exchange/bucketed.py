@@ -133,7 +133,8 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
         """What writes kept sums now. Some of it still does after an error: then they are torn."""
         self._error: BaseException | None = None
         self.means(full)
-        self._lost: tuple[KeptSums, tuple[Given, ...], int] | None = None
+        self._lost: tuple[KeptSums, tuple[Given, ...]] | None = None
+        """The last exchange where a peer was lost after this rank had done all its part: others may have the result."""
         self._lost_sums: tuple[list[Kept], list[Kept]] | None = None
         """As that exchange left them, where rounding lets nobody find them again."""
         self._drawn = 0
@@ -309,10 +310,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             with means.redone() as counts:
                 yield counts
             return
-        if self._lost is None or not self._is_whole(self._lost):
+        if self._lost is None:
             yield False
             return
-        memory, given, num_served = self._lost
+        memory, given = self._lost
         undone = None if self._lost_sums is None else memory.swap(self._lost_sums)
         if undone is None:
             for k, one in enumerate(given):
@@ -329,21 +330,14 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
                 kept.sum_c.copy_(sum_c)
                 kept.scale_b.copy_(scale_b)
             if undone is None:
-                self._undo_kept(memory, given, num_served)
+                self._undo_kept(memory, given, len(given))
             else:
                 memory.swap(undone)
 
     @property
     def needs_lost_input(self) -> bool:
-        """As Reducer.needs_lost_input: where a whole exchange may have to be encoded again."""
-        return self._is_whole(self._lost) and self._lost_sums is None
-
-    def _is_whole(self, lost: tuple[KeptSums, tuple[Given, ...], int] | None) -> bool:
-        """Had this rank done all its part in it, so that another rank may have the result?"""
-        if lost is None:
-            return False
-        _, given, num_served = lost
-        return len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given)
+        """As Reducer.needs_lost_input: where it may have to be encoded again."""
+        return self._lost is not None and self._lost_sums is None
 
     def rebuilds(self, memory: ErrorMemory) -> bool:
         """Are the rows of the last exchange of `memory` here, and has nobody restored that since?"""
@@ -552,9 +546,10 @@ class BucketedAllReduce(Stepwise[KeptSums, Received]):
             memory.torn = "what was collected may be garbage of collectives that were aborted"
             self._close()
             return
-        self._lost = (memory, tuple(self._given), num_served)
-        if memory.is_narrow and num_served == len(self.buckets):  # else no rank can have the result
-            self._lost_sums = memory.exchanged_sums()
+        given = tuple(self._given)
+        if len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given):
+            self._lost = memory, given
+            self._lost_sums = memory.exchanged_sums() if memory.is_narrow else None
         self._undo(memory)
 
     def _break_off(self) -> None:
