@@ -34,7 +34,8 @@ class Rank:
         mine = slice(24 * rank // size, 24 * (rank + 1) // size)
         x = x[mine]
         self.optimizer.zero_grad()
-        loss = (self.net(x) - torch.sin(x[:, :3] * 2)).square().sum() * size / 24
+        out = self.net(x.to(next(self.net.parameters()).dtype))
+        loss = (out.float() - torch.sin(x[:, :3] * 2)).square().sum() * size / 24
         loss.backward()
         self.optimizer.step()
 
