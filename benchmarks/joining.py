@@ -9,7 +9,6 @@ meanwhile.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,9 +22,9 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.counted_turns import Reader, count, tell
+from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import SoloGroup, TorchGroup
@@ -57,26 +56,21 @@ def main(
     turns: Annotated[int, typer.Option(help="Of each way, after one that is not counted.")] = 6,
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
+    handed = load_named(load)
     with (
         Lab(LabSpec(hosts=3, rate_mbit=rate)) as lab,
         TemporaryDirectory(prefix="thinwire-joining-") as answers,
     ):
         read = Reader(lab, Path(answers))
-        command = [sys.executable, "-m", "benchmarks.joining", json.dumps(asdict(Orders(load, turns, answers)))]
-        began = os.getloadavg()
-        lab.run(command, env={"PYTHONPATH": str(ROOT)}, time_limit_s=900, on_line=read).check()
+        made = run_ranks(lab, "benchmarks.joining", Orders(load, turns, answers), read, 900)
     found = {
-        "argv": ["-m", "benchmarks.joining", *sys.argv[1:]],
         "network": {"hosts": 3, "rate_mbit": rate},
-        "load": asdict(LOADS[load]),
+        "load": asdict(handed),
         "turns": read.turns,
         "figures": figures(read.turns),
-        "load_average": {"before": began, "after": os.getloadavg()},
-        **asdict(provenance()),
+        **made,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{load}-{rate:g}mbit.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-    typer.echo(json.dumps(found["figures"], indent=1))
+    keep(out, f"{load}-{rate:g}mbit", found)
 
 
 def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ the token bucket of host 0 counted over a turn; beside them what the ledger pred
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,9 +22,9 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.counted_turns import Reader, count, tell
+from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
@@ -63,28 +62,22 @@ def main(
     steps: Annotated[int, typer.Option(help="Of a turn.")] = 5,
 ) -> None:
     """Measure, print the two figures, and write a file of the network's name."""
+    handed = load_named(load)
     with (
         Lab(LabSpec(hosts=hosts, rate_mbit=rate, ranks_per_host=ranks)) as lab,
         TemporaryDirectory(prefix="thinwire-node-first-") as answers,
     ):
         read = Reader(lab, Path(answers))
-        orders = Orders(load, turns, steps, answers)
-        command = [sys.executable, "-m", "benchmarks.node_first", json.dumps(asdict(orders))]
-        began = os.getloadavg()
-        lab.run(command, env={"PYTHONPATH": str(ROOT)}, time_limit_s=900, on_line=read).check()
+        made = run_ranks(lab, "benchmarks.node_first", Orders(load, turns, steps, answers), read, 900)
     found = {
-        "argv": ["-m", "benchmarks.node_first", *sys.argv[1:]],
         "network": {"hosts": hosts, "ranks_per_host": ranks, "rate_mbit": rate},
-        "load": asdict(LOADS[load]),
+        "load": asdict(handed),
         "steps_a_turn": steps,
         "turns": read.turns,
         "figures": figures(read.turns),
-        "load_average": {"before": began, "after": os.getloadavg()},
-        **asdict(provenance()),
+        **made,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{hosts}-of-{ranks}-{rate:g}mbit.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-    typer.echo(json.dumps(found["figures"], indent=1))
+    keep(out, f"{hosts}-of-{ranks}-{rate:g}mbit", found)
 
 
 def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:

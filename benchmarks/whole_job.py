@@ -10,7 +10,6 @@ the worst case by default: six tenths of it or more are a warm-up in 8 bits, whe
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -27,8 +26,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
+from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
@@ -73,8 +72,7 @@ def main(
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
     orders = Orders(load, methods.split(","), steps, turns)
-    if load not in LOADS:
-        raise typer.BadParameter(f"--load {load!r}: there are {', '.join(LOADS)}")
+    trained = load_named(load)
     if unknown := [name for name in orders.methods if name not in (*BASELINES, *OURS)]:
         raise typer.BadParameter(f"--methods {unknown[0]!r}: there are {', '.join([*BASELINES, *OURS])}")
     runs: list[dict[str, Any]] = []
@@ -86,23 +84,17 @@ def main(
         runs.append(json.loads(line.text.removeprefix(MARK)))
         typer.echo(f"{runs[-1]['method']}, turn {runs[-1]['turn']}: {runs[-1]['seconds']:.1f} s", err=True)
 
-    began = os.getloadavg()
     with Lab(LabSpec(hosts=hosts, rate_mbit=rate)) as lab:
-        command = [sys.executable, "-m", "benchmarks.whole_job", json.dumps(asdict(orders))]
-        lab.run(command, env={"PYTHONPATH": str(ROOT)}, time_limit_s=7200, on_line=read).check()
+        made = run_ranks(lab, "benchmarks.whole_job", orders, read, 7200)
     found = {
-        "argv": ["-m", "benchmarks.whole_job", *sys.argv[1:]],
         "network": {"hosts": hosts, "rate_mbit": rate},
-        "load": asdict(LOADS[load]),
+        "load": asdict(trained),
         "steps": steps,
         "figures": figures(runs),
         "runs": runs,
-        "load_average": {"before": began, "after": os.getloadavg()},
-        **asdict(provenance()),
+        **made,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{load}-{hosts}x{rate:g}Mbit-{steps}.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-    typer.echo(json.dumps(found["figures"], indent=1))
+    keep(out, f"{load}-{hosts}x{rate:g}Mbit-{steps}", found)
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -144,8 +144,8 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         if errors:
             optimizer.refuse_to_be_alone()
         optimizer.prepare_to_hand_over()
-        with gradient_as_room(optimizer) as room:
-            residuals = {name: memory.residual(room.take()) for name, memory in errors.items()}
+        with gradient_as_room(optimizer) as gradient:
+            residuals = {name: memory.residual(gradient.take()) for name, memory in errors.items()}
             optimizer.handed_over = residuals
             for name, memory in errors.items():  # as a save does: so R is not in memory twice
                 memory.restore(residuals[name])
@@ -169,7 +169,8 @@ def regroup(
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
     every rank; None: those of the optimizer's model=. They and frozen parameters are written in place where a rank is
     given the state, also where that fails on the way.
-    Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together.
+    Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together. Where
+    nobody has a state, a rank may stand in this group by then and have rank 0's parameters: the next regroup() goes on.
     """
     with calls_of(group).within("regroup()"), gradient_as_room(optimizer) as gradient:
         return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient)
@@ -224,7 +225,7 @@ def _regroup(
                 if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(passed)
         # The gradient of who is behind is of a step that counts; and something else may lie in it.
-        spare = group.rank not in behind and not room.holds(optimizer.space.g_N)
+        is_free = group.rank not in behind and not room.holds(optimizer.space.g_N)
         residuals, told = _residuals(
             optimizer,
             group,
@@ -232,7 +233,7 @@ def _regroup(
             source,
             group.rank in behind,
             (all_n[source].plain, room.vectors),
-            gradient.take if spare else lambda: None,
+            gradient.take if is_free else lambda: None,
         )
         with optimizer.awaiting_vectors():
             optimizer.connect(group, all_n[source].bucket_elements)
@@ -282,11 +283,11 @@ def _residuals(
     source: int,
     is_behind: bool,
     common: tuple[dict[str, Any], dict[str, Tensor]],
-    room: Callable[[], Tensor | None],
+    spare: Callable[[], Tensor | None],
 ) -> tuple[dict[str, Tensor], _Told]:
     """R of each error memory, bit-equal on every rank; who is lost, and the rest of what Regrouped tells.
 
-    common: plain state and vectors of the source, the rank whose step counts. room: gives memory for R, or None.
+    common: plain state and vectors of the source, the rank whose step counts. spare: memory for R, once; else None.
     """
     holders = [one for one in all_n if one.has_state]
     now = max(one.common for one in holders)
@@ -297,7 +298,7 @@ def _residuals(
         for name in errors:
             mine = optimizer.handed_over[name] if optimizer.handed_over and group.rank in whole else None
             if mine is None:
-                mine = torch.empty_like(optimizer.space.p_N) if (spare := room()) is None else spare
+                mine = torch.empty_like(optimizer.space.p_N) if (given := spare()) is None else given
             residuals[name] = mine
             group.broadcast_(residuals[name], whole[0])
         return residuals, ((), (), (), 0.0, 0.0, _norm(residuals))
@@ -328,7 +329,7 @@ def _residuals(
                 found[5] += memory.workers / len(errors)
                 if rebuilt_by is not None and not is_behind:
                     found[2:4] += optimizer.reduce.left_squares(memory)
-                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by, out_N=room())
+                part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by, out_N=spare())
                 if is_behind:
                     optimizer.catch_up_(part_N, *common)
             else:
