@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PI
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 # Where those of the one Ray are.
-RAYS := tests/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/workers/drill tests/workers/elastic
+RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
 TEST_JOBS ?= 4
 # Those of the one Ray run one at a time; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal

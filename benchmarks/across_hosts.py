@@ -30,9 +30,9 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_interfaces_share
 from benchmarks.wire.cases import LOADS, Load
-from thinwire.lab import Lab, LabSpec
-from thinwire.lab.cli import rate_mbit
-from thinwire.lab.network import INTERFACE
+from thinwire.tools.lab import Lab, LabSpec
+from thinwire.tools.lab.cli import rate_mbit
+from thinwire.tools.lab.network import INTERFACE
 
 RESULTS = ROOT / "benchmarks" / "results" / "across-hosts"
 CODE = ("comm", "optim", "workers", "service", "thinwire", "benchmarks", "tests/data", ":!benchmarks/results", ":!*.md")

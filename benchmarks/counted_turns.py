@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 import typer
 
-from thinwire.lab import Lab, Line
+from thinwire.tools.lab import Lab, Line
 
 MARK = "@turn "
 

@@ -22,7 +22,7 @@ import typer
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.lab_boxes import BEGUN, Cluster, begun
-from thinwire.lab import Lab, LabSpec
+from thinwire.tools.lab import Lab, LabSpec
 
 RESULTS = ROOT / "benchmarks" / "results" / "head-loss"
 CODE = ("comm", "optim", "workers", "service", "thinwire", "benchmarks", ":!benchmarks/results", ":!*.md")

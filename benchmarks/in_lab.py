@@ -15,7 +15,7 @@ import typer
 from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from benchmarks.wire.cases import LOADS, Load
-from thinwire.lab import Lab, Line
+from thinwire.tools.lab import Lab, Line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

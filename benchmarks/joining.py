@@ -28,9 +28,9 @@ from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import SoloGroup, TorchGroup
-from thinwire.lab import Lab, LabSpec
 from thinwire.optim import OneBitAdam
 from thinwire.optim.regroup import regroup
+from thinwire.tools.lab import Lab, LabSpec
 
 RESULTS = ROOT / "benchmarks" / "results" / "joining"
 WAYS = ("floats", "rows")

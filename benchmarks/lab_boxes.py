@@ -2,7 +2,8 @@
 
 Each host has /tmp and a home of its own; what all see is the installed code. Checkpoints go to an S3 server (moto) on
 the host of the service. Benchmarks and tests bring machines up with it. It is here, for a test may stand on a benchmark
-and no benchmark on a test; and not in thinwire/lab, which knows no other room, while this types the commands of all.
+and no benchmark on a test; and not in thinwire/tools/lab, which knows no other room, while this types
+all commands.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab import Lab, LabError
-from thinwire.lab.network import INTERFACE, SECOND_INTERFACE, second_address_of
+from thinwire.tools.lab import Lab, LabError
+from thinwire.tools.lab.network import INTERFACE, SECOND_INTERFACE, second_address_of
 
 OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 THINWIRE = str(Path(sys.executable).parent / "thinwire")

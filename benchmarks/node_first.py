@@ -28,10 +28,10 @@ from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
-from thinwire.comm.wire.ledger import Ledger
 from thinwire.comm.wire.link_classes import exchange_boxes
-from thinwire.lab import Lab, LabSpec
 from thinwire.optim import OneBitAdam
+from thinwire.tools.lab import Lab, LabSpec
+from thinwire.workers.telemetry.ledger import Ledger
 
 RESULTS = ROOT / "benchmarks" / "results" / "node-first"
 TOPOLOGIES = ("flat", "node_first")

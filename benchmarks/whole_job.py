@@ -33,9 +33,9 @@ from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
 from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.wire.network import Exchange, FullSteps
-from thinwire.lab import Lab, LabSpec, Line
 from thinwire.optim import FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART
+from thinwire.tools.lab import Lab, LabSpec, Line
 
 RESULTS = ROOT / "benchmarks" / "results" / "whole-job"
 MARK = "@whole_job "

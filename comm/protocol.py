@@ -28,7 +28,7 @@ class Stats:
 
     waited_s: seconds in which the step had nothing left to do but to wait for its exchange.
     encode_s: seconds in which the step's own thread encoded; on a GPU, in which it told the device to.
-    calls: how often each collective of each size; from them comm/wire/ledger.py works out who sent what to whom.
+    calls: how often each collective of each size; workers/telemetry/ledger.py works out from them who sent what.
     """
 
     sent_bytes: int = 0

@@ -33,7 +33,7 @@ def test_optimizers_do_not_know_how_bytes_move():
 
 
 def test_comm_stands_on_torch_alone():
-    allowed = {"torch", "thinwire.comm", "thinwire.lab", "numpy", "numba", "cupy"}
+    allowed = {"torch", "thinwire.comm", "numpy", "numba", "cupy"}
     for path in (ROOT / "comm").rglob("*.py"):
         foreign = {
             name

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from benchmarks.wire.cases import ROOT, Network
 
 if TYPE_CHECKING:
-    from thinwire.lab import Lab
+    from thinwire.tools.lab import Lab
 
 GRACE_S = 10.0
 """How long the other ranks may go on when one has failed."""
@@ -150,7 +150,7 @@ def open_net(network: Network) -> Iterator[Net]:
     if network.rate_mbit is None:
         yield Loopback(network.hosts)
         return
-    from thinwire.lab import Lab, LabError, LabSpec
+    from thinwire.tools.lab import Lab, LabError, LabSpec
 
     with ExitStack() as stack:
         try:

@@ -1,7 +1,7 @@
 """Which link does a message between two ranks take: inside a box, or the network between boxes?
 
 A box is what shares one network: the same boot of the same machine and the same network namespace. So two containers
-with networks of their own on one machine are two boxes, and so are the hosts of the lab (thinwire/lab).
+with networks of their own on one machine are two boxes, and so are the hosts of the lab (thinwire/tools/lab).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
 from thinwire.contract.drill import Account, Chaos, Drill, DrillFailed, Found, Spread
-from thinwire.workers.drill.run import run
+from thinwire.tools.drill.run import run
 from thinwire.workers.hyper import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]

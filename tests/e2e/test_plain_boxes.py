@@ -23,9 +23,9 @@ import pytest
 
 from benchmarks.lab_boxes import BUCKET, STORE_PORT, Host, keep_store
 from tests.conftest import missing
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
-from thinwire.lab import Lab, LabSpec
-from thinwire.lab.network import INTERFACE
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.tools.lab import Lab, LabSpec
+from thinwire.tools.lab.network import INTERFACE
 
 pytestmark = [
     pytest.mark.ray,

@@ -20,9 +20,9 @@ import pytest
 from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, end, join, other_interfaces_share
 from tests.conftest import missing
 from tests.job_file import small_job
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
-from thinwire.lab import Lab, LabSpec
-from thinwire.lab.network import INTERFACE
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.tools.lab import Lab, LabSpec
+from thinwire.tools.lab.network import INTERFACE
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800), pytest.mark.usefixtures("namespaces")]
 

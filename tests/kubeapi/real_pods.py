@@ -27,10 +27,10 @@ from tests.kubeapi.kubelet import bind, ready, refuse_node, set_status
 from tests.kubeapi.kuberay_pods import CLUSTER, NODE_TYPE
 from tests.kubeapi.networks import processes_in
 from tests.kubeapi.store import Deletion, Store, now
-from thinwire.lab import Lab
-from thinwire.lab.network import INTERFACE
-from thinwire.lab.processes import HostProcess
 from thinwire.service.launch.ray_head import START_HOOK
+from thinwire.tools.lab import Lab
+from thinwire.tools.lab.network import INTERFACE
+from thinwire.tools.lab.processes import HostProcess
 
 UP_SAYS: Final = b"Ray runtime started."
 ROOT: Final = Path(__file__).parents[2]

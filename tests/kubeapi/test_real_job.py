@@ -28,8 +28,8 @@ from tests.kubeapi.operator import Operator
 from tests.kubeapi.real_pods import RealKubelet
 from tests.kubeapi.real_ray import Autoscaler, Dashboard, HttpJobs
 from tests.kubeapi.server import KubeApi
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
-from thinwire.lab import Lab, LabSpec
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.tools.lab import Lab, LabSpec
 
 pytestmark = [
     pytest.mark.slow,

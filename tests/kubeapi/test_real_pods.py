@@ -13,8 +13,8 @@ from tests.kubeapi.kuberay_pods import CLUSTER, NODE_TYPE
 from tests.kubeapi.networks import processes_in
 from tests.kubeapi.real_pods import RealKubelet
 from tests.kubeapi.store import Store
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
-from thinwire.lab import Lab, LabSpec
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
+from thinwire.tools.lab import Lab, LabSpec
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 

@@ -3,7 +3,7 @@
 An entry point names a `typer.Typer`; its name becomes the command's name:
 
     [project.entry-points."thinwire.commands"]
-    lab = "thinwire.lab.cli:app"
+    lab = "thinwire.tools.lab.cli:app"
 
 What a command of ours does may need torch and ray. The command line imports neither: it finds the function by name,
 in the group `thinwire.work`, when the command is called.
@@ -25,8 +25,8 @@ import typer
 
 GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
 OWN_WORK = {
-    "drill": "thinwire.workers.drill.run:run",
-    "chaos": "thinwire.workers.drill.chaos:run",
+    "drill": "thinwire.tools.drill.run:run",
+    "chaos": "thinwire.tools.drill.chaos:run",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",
 }
@@ -35,7 +35,7 @@ OWN_COMMANDS = {"doctor": "thinwire.cli.doctor:app"}
 """The same: those that came after others were installed."""
 OWN_HELP = {
     "thinwire.cli.doctor:app": "Say what is wrong with boxes and links, before a job suffers from it.",
-    "thinwire.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
+    "thinwire.tools.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
     "thinwire.cli.drill:app": "Kill workers of a real job, and see what it costs.",
     "thinwire.cli.bench:app": "Measure kernels, the exchange and whole training steps in a lab.",
 }

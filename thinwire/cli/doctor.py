@@ -18,16 +18,16 @@ from pydantic import ValidationError
 from thinwire.cli.doctor_on_ray import ClusterNotExamined, examine_cluster
 from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.contract.spec import read_spec
-from thinwire.doctor.examination import Box, Examination, Here, Peer, examine
-from thinwire.doctor.facts import Questions
-from thinwire.doctor.finding import Finding, Wishes
-from thinwire.doctor.findings import findings
-from thinwire.doctor.job import asked_by
-from thinwire.doctor.link import SHORTEST_SECRET
-from thinwire.doctor.listener import Listener
-from thinwire.doctor.report import UNEXAMINED, as_json, as_text, exit_code
-from thinwire.lab.cli import rate_mbit
 from thinwire.service.launch.protocol import LauncherError
+from thinwire.tools.doctor.examination import Box, Examination, Here, Peer, examine
+from thinwire.tools.doctor.facts import Questions
+from thinwire.tools.doctor.finding import Finding, Wishes
+from thinwire.tools.doctor.findings import findings
+from thinwire.tools.doctor.job import asked_by
+from thinwire.tools.doctor.link import SHORTEST_SECRET
+from thinwire.tools.doctor.listener import Listener
+from thinwire.tools.doctor.report import UNEXAMINED, as_json, as_text, exit_code
+from thinwire.tools.lab.cli import rate_mbit
 
 PORT = 7655
 """Where a doctor listens unless told otherwise."""

@@ -17,14 +17,14 @@ from typing import Final
 
 from thinwire.cli.screen import note
 from thinwire.contract.spec import JobSpec, read_spec
-from thinwire.doctor.examination import LOG_MARK, Examination, Say
-from thinwire.doctor.facts import Questions
 from thinwire.service.launch.driver import PYTHON
 from thinwire.service.launch.kuberay.kube import Kube, KubeError
 from thinwire.service.launch.kuberay.manifest import Attempt, Object, TemplateRefused, rayjob, read_template
 from thinwire.service.launch.kuberay.reasons import why_waiting
 from thinwire.service.launch.kuberay.states import cluster_of, is_over, status_of
 from thinwire.service.launch.protocol import LauncherError, LaunchState
+from thinwire.tools.doctor.examination import LOG_MARK, Examination, Say
+from thinwire.tools.doctor.facts import Questions
 
 POLL_S: Final = 1.0
 KEPT_S: Final = 600
@@ -57,7 +57,7 @@ def examine_pods(
     """
     asked = ["--questions", questions.model_dump_json(), "--seconds", f"{seconds:g}"]
     asked += ["--ports", ",".join(map(str, ports))]
-    program = f"{PYTHON} -m thinwire.doctor.on_ray {shlex.join(asked)}"
+    program = f"{PYTHON} -m thinwire.tools.doctor.on_ray {shlex.join(asked)}"
     like = {"name": "doctor", "steps": 1, "global_batch": pods, "optimizer": {"name": "adam"}}
     try:
         made = rayjob(

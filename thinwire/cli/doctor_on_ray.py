@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from thinwire.doctor.examination import LOG_MARK, Examination, Say
-from thinwire.doctor.facts import Questions
 from thinwire.service.launch.driver import PYTHON
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.launch.ray_jobs import RayJobs
+from thinwire.tools.doctor.examination import LOG_MARK, Examination, Say
+from thinwire.tools.doctor.facts import Questions
 
 POLL_S = 1.0
 
@@ -49,7 +49,7 @@ def examine_cluster(
         asked += ["--ports", ",".join(map(str, ports))]
         try:
             program = PYTHON if python is None else shlex.quote(python)
-            jobs.submit(submission, f"{program} -m thinwire.doctor.on_ray {shlex.join(asked)}", {})
+            jobs.submit(submission, f"{program} -m thinwire.tools.doctor.on_ray {shlex.join(asked)}", {})
             state = _end(jobs, submission, limit_s, say, sleep)
             log = jobs.log(submission) or ""
         except LauncherError as error:

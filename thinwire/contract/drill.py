@@ -1,4 +1,4 @@
-"""What `thinwire drill` asks of the workers, and what it is told. Who does it: workers/drill."""
+"""What `thinwire drill` asks of the workers, and what it is told. Who does it: thinwire/tools/drill."""
 
 from __future__ import annotations
 

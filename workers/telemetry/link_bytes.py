@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from thinwire.comm.protocol import Call, Stats
-from thinwire.comm.wire.ledger import Ledger, sends_among
 from thinwire.comm.wire.link_classes import Boxes, LinkClass
 from thinwire.contract.metric_names import LINKS
+from thinwire.workers.telemetry.ledger import Ledger, sends_among
 
 LABELS = dict(zip((LinkClass.INSIDE, LinkClass.BETWEEN), LINKS, strict=True))
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.interface_counters import InterfaceCounters, read_interface, read_mtu
-from thinwire.comm.wire.ledger import HeaderModel, Ledger, unexplained_ratio
 from thinwire.comm.wire.link_classes import Boxes
+from thinwire.workers.telemetry.interface_counters import InterfaceCounters, read_interface, read_mtu
+from thinwire.workers.telemetry.ledger import HeaderModel, Ledger, unexplained_ratio
 
 logger = logging.getLogger(__name__)
 

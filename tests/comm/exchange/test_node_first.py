@@ -18,8 +18,8 @@ from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.wire.ledger import Ledger
 from thinwire.comm.wire.link_classes import LinkClass, exchange_boxes
+from thinwire.workers.telemetry.ledger import Ledger
 
 BOXES = {
     "2 of 2": (0, 0, 1, 1),

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from tests.workers.elastic.conftest import ROOT, until
 from thinwire.contract.run_folder import RunFolder
-from thinwire.lab import Lab, LabSpec
-from thinwire.lab.network import INTERFACE, address_of, namespace_of, tool
-from thinwire.workers.drill import verdict
-from thinwire.workers.drill.verdict import Process, Touch
+from thinwire.tools.drill import verdict
+from thinwire.tools.drill.verdict import Process, Touch
+from thinwire.tools.lab import Lab, LabSpec
+from thinwire.tools.lab.network import INTERFACE, address_of, namespace_of, tool
 from thinwire.workers.telemetry import trace
 
 HEAD, PORT = 0, 6379

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
 from tests.workers.elastic.machines import HEAD, Machines, NodesJob
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("namespaces")]

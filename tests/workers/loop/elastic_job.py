@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.forked import FORKSERVER
-from tests.lab.inside import enter, inside
+from tests.tools.lab.inside import enter, inside
 from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.run_folder import RunFolder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tests.workers.loop.elastic_job import ElasticJob, Times
-from thinwire.lab import Lab, LabSpec
+from thinwire.tools.lab import Lab, LabSpec
 from thinwire.workers.membership import Limits
 
 SERVER = "S"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.lab.conftest import namespaces  # noqa: F401 - a fixture
+from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
 from tests.workers.loop.elastic_job import Times
 from tests.workers.loop.partitions import CUTS, cut_for
 

@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.interface_counters import InterfaceCounters
-from thinwire.comm.wire.ledger import Ledger
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.reports import Sample
 from thinwire.workers.telemetry import wire_meter as module
+from thinwire.workers.telemetry.interface_counters import InterfaceCounters
+from thinwire.workers.telemetry.ledger import Ledger
 from thinwire.workers.telemetry.reporter import ServiceReporter
 from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE, WireAccount, WireMeter, wire_meter
 

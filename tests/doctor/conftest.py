@@ -1,3 +1,0 @@
-from tests.lab.conftest import namespaces
-
-__all__ = ["namespaces"]

@@ -1,0 +1,3 @@
+from tests.tools.lab.conftest import namespaces
+
+__all__ = ["namespaces"]

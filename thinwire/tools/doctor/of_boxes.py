@@ -1,0 +1,237 @@
+"""What is wrong with a box by itself, or beside the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from thinwire.tools.doctor.examination import Call, Examination
+from thinwire.tools.doctor.facts import Facts
+from thinwire.tools.doctor.finding import Finding, Severity, Wishes
+
+FREE_FAULT, FREE_WARNING = 64 << 20, 2 << 30
+"""Bytes: a disk with less cannot be used, or fills soon."""
+FREE_FILES = 1000
+FREE_MEMORY = 1 << 30
+USED_GPU = 0.1
+
+
+def of_boxes(seen: Examination, names: Sequence[str], wishes: Wishes) -> Iterator[Finding]:
+    """Everything that a box says of itself and that a job would suffer from."""
+    for place, (name, box) in enumerate(zip(names, seen.boxes, strict=True)):
+        if box.facts is None:
+            continue
+        yield from _room(name, box.facts)
+        yield from _apart(seen, names, place)
+        yield from _gpus(name, box.facts)
+        calls = [call for call in seen.calls if call.source == place]
+        yield from _interfaces(name, box.facts, wishes, calls)
+        if len(seen.boxes) > 1:
+            yield from _own_name(name, box.facts)
+    yield from _versions(seen, names)
+    yield from _unlike_gpus(seen, names)
+    yield from _enough(seen, wishes)
+
+
+def _room(name: str, facts: Facts) -> Iterator[Finding]:
+    """Disks, files and memory."""
+    for folder in facts.folders:
+        free = folder.free_bytes or 0
+        if folder.problem is not None or free < FREE_FAULT or folder.free_files == 0:
+            why = folder.problem or ("no more files can be made" if folder.free_files == 0 else "the disk is full")
+            yield Finding(
+                severity="fault",
+                kind="disk",
+                boxes=(name,),
+                what=f"{name}: {folder.path} cannot be used, {free >> 20} MiB free: {why}",
+                change=f"Make room or mend the permissions of {folder.path} on {name}, or name another folder.",
+            )
+        elif free < FREE_WARNING or (folder.free_files or FREE_FILES) < FREE_FILES:
+            yield Finding(
+                severity="warning",
+                kind="disk",
+                boxes=(name,),
+                what=f"{name}: {folder.path} has only {free >> 20} MiB and {_count(folder.free_files)} files left",
+                change=f"Make room in {folder.path} on {name}: checkpoints and logs will fill it.",
+            )
+    for path, unreadable in facts.files.items():
+        if unreadable is not None:
+            yield Finding(
+                severity="fault",
+                kind="file",
+                boxes=(name,),
+                what=f"{name}: {path} cannot be read: {unreadable}",
+                change=f"Put the file at {path} on {name} too; every worker reads it on its own box.",
+            )
+    for url, unwritten in facts.stores.items():
+        if unwritten is not None:
+            yield Finding(
+                severity="fault",
+                kind="store",
+                boxes=(name,),
+                what=f"{name}: the store {url} cannot be written to: {unwritten}",
+                change=f"Give {name} what it needs for {url}: a route, the client's package, credentials.",
+            )
+    if facts.available_bytes is not None and facts.available_bytes < FREE_MEMORY:
+        yield Finding(
+            severity="warning",
+            kind="memory",
+            boxes=(name,),
+            what=f"{name}: {facts.available_bytes >> 20} MiB of memory are left",
+            change=f"End what else runs on {name}, or raise its container's limit.",
+        )
+
+
+def _apart(seen: Examination, names: Sequence[str], place: int) -> Iterator[Finding]:
+    """Folders that should be one and are not. Those that cannot be used at all are told elsewhere."""
+    box = seen.boxes[place]
+    first = next(name for name, one in zip(names, seen.boxes, strict=True) if one.facts is not None)
+    unusable = {folder.path for folder in box.facts.folders if folder.problem} if box.facts else set()
+    for folder in box.apart:
+        if folder not in unusable:
+            yield Finding(
+                severity="fault",
+                kind="store",
+                boxes=(names[place],),
+                what=f"{names[place]}: {folder} is another folder than on {first}: what {first} puts there is not seen",
+                change=f"Mount one shared folder at {folder} on all boxes, or give the job a store at a URL.",
+            )
+
+
+def _gpus(name: str, facts: Facts) -> Iterator[Finding]:
+    if facts.gpu_problem is not None:
+        yield Finding(
+            severity="fault",
+            kind="gpu",
+            boxes=(name,),
+            what=f"{name}: its GPUs do not answer: {facts.gpu_problem}",
+            change=f"Load the driver on {name} that fits its library; after an upgrade, reboot.",
+        )
+    for number, gpu in enumerate(facts.gpus):
+        if gpu.memory_mib and gpu.used_mib > USED_GPU * gpu.memory_mib:
+            yield Finding(
+                severity="warning",
+                kind="gpu",
+                boxes=(name,),
+                what=f"{name}: GPU {number} ({gpu.name}) has {gpu.used_mib} of {gpu.memory_mib} MiB in use already",
+                change=f"See with nvidia-smi who uses GPU {number} of {name}, and end that.",
+            )
+
+
+def _interfaces(name: str, facts: Facts, wishes: Wishes, calls: Sequence[Call]) -> Iterator[Finding]:
+    wanted = {f"{variable} in its environment": value for variable, value in facts.environment.items()}
+    wanted = {who: value for who, value in wanted.items() if "SOCKET_IFNAME" in who}
+    if wishes.interface is not None:
+        wanted["the job or --interface"] = wishes.interface
+    for who, interface in wanted.items():
+        yield from _interface(name, facts, who, interface, calls)
+
+
+def _own_name(name: str, facts: Facts) -> Iterator[Finding]:
+    if (facts.hostname_address or "").startswith("127."):
+        yield Finding(
+            severity="note",
+            kind="host name",
+            boxes=(name,),
+            what=f"{name}: its own name {facts.hostname} means {facts.hostname_address} there",
+            change=f"If peers are told to connect to 127.0.0.1, give {facts.hostname} its real address in /etc/hosts.",
+        )
+
+
+def _interface(name: str, facts: Facts, who: str, interface: str, calls: Sequence[Call]) -> Iterator[Finding]:
+    others = ", ".join(f"{one.name} ({one.addresses[0]})" for one in facts.interfaces if one.addresses)
+    found = next((one for one in facts.interfaces if one.name == interface), None)
+    wrong: str | None = None
+    if found is None:
+        wrong = f"there is none; there are {others}"
+    elif not found.up:
+        wrong = "it is down"
+    elif not found.addresses:
+        wrong = f"it has no address; with one: {others}"
+    if wrong is not None:
+        yield Finding(
+            severity="fault",
+            kind="interface",
+            boxes=(name,),
+            what=f"{name}: {who} wants the interface {interface}: {wrong}",
+            change=f"Name the interface that carries the traffic between the boxes, or bring {interface} up on {name}.",
+        )
+        return
+    taken = {
+        one.name for call in calls if call.visit.address and (one := facts.interface_of(call.visit.address)) is not None
+    }
+    if taken and interface not in taken:
+        yield Finding(
+            severity="warning",
+            kind="interface",
+            boxes=(name,),
+            what=f"{name}: {who} wants the interface {interface}, but {name} reaches the others by {', '.join(taken)}",
+            change=f"Name the boxes by their addresses on {interface}, or name {', '.join(taken)} as the interface.",
+        )
+
+
+def _versions(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
+    facts = {name: box.facts for name, box in zip(names, seen.boxes, strict=True) if box.facts is not None}
+    packages = sorted({package for one in facts.values() for package in one.versions})
+    for package in packages:
+        said = {name: one.versions.get(package, "missing") for name, one in facts.items()}
+        yield from _differ(package, said, "warning" if package in ("numpy", "torchvision") else "fault")
+    minor = {name: one.python.rpartition(".")[0] for name, one in facts.items()}
+    whole = {name: one.python for name, one in facts.items()}
+    yield from _differ("python", whole, "fault" if len(set(minor.values())) > 1 else "note")
+    drivers = {name: one.gpus[0].driver for name, one in facts.items() if one.gpus}
+    yield from _differ("the GPU driver", drivers, "warning")
+
+
+def _differ(what: str, said: dict[str, str], severity: Severity) -> Iterator[Finding]:
+    if len(set(said.values())) < 2:
+        return
+    usual = Counter(said.values()).most_common(1)[0][0]
+    by_version: dict[str, list[str]] = {}
+    for name, value in said.items():
+        by_version.setdefault(value, []).append(name)
+    odd = [name for name, value in said.items() if value != usual]
+    words = "; ".join(f"{value} on {', '.join(where)}" for value, where in by_version.items())
+    yield Finding(
+        severity=severity,
+        kind="version",
+        boxes=tuple(odd),
+        what=f"{what} differs: {words}",
+        change=f"Install the same {what} on {', '.join(odd)} as on the others.",
+    )
+
+
+def _unlike_gpus(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
+    said = {
+        name: " + ".join(f"{number} x {model}" for model, number in Counter(gpu.name for gpu in facts.gpus).items())
+        for name, box in zip(names, seen.boxes, strict=True)
+        if (facts := box.facts) is not None
+    }
+    if len(set(said.values())) > 1:
+        yield Finding(
+            severity="note",
+            kind="gpu",
+            boxes=tuple(said),
+            what="the boxes have different GPUs: "
+            + "; ".join(f"{name}: {gpus or 'none'}" for name, gpus in said.items()),
+            change="A step takes as long as its slowest worker: give a job boxes of one kind.",
+        )
+
+
+def _enough(seen: Examination, wishes: Wishes) -> Iterator[Finding]:
+    facts = [box.facts for box in seen.boxes if box.facts is not None]
+    gpus, cpus = sum(len(one.gpus) for one in facts), sum(one.cpus for one in facts)
+    on_gpus = wishes.device == "gpu" or (wishes.device == "auto" and gpus > 0)
+    have, unit = (gpus, "GPUs") if on_gpus else (cpus, "CPUs")
+    if have < wishes.workers:
+        yield Finding(
+            severity="fault",
+            kind="too few",
+            boxes=(),
+            what=f"the job needs at least {wishes.workers} workers, and the boxes have {have} {unit}: one for each",
+            change=f"Lower workers.min to {have}, or add boxes." if have else f"Add boxes with {unit}.",
+        )
+
+
+def _count(number: int | None) -> str:
+    return "enough" if number is None else str(number)
