@@ -88,10 +88,10 @@ clean:
 
 .venv/.worker: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire and its workers into .venv (torch and ray: some minutes the first time) ..."
-	@$(INSTALL) -e ".[worker,vision]"
+	@$(INSTALL) -e ".[all,vision]"
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire, its workers and the development tools into .venv ..."
-	@$(INSTALL) -e ".[worker,vision,dev]"
+	@$(INSTALL) -e ".[all,vision,dev]"
 	@touch $@ .venv/.worker

@@ -3,8 +3,7 @@
 The guard stands before the routes and is closed by default: a path that OPEN_PATHS does not name needs a token,
 whether a route exists there or not. What a known token may do is said by the routes, with the dependencies
 `person`, `operator`, `job_or_person` and `ticket_holder`. Tokens and tickets are stored as SHA-256; they are random, so
-no slow hash is needed. A ticket follows from the job's token and the number of the attempt, so that a submission can be
-repeated; nobody can go the other way.
+no slow hash is needed.
 """
 
 from __future__ import annotations
@@ -77,11 +76,6 @@ def new_token() -> str:
 def token_hash(token: str) -> str:
     """What is stored of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
-
-
-def ticket_of(token: str, attempt: int) -> str:
-    """The ticket of an attempt of the job that has this token."""
-    return hmac.digest(token.encode(), b"ticket of attempt %d" % attempt, hashlib.sha256).hex()
 
 
 class Guard:

@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 REHEARSED = ROOT / "runs" / "gpu-rehearsal"
 NO_GPU = """\
 torch sees no GPU, so there is nothing to measure here (torch {torch}, its CUDA: {cuda}).
-  on a machine with an NVIDIA GPU   pip install -e ".[worker,cuda12]" (or cuda13, by the CUDA that torch was built with)
+  on a machine with an NVIDIA GPU   pip install -e ".[optim,cuda12]" (or cuda13, by the CUDA that torch was built with)
                                     pip install pytest pytest-timeout hypothesis, for the tests
   to see whether the benchmark runs python -m benchmarks.gpu --rehearse
 """

@@ -18,7 +18,7 @@ IMAGES = Path(__file__).parent
 ROOT = IMAGES.parents[1]
 SBOM_TOOL = "cyclonedx-bom"
 """Writes what is in an image as CycloneDX, the format of OWASP, whose own tool it is."""
-EXTRAS = {"service": "postgresql,kubernetes", "worker": "worker,s3"}
+EXTRAS = {"service": "service,postgresql,kubernetes", "worker": "worker,s3"}
 
 
 def lock(requirement: str) -> str:

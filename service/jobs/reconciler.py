@@ -22,7 +22,7 @@ from thinwire.contract.jobs import JobState
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import EventKind, Failure
 from thinwire.contract.script import ScriptRecipe
-from thinwire.service.auth import new_token, ticket_of, token_hash
+from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
 from thinwire.service.jobs.calls import SLOW_S, Answer, Calls
@@ -46,6 +46,7 @@ from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
 from thinwire.service.launch.protocol import Code, Launcher, LauncherError, LaunchState, LaunchStatus
 from thinwire.service.packages.store import PackageGone, Packages
+from thinwire.service.tickets import ticket_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from thinwire.contract.files import private_folder, write_whole
 from thinwire.contract.jobs import JobState
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES, Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Failure
-from thinwire.service.auth import ticket_of, token_hash
+from thinwire.service.auth import token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     FileNotKept,
@@ -33,6 +33,7 @@ from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.views import job_json
 from thinwire.service.jobs.worker_numbers import wanted_workers
 from thinwire.service.packages.store import PackageGone, Packages
+from thinwire.service.tickets import ticket_of
 
 BURST_BYTES, BYTES_A_SECOND = 16 << 20, 1 << 20
 """What one job may leave of logs and files at once and in the long run."""

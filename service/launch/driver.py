@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from thinwire.contract.run_folder import RunFolder
-from thinwire.service.auth import ticket_of
 from thinwire.service.launch.protocol import Code, LauncherError
+from thinwire.service.tickets import ticket_of
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
 """The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""

@@ -332,7 +332,7 @@ def test_a_command_whose_module_is_missing_says_what_to_install(
         run = thinwire(*arguments)
         assert run.code == 1
         assert "'fake_lab'" in run.err
-        assert "pip install 'thinwire[worker]'" in run.err
+        assert "pip install 'thinwire[all]'" in run.err
 
 
 def test_a_module_missing_only_when_the_command_runs_says_the_same(

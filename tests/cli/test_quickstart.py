@@ -213,11 +213,11 @@ def test_an_unreadable_file_starts_no_server(home: Path, tmp_path: Path) -> None
     assert not home.exists()
 
 
-def test_training_without_the_worker_extra_is_refused_before_anything_starts(
+def test_a_missing_extra_is_refused_before_anything_starts(
     home: Path, job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(QuickstartError, match=r"ray.*thinwire\[worker\]"):
+    with pytest.raises(QuickstartError, match=r"ray.*thinwire\[all\]"):
         run_here(home, job_file, tmp_path / "results", launcher="local")
     assert not home.exists()
 

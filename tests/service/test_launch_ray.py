@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from thinwire.service.auth import ticket_of
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
 from thinwire.service.launch.ray import RayLauncher
+from thinwire.service.tickets import ticket_of
 
 TOKEN = "t" * 64
 

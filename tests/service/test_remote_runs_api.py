@@ -12,10 +12,10 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
 from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.remote_run import LARGEST_FILE_BYTES
-from thinwire.service.auth import ticket_of
 from thinwire.service.jobs import job_folder, remote_runs
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.tickets import ticket_of
 
 STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
 CLAIMANT = "c" * 43

@@ -23,6 +23,8 @@ from typing import Any
 
 import typer
 
+from thinwire.cli.extras import install_line
+
 GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
 OWN_WORK = {
     "drill": "thinwire.tools.drill.run:run",
@@ -71,7 +73,7 @@ def join_commands(
 
     own: names of the app's own commands. They cannot be replaced, and calling one of them imports no other package.
     """
-    called = next((word for word in arguments if not word.startswith("-")), None)
+    called = called_command(arguments)
     if called in own:
         return
     for point in found:
@@ -83,25 +85,32 @@ def join_commands(
             _join(app, point)
 
 
-def missing_module(error: ModuleNotFoundError, point: EntryPoint | None = None) -> CommandMissing:
-    """The error as a person should read it: which module, and what to install."""
-    return CommandMissing(f"it needs the Python module {error.name!r}, which is not installed: {_remedy(point)}")
+def called_command(arguments: Sequence[str]) -> str | None:
+    """The command among the words of a command line, None where there is none."""
+    return next((word for word in arguments if not word.startswith("-")), None)
+
+
+def missing_module(error: ModuleNotFoundError, command: str | None, point: EntryPoint | None = None) -> CommandMissing:
+    """The error as a person should read it: which command needs which module, and what to install."""
+    name = f"`thinwire {command}`" if command else "it"
+    remedy = _remedy(error.name or "", command, point)
+    return CommandMissing(f"{name} needs the Python module {error.name!r}, which is not installed: {remedy}")
 
 
 def _join(app: typer.Typer, point: EntryPoint) -> None:
     try:
         found = point.load()
     except ModuleNotFoundError as error:
-        _join_missing(app, point, missing_module(error, point))
+        _join_missing(app, point, missing_module(error, point.name, point))
         return
     except Exception as error:
         logger.debug("command_broken name=%s entry_point=%s", point.name, point.value, exc_info=error)
         reason = f"{point.value} cannot be imported ({type(error).__name__}: {error}): tell its authors"
-        _join_missing(app, point, CommandMissing(reason))
+        _join_missing(app, point, CommandMissing(f"`thinwire {point.name}` is not available: {reason}"))
         return
     if not isinstance(found, typer.Typer):
         reason = f"{point.value} is a {type(found).__name__}, not a typer.Typer: tell its authors"
-        _join_missing(app, point, CommandMissing(reason))
+        _join_missing(app, point, CommandMissing(f"`thinwire {point.name}` is not available: {reason}"))
         return
     commands = found.registered_commands
     if len(commands) == 1 and not found.registered_groups and found.registered_callback is None:
@@ -118,19 +127,19 @@ def _join(app: typer.Typer, point: EntryPoint) -> None:
 def _join_missing(app: typer.Typer, point: EntryPoint, error: CommandMissing) -> None:
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(point.name, help=f"Not available: {error}", context_settings=settings, add_help_option=False)(
-        _raiser(point.name, error)
+        _raiser(error)
     )
 
 
-def _raiser(name: str, error: CommandMissing) -> Callable[[], None]:
+def _raiser(error: CommandMissing) -> Callable[[], None]:
     def not_available() -> None:
-        raise CommandMissing(f"`thinwire {name}` is not available: {error}")
+        raise error
 
     return not_available
 
 
-def _remedy(point: EntryPoint | None) -> str:
+def _remedy(module: str, command: str | None, point: EntryPoint | None) -> str:
     distribution = point.dist.name if point is not None and point.dist is not None else "thinwire"
     if distribution == "thinwire":
-        return "pip install 'thinwire[worker]'"
+        return install_line(command, module)
     return f"pip install '{distribution}{'[' + ','.join(point.extras) + ']' if point and point.extras else ''}'"

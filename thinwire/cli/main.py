@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "thinwire":
             raise  # a fault of ours: nothing that the user could install
-        complain(str(commands.missing_module(error)))
+        complain(str(commands.missing_module(error, commands.called_command(given))))
         sys.exit(1)
     sys.exit(0)
 

@@ -21,6 +21,7 @@ from rich.status import Status
 
 from thinwire.cli.child_server import ChildServer
 from thinwire.cli.client import Client, ClientError, Rejected, Unreachable, server_of
+from thinwire.cli.extras import install_line
 from thinwire.cli.interrupts import Interrupts
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import seconds_text
@@ -295,11 +296,13 @@ def _short(path: Path) -> str:
 
 def _check_installed(launcher: str) -> None:
     """Refuse at once what would fail after Ray's start. Raises QuickstartError."""
-    if launcher != "local":
-        return
-    missing = [name for name in ("ray", "torch", "numpy", "matplotlib") if importlib.util.find_spec(name) is None]
+    needed = ["fastapi", "uvicorn", "sqlalchemy"]
+    if launcher == "local":
+        needed += ["ray", "torch", "numpy", "matplotlib"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise QuickstartError(f"training on this machine needs {', '.join(missing)}: pip install 'thinwire[worker]'")
+        line = install_line("quickstart", missing[0])
+        raise QuickstartError(f"a first job on this machine needs {', '.join(missing)}: {line}")
 
 
 def results_in(folder: Path) -> list[Path]:
