@@ -19,6 +19,22 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 
+STEPS = """
+import torch
+from thinwire.comm import SoloGroup
+from thinwire.optim import OneBitAdam
+
+model = torch.nn.Linear(8, 1)
+optimizer = OneBitAdam(model.parameters(), lr=0.05, warmup=2, group=SoloGroup())
+losses = []
+for _ in range(6):
+    optimizer.zero_grad()
+    losses.append((model(torch.ones(4, 8)) - 3).square().mean())
+    losses[-1].backward()
+    optimizer.step()
+assert losses[-1] < losses[0], losses
+"""
+"""Source that trains a little with the optimizer, on one rank."""
 IN_RAY = {"colorama", "psutil", "setproctitle"}
 """Ray's wheel has its own copies of these."""
 _PRELUDE = """

@@ -12,7 +12,7 @@ import tomllib
 
 import pytest
 
-from tests.extras import ROOT, asked, closure, only
+from tests.extras import ROOT, STEPS, asked, closure, only
 from thinwire.cli.extras import OF_COMMAND, OF_MODULE, install_line
 
 WEB = {"fastapi", "sqlalchemy", "uvicorn", "alembic"}
@@ -28,22 +28,6 @@ ROOMS = {
     ("service",): "thinwire.service.main thinwire.service.server thinwire.service.migrations.versions",
 }
 """By extra: the modules that must be there. Those below them come along."""
-
-STEP = """
-import torch
-from thinwire.comm import SoloGroup
-from thinwire.optim import OneBitAdam
-
-model = torch.nn.Linear(8, 1)
-optimizer = OneBitAdam(model.parameters(), lr=0.05, warmup=2, group=SoloGroup())
-losses = []
-for _ in range(6):
-    optimizer.zero_grad()
-    losses.append((model(torch.ones(4, 8)) - 3).square().mean())
-    losses[-1].backward()
-    optimizer.step()
-assert losses[-1] < losses[0], losses
-"""
 
 
 def run(source: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +51,7 @@ def test_the_optimizers_bring_no_ray_and_no_web_framework_and_the_service_no_tor
 @pytest.mark.parametrize("extras", ROOMS, ids=lambda extras: "-".join(extras) or "none")
 def test_an_extra_is_enough_for_its_rooms(extras):
     imports = "\n".join(f"import {module}" for module in ROOMS[extras].split())
-    run(only(*extras) + imports + (STEP if extras == ("optim",) else ""))
+    run(only(*extras) + imports + (STEPS if extras == ("optim",) else ""))
 
 
 def test_a_missing_extra_is_one_line_that_says_which():

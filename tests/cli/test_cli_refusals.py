@@ -140,13 +140,10 @@ def test_a_home_that_may_not_be_written_is_said_in_one_line(
     assert line.endswith("cannot be used: Permission denied: set THINWIRE_HOME to a folder you can write")
 
 
-def test_the_quickstart_away_from_the_clone_says_what_to_name(
-    thinwire: Callable[..., Run], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = thinwire("quickstart")
+def test_a_quickstart_of_a_file_that_is_not_there_says_what_to_name(thinwire: Callable[..., Run], home: Path) -> None:
+    run = thinwire("quickstart", "--file", "none.yaml")
     assert run.code == 2
-    assert "run it in the clone, or name a file with --file" in run.err
+    assert "name another with --file" in run.err
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from thinwire.cli.quickstart import INTERRUPTED, QuickstartError, results_in, ru
 from thinwire.contract.jobs import JobState
 from thinwire.service.launch.protocol import LaunchState
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -205,6 +207,17 @@ def test_a_refused_spec_starts_no_job(live: LiveService, job_file: Path, tmp_pat
     job_file.write_text(yaml.safe_dump(spec(steps=-1)))
     with pytest.raises(JobFileError, match="steps = -1"):
         run_here(live.home, job_file, tmp_path / "results")
+
+
+def test_the_first_job_is_the_example_of_the_clone_and_elsewhere_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    example = quickstart.first_job().absolute()
+    assert example == ROOT / "examples/quickstart.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert quickstart.first_job() != example
+    assert quickstart.first_job().read_bytes() == example.read_bytes()
 
 
 def test_an_unreadable_file_starts_no_server(home: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from thinwire.cli.news import workers_rows
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text
-from thinwire.cli.quickstart import QuickstartError, run_quickstart
+from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.resize import resize
 from thinwire.cli.screen import complain, console, note, print_columns, time_text, watch_to_end
 from thinwire.cli.submit import submit
@@ -285,7 +285,9 @@ def delete(job_id: JobId) -> None:
 
 @app.command()
 def quickstart(
-    file: Annotated[Path, typer.Option(help="The job to run.")] = Path("examples/quickstart.yaml"),
+    file: Annotated[
+        Path | None, typer.Option(help="The job to run. Default: examples/quickstart.yaml, which the package has too.")
+    ] = None,
     results: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/quickstart"),
     launcher: Annotated[LauncherName, typer.Option(help="As for `thinwire serve`.")] = LauncherName.LOCAL,
 ) -> None:
@@ -295,7 +297,7 @@ def quickstart(
 
     Example: `thinwire quickstart --results runs/quickstart`
     """
-    raise typer.Exit(run_quickstart(file, results, launcher.value, home(), console()))
+    raise typer.Exit(run_quickstart(file or first_job(), results, launcher.value, home(), console()))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

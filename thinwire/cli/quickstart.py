@@ -49,6 +49,12 @@ class QuickstartError(Exception):
     """The quickstart did not reach its end; the message says why, and what the logs say."""
 
 
+def first_job() -> Path:
+    """The job of who names none: the example of the clone, which is there to be changed, else the package's copy."""
+    example = Path("examples/quickstart.yaml")
+    return example if example.exists() else Path(__file__).with_name("quickstart.yaml")
+
+
 def run_quickstart(file: Path, results: Path, launcher: str, home: Path, console: Console) -> int:
     """Run the job of `file`, copy its results to `results`, and end all that was started.
 
@@ -98,7 +104,7 @@ class _Quickstart:
 
     def _run(self) -> None:
         if not self._file.exists():
-            raise JobFileError(f"{self._file} is not in {Path.cwd()}: run it in the clone, or name a file with --file")
+            raise JobFileError(f"{self._file} is not in {Path.cwd()}: name another with --file")
         spec = read_job_file(self._file)
         _check_installed(self._launcher)
         if self._client.alive():
