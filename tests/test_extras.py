@@ -19,12 +19,12 @@ WEB = {"fastapi", "sqlalchemy", "uvicorn", "alembic"}
 TRAINING = {"torch", "numpy", "numba"}
 
 ROOMS = {
-    (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.lab.cli thinwire.boxes.supervisor "
+    (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.tools.lab.cli thinwire.boxes.supervisor "
     "thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",
     ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.exporter "
-    "thinwire.workers.telemetry.report thinwire.service.launch.start_hook thinwire.doctor.on_ray",
+    "thinwire.workers.telemetry.report thinwire.service.launch.start_hook thinwire.tools.doctor.on_ray",
     ("service",): "thinwire.service.main thinwire.service.server thinwire.service.migrations.versions",
 }
 """By extra: the modules that must be there. Those below them come along."""
