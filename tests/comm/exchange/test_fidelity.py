@@ -4,13 +4,13 @@ from math import sqrt
 
 import pytest
 import torch
+from thinwire.comm.exchange.vector_scales import deepspeed_reducer
 
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from thinwire.comm import CompressedAllReduce, NonFiniteInput, run_threads
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.exchange.fidelity import SAMPLED, sampled_elements
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
-from thinwire.comm.exchange.vector_scales import deepspeed_reducer
 from thinwire.comm.groups.sent_bytes import all_reduce_bytes
 from thinwire.comm.layout import Partition, VectorLayout
 
