@@ -69,7 +69,7 @@ def same(a, b):
 
 
 @every_value(
-    {"name": MAKE, "overlap, size": [(True, 2), (False, 3), (True, 3), (False, 2), (True, 1)]}, only=(0, 2, 5, 7)
+    {"name": MAKE, "overlap, size": [(True, 2), (False, 3), (True, 3), (False, 2), (True, 1)]}, only=(0, 2, 4, 6)
 )
 @pytest.mark.law
 def test_frozen_parameters_stay_bit_equal_and_cost_no_byte(name, overlap, size):
@@ -168,7 +168,7 @@ def parts(optimizer):
     }
 
 
-@every_value({"name": COMPRESSED, "size": (2, 3)}, only=(0, 2, 4))
+@every_value({"name": COMPRESSED, "size": (2, 3)}, only=(0, 2, 3))
 @pytest.mark.law
 def test_a_change_keeps_every_parameters_moments_and_r(name, size):
     def work(group):
@@ -204,7 +204,7 @@ def test_a_change_keeps_every_parameters_moments_and_r(name, size):
     assert all(run_threads(size, work))
 
 
-@every_value({"name": MAKE, "overlap": (False, True)}, only=(2, 4, 7, 9))
+@every_value({"name": MAKE, "overlap": (False, True)}, only=(2, 3, 4, 6))
 def test_a_group_added_in_mid_run_joins_and_the_others_keep_what_they_have(name, overlap, caplog):
     caplog.set_level(logging.INFO, logger="thinwire.optim")
 
@@ -283,7 +283,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@every_value({"name": MAKE, "at": (4, 14), "early": (True, False)}, only=(1, 4, 6, 9))
+@every_value({"name": MAKE, "at": (4, 14), "early": (True, False)}, only=(1, 4, 5, 6))
 @pytest.mark.law
 def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
     """at: in the warm-up, and after it. early: are they frozen in the new model when its optimizer is made?"""
@@ -321,7 +321,7 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
     assert all(run_threads(2, work))
 
 
-@every_value({"name": MAKE}, only=(0, 2, 5, 7))
+@every_value({"name": MAKE}, only=(0, 2, 4, 6))
 def test_a_checkpoint_of_before_anything_could_be_frozen_is_read(name):
     def work(group):
         net = network()

@@ -86,7 +86,7 @@ def as_reference(kind, size, before, begun):
     return reference
 
 
-@every_value({"kind": [OneBitAdam, OneBitLamb], "before": [4, WARMUP - 1, WARMUP, WARMUP + 9]}, only=(0, 2, 4))
+@every_value({"kind": [OneBitAdam, OneBitLamb], "before": [4, WARMUP - 1, WARMUP, WARMUP + 9]}, only=(0, 2, 3))
 def test_one_step_in_float32_is_that_of_float64(kind, before):
     size = 3
     results = one_step(size, kind, before)

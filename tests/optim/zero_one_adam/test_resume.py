@@ -51,7 +51,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at):
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_value({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21)}, only=(1, 3))
+@every_value({"old, new": [(2, 3), (4, 1), (1, 4)], "saved_at": (4, 21)}, only=(1, 2))
 def test_a_checkpoint_loads_on_any_number_of_ranks(old, new, saved_at):
     def save(group):
         model, optimizer = make(group)
