@@ -28,16 +28,13 @@ from thinwire.comm.protocol import FullWire, Group, Reducer
 
 logger = logging.getLogger(__name__)
 
-SIGNS = SignCodec()
-"""A sign a value, and a scale for every few thousand of them."""
-
 
 def default_reducer(
     group: Group | None,
     layout: VectorLayout,
     like: Tensor,
-    codec: SignCodec = SIGNS,
     *,
+    codec: SignCodec | None = None,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
@@ -47,7 +44,7 @@ def default_reducer(
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
-    codec: how values are written. With scales of the 1-norm the exchange is the plain one, flat. Else it is in buckets
+    codec: how values are written; None: signs, with a scale for each block of the default length. With scales of the 1-norm the exchange is the plain one, flat. Else it is in buckets
     of at most bucket_elements, none across one of `cuts`, and keeps of the others what it is asked to (comm/keeps.py).
     full: how the mean of a gradient is sent. topology: "node_first" gets NodeFirst, which keeps nothing of the others;
     "auto" where that can be, and a line of the log where not.
@@ -55,7 +52,7 @@ def default_reducer(
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
-    group = given_or_default(group)
+    group, codec = given_or_default(group), codec or SignCodec()
     if group.size == 1:
         return SoloReducer(group, layout, like)
     if topology != "flat":

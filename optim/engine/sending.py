@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.default import SIGNS, default_reducer
+from thinwire.comm.default import default_reducer
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
@@ -28,7 +28,7 @@ class SendingOptimizer(ChangingOptimizer):
     full_exchange: FullWire
     topology: Topology
 
-    codec: ClassVar[SignCodec] = SIGNS
+    codec: ClassVar[SignCodec] = SignCodec()
     """How what is compressed is written."""
 
     narrow: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class SendingOptimizer(ChangingOptimizer):
             group,
             space.layout,
             space.p_N,
-            self.codec,
+            codec=self.codec,
             bucket_elements=most,
             cuts=space.cuts,
             keeps=keeps,
