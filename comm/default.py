@@ -44,10 +44,11 @@ def default_reducer(
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
-    codec: how values are written; None: signs, with a scale for each block of the default length. With scales of the 1-norm the exchange is the plain one, flat. Else it is in buckets
-    of at most bucket_elements, none across one of `cuts`, and keeps of the others what it is asked to (comm/keeps.py).
-    full: how the mean of a gradient is sent. topology: "node_first" gets NodeFirst, which keeps nothing of the others;
-    "auto" where that can be, and a line of the log where not.
+    codec: how values are written; None: signs, with a scale for each block of the default length. With scales of the
+    1-norm the exchange is the plain one, flat. Else it is in buckets of at most bucket_elements, none across one of
+    `cuts`, and keeps of the others what it is asked to (comm/keeps.py). full: how the mean of a gradient is sent.
+    topology: "node_first" gets NodeFirst, which keeps nothing of the others; "auto" where that can be, and a line of
+    the log where not.
     sums: as in BucketedAllReduce, with "flat" only; of one rank, which keeps none, nothing follows from it.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
