@@ -31,7 +31,7 @@ from benchmarks.convergence.provenance import provenance
 from benchmarks.convergence.study import ROOT
 from thinwire.comm import SoloGroup, TorchGroup
 from thinwire.comm.keeps import Keeps
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.regroup import hand_over, regroup
 
@@ -45,39 +45,39 @@ BUCKET = 1 << 21
 THRESHOLD = 1 << 16
 LIMIT_S = 3000.0
 
-Make = Callable[..., FlatOptimizer[Any]]
 
-
-def keeping_rows(params: Sequence[torch.nn.Parameter], **options: Any) -> OneBitAdam:
+class KeepingRows(OneBitAdam):
     """1-bit Adam as jobs have it, where rows of the last exchange are kept for the dead, from the first regroup on."""
-    optimizer = OneBitAdam(params, **options)
-    optimizer.keeps = Keeps.ROWS
-    return optimizer
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.keeps = Keeps.ROWS
 
 
-OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], int]] = {
+ZERO_ONE = {"var_freeze_step": 5, "schedule": ZeroOneSchedule(dense_steps=2, local_step_scaler=2)}
+OPTIMIZERS: dict[str, tuple[type[FlatOptimizer[Any]], dict[str, Any], int]] = {
     "SGD": (SGD, {}, 3),
     "Adam": (Adam, {}, 3),
     "LAMB": (Lamb, {}, 3),
     "1-bit Adam": (OneBitAdam, {"warmup": 3}, 6),
-    "1-bit Adam rows kept": (keeping_rows, {"warmup": 3}, 6),
-    "1-bit Adam both bf16": (OneBitAdam, {"warmup": 3, "variance": "bf16", "error_memory": "bf16"}, 6),
-    "1-bit Adam variance bf16": (OneBitAdam, {"warmup": 3, "variance": "bf16"}, 6),
-    "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "error_memory": "bf16"}, 6),
+    "1-bit Adam rows kept": (KeepingRows, {"warmup": 3}, 6),
+    "1-bit Adam both bf16": (OneBitAdam, {"warmup": 3, "narrow": ("variance", "error_memory")}, 6),
+    "1-bit Adam variance bf16": (OneBitAdam, {"warmup": 3, "narrow": ("variance",)}, 6),
+    "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "narrow": ("error_memory",)}, 6),
     "1-bit LAMB": (OneBitLamb, {"warmup": 3}, 6),
-    "0/1 Adam": (ZeroOneAdam, {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2}, 14),
+    "0/1 Adam": (ZeroOneAdam, ZERO_ONE, 14),
     "Adam in 8 bits": (Adam, {"full_exchange": "int8"}, 3),
     "LAMB in 8 bits": (Lamb, {"full_exchange": "int8"}, 3),
     "1-bit Adam in 8 bits": (OneBitAdam, {"warmup": 3, "full_exchange": "int8"}, 6),
     "1-bit Adam in 8 bits both bf16": (
         OneBitAdam,
-        {"warmup": 3, "full_exchange": "int8", "variance": "bf16", "error_memory": "bf16"},
+        {"warmup": 3, "full_exchange": "int8", "narrow": ("variance", "error_memory")},
         6,
     ),
     "1-bit LAMB in 8 bits": (OneBitLamb, {"warmup": 3, "full_exchange": "int8"}, 6),
     "0/1 Adam in 8 bits": (
         ZeroOneAdam,
-        {"var_freeze_step": 5, "dense_steps": 2, "local_step_scaler": 2, "full_exchange": "int8"},
+        {**ZERO_ONE, "full_exchange": "int8"},
         14,
     ),
 }
@@ -218,7 +218,7 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
     del small
     meter = Meter(dtype)
     params = model(SHAPES, dtype)
-    optimizer = make(params, group=group, bucket_elements=BUCKET, **options)
+    optimizer = make.sized(BUCKET)(params, group=group, **options)
     train(optimizer, params, steps, meter)
     _through_everything(optimizer, params, 0, group, meter)
     if group.size > 1:
@@ -228,7 +228,7 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
             del optimizer, params
             gc.collect()
             params = model(SHAPES, dtype)
-            optimizer = make(params, group=SoloGroup(), bucket_elements=BUCKET, **options)
+            optimizer = make.sized(BUCKET)(params, group=SoloGroup(), **options)
             fill_gradients(params)
         told = "regroup, by who comes" if newcomer else "regroup after a death"
         with meter.around(lambda: told, optimizer):

@@ -173,8 +173,9 @@ def full_steps(method: str) -> FullSteps:
 def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int | None) -> tuple[nn.Module, Any]:
     """As anybody would write it: the length of the run, overlap with backward, and no other setting."""
     if method in OURS:
-        settings = {"total_steps": steps, "lr_warmup_steps": steps // 10, "overlap": True, "bucket_elements": bucket}
-        return model, OURS[method](model.parameters(), lr=LR, group=TorchGroup(group), **settings)
+        settings = {"total_steps": steps, "lr_warmup_steps": steps // 10, "overlap": True}
+        made = OURS[method] if bucket is None else OURS[method].sized(bucket)
+        return model, made(model.parameters(), lr=LR, group=TorchGroup(group), **settings)
     ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if method == "ddp_bf16":
         # Not bf16_compress_hook, whose name DDP refuses on gloo; it is this one.

@@ -23,8 +23,7 @@ from thinwire.comm.exchange.solo import SoloReducer
 from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
 from thinwire.comm.groups.nodes import Nodes, Topology, nodes_of
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import DEFAULT_BLOCK, DEFAULT_BUCKET, VectorLayout
+from thinwire.comm.layout import DEFAULT_BUCKET, VectorLayout
 from thinwire.comm.protocol import FullWire, Group, Reducer
 
 logger = logging.getLogger(__name__)
@@ -34,9 +33,8 @@ def default_reducer(
     group: Group | None,
     layout: VectorLayout,
     like: Tensor,
-    block: int = DEFAULT_BLOCK,
-    scale: Scale = "l2",
     *,
+    codec: SignCodec | None = None,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
@@ -46,39 +44,36 @@ def default_reducer(
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
-    block: values that share a scale; scale: the norm that it keeps. "l2" gets the exchange in buckets of at most
-    bucket_elements, none across one of `cuts`, keeping of the others what it is asked to
-    (comm/keeps.py); "l1" gets CompressedAllReduce. full: how the mean of a gradient is sent. topology: "node_first"
-    gets NodeFirst, which keeps nothing of the others; "auto" where that can be, and a line of the log where not.
+    codec: how values are written; None: signs, with a scale for each block of the default length. With scales of the
+    1-norm the exchange is the plain one, flat. Else it is in buckets of at most bucket_elements, none across one of
+    `cuts`, and keeps of the others what it is asked to (comm/keeps.py). full: how the mean of a gradient is sent.
+    topology: "node_first" gets NodeFirst, which keeps nothing of the others; "auto" where that can be, and a line of
+    the log where not.
     sums: as in BucketedAllReduce, with "flat" only; of one rank, which keeps none, nothing follows from it.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
-    group = given_or_default(group)
+    group, codec = given_or_default(group), codec or SignCodec()
     if group.size == 1:
         return SoloReducer(group, layout, like)
     if topology != "flat":
         if sums is not None:
             raise ValueError(f'topology = "{topology}": must be "flat" where kept sums are of {sums}')
-        nodes = _nodes(group, like, scale, full)
+        nodes = _nodes(group, like, full)
         if isinstance(nodes, Nodes):
             if keeps is not Keeps.NOTHING and group.rank == 0:
                 logger.warning("keeps_nothing asked=%s reason=topology is node_first", keeps.value)
-            return NodeFirst(
-                nodes, layout, SignCodec(block), like, bucket_elements=bucket_elements, cuts=cuts, full=full
-            )
+            return NodeFirst(nodes, layout, codec, like, bucket_elements=bucket_elements, cuts=cuts, full=full)
         if topology == "node_first":
             raise ValueError(f'topology = "node_first": {nodes}. "auto" is "flat" where that is so')
         if group.rank == 0:
             logger.warning("topology_flat ranks=%d reason=%s", group.size, nodes)
-    if scale != "l2":
-        if sums is not None:
-            raise ValueError(f'scale = {scale!r}: must be "l2" where kept sums are of {sums}')
-        return CompressedAllReduce(group, layout, SignCodec(block, scale), like, full=full)
+    if codec.scale != "l2":
+        return CompressedAllReduce(group, layout, codec, like, full=full)
     return BucketedAllReduce(
         group,
         layout,
-        SignCodec(block),
+        codec,
         like,
         bucket_elements=bucket_elements,
         cuts=cuts,
@@ -88,18 +83,11 @@ def default_reducer(
     )
 
 
-def _nodes(group: Group, like: Tensor, scale: Scale, full: FullWire) -> Nodes | str:
+def _nodes(group: Group, like: Tensor, full: FullWire) -> Nodes | str:
     """The groups for node first, or why there can be none. Collective. Raises: PeerLost."""
-    if scale != "l2":
-        return f'scale = "{scale}" has no exchange by node first'
     if full == "int8":
         return "full exchanges in 8 bits keep errors of whole vectors on every rank"
     return nodes_of(group, like.device)
-
-
-def has_process_group() -> bool:
-    """Has torch.distributed been initialised, so that DistributedDataParallel can be in the process?"""
-    return dist.is_available() and dist.is_initialized()
 
 
 def given_or_default(group: Group | None) -> Group:

@@ -9,8 +9,20 @@ has started several.
 
 from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.schedule import ZeroOneSchedule
+from thinwire.optim.lamb_math import LambBounds
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["SGD", "Adam", "FlatOptimizer", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "FlatOptimizer",
+    "Lamb",
+    "LambBounds",
+    "OneBitAdam",
+    "OneBitLamb",
+    "ZeroOneAdam",
+    "ZeroOneSchedule",
+]

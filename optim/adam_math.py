@@ -37,9 +37,9 @@ def unbias_variance_(v_N: Tensor, beta2: float, t: int) -> None:
     v_N.div_(1 - beta2**t)
 
 
-def divisor(v_N: Tensor, inside: float, outside: float) -> Tensor:
-    """sqrt(v + inside) + outside, new, rounded as the loops do it."""
-    return root(v_N + inside if inside else v_N).add_(outside)
+def divisor(v_N: Tensor, eps: float) -> Tensor:
+    """sqrt(v) + eps, new, rounded as the loops do it."""
+    return root(v_N).add_(eps)
 
 
 def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, scratch_N: Tensor) -> None:

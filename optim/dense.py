@@ -17,7 +17,7 @@ from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.saving import GRADIENT_ERROR
 from thinwire.optim.engine.schedule import StepPlan, dense_plan
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.lamb_math import BOUNDS, LambHyper, tensor_segments
+from thinwire.optim.lamb_math import BOUNDS, LambBounds, tensor_segments
 
 
 @dataclass(slots=True)
@@ -55,9 +55,8 @@ class Adam(DenseOptimizer[AdamState]):
     """Adam with decoupled weight decay on the mean gradient: torch.optim.AdamW under data parallelism.
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-    group: the ranks (None: torch.distributed's default group, or this process alone). max_grad_norm, non_finite,
-    overlap, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options).
-    variance, error_memory: None.
+    group: the ranks (None: torch.distributed's default group, or this process alone). model, overlap, max_grad_norm,
+    non_finite, full_exchange, topology: as in CheckedOptions (optim.engine.options).
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -88,9 +87,9 @@ class Adam(DenseOptimizer[AdamState]):
 class Lamb(DenseOptimizer[AdamState]):
     """LAMB on the mean gradient: Adam's direction, scaled by ||x|| / ||u|| of each tensor.  [You et al. 2020, Alg. 2]
 
-    max_coeff, min_coeff: bounds of that ratio; it is 1 for a tensor with a norm of 0.
-    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model,
-    full_exchange, topology, variance, error_memory: as in Adam.
+    bounds: max_coeff and min_coeff of that ratio (LambBounds); it is 1 for a tensor with a norm of 0.
+    params, lr, betas, eps, weight_decay, group, max_grad_norm, non_finite, overlap, model, full_exchange, topology: as
+    in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -102,11 +101,10 @@ class Lamb(DenseOptimizer[AdamState]):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        max_coeff: float = BOUNDS.max_coeff,
-        min_coeff: float = BOUNDS.min_coeff,
+        bounds: LambBounds = BOUNDS,
         **options: Unpack[Options],
     ) -> None:
-        self.bounds = LambHyper(max_coeff=max_coeff, min_coeff=min_coeff)
+        self.bounds = bounds
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
     def make_state(self) -> AdamState:
@@ -148,8 +146,7 @@ class SGD(DenseOptimizer[SgdState]):
     """SGD with momentum on the mean gradient, torch.optim.SGD under data parallelism: m <- mu m + g;  x <- x - lr m.
 
     momentum: mu, per group. weight_decay: coupled, added to the gradient, as torch.optim.SGD has it.
-    params, lr, group, max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology: as in
-    Adam. variance, error_memory: None.
+    params, lr, group, max_grad_norm, non_finite, overlap, model, full_exchange, topology: as in Adam.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 

@@ -24,7 +24,7 @@ from thinwire.optim.kernels.lamb import Tiles, tiles_of
 
 
 @dataclass(frozen=True, slots=True)
-class LambHyper:
+class LambBounds:
     """The bounds of LAMB, and the constants of 1-bit LAMB's compressed phase, the same for all groups.
 
     coeff: bounds of the trust ratio. coeff_beta: how slowly its average moves. factor: bounds of the ratio of frozen to
@@ -48,7 +48,7 @@ class LambHyper:
         )
 
 
-BOUNDS = LambHyper()
+BOUNDS = LambBounds()
 """By default: DeepSpeed's."""
 LEAST, MOST = 0.5, 8.0
 """Bounds of how many times longer one bit makes a direction. Below 1 is noise of the estimate."""
@@ -140,12 +140,12 @@ def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None
     return (m_s / correction1).div_((v_s / correction2).sqrt_().add_(h.eps))
 
 
-def trust_ratios(p_s: Tensor, u_s: Tensor, segments: TensorSegments, bounds: LambHyper) -> Tensor:
+def trust_ratios(p_s: Tensor, u_s: Tensor, segments: TensorSegments, bounds: LambBounds) -> Tensor:
     """clip(||x_l|| / ||u_l||, min_coeff, max_coeff) of each tensor, float[t]; 1 where either norm is 0."""
     return clipped_ratios(segments.norms(p_s), segments.norms(u_s), bounds)
 
 
-def clipped_ratios(p_norm: Tensor, u_norm: Tensor, bounds: LambHyper) -> Tensor:
+def clipped_ratios(p_norm: Tensor, u_norm: Tensor, bounds: LambBounds) -> Tensor:
     """trust_ratios of norms float[t]."""
     ratio = (p_norm / u_norm).clamp_(bounds.min_coeff, bounds.max_coeff)
     return torch.where((p_norm > 0) & (u_norm > 0), ratio, torch.ones_like(ratio))
@@ -158,7 +158,7 @@ def step_(
     v_N: Tensor,
     h: AdamHyper,
     parts: Sequence[TensorSegments],
-    bounds: LambHyper,
+    bounds: LambBounds,
     bias_step: int | None,
     squares_T: Tensor | None = None,
     seen_N: Tensor | None = None,

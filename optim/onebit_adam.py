@@ -10,9 +10,9 @@ one sends. Deviations from the paper, with their reasons: docs/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -21,10 +21,14 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Descent, Momentum, next_momentum_
+from thinwire.optim.engine.options import CheckedOptions
+from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.onebit_settings import DEEPSPEED_ADAM
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
+
+Narrow = Literal["variance", "error_memory"]
+"""What may be kept in bfloat16: the variance once it is frozen, and what compression leaves out."""
 
 
 @dataclass(slots=True)
@@ -58,18 +62,13 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (variance/when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen
     it.
-    group: the ranks (None: torch.distributed's default group, or this process alone).
-    parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we;
-    `warmup` is its freeze_step - 1. settings: those differences one by one (optim.onebit_settings), in place of parity.
     refresh: the part of its age after which a frozen variance is brought up to date (variance/refresh.py), or None.
-    bias_correction: False: no correction of m and v in warm-up, as the paper and DeepSpeed.
-    block: values that share a scale, in our settings. scale: the norm that it keeps, "l2" or "l1" (docs/algorithms.md).
-    max_grad_norm, non_finite, overlap, bucket_elements, saves, model, full_exchange, topology, variance, error_memory:
-    as in CheckedOptions (optim.engine.options).
+    group: the ranks (None: torch.distributed's default group, or this process alone). model, overlap, max_grad_norm,
+    non_finite, full_exchange, topology: as in CheckedOptions (optim.engine.options).
+    narrow: which of "variance" and "error_memory" take half of float32's memory, in bfloat16 (docs/algorithms.md,
+    "Error memory and variance in bfloat16"); with topology "flat".
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
-
-    narrows = ("variance", "error_memory")
 
     def __init__(
         self,
@@ -78,10 +77,23 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        narrow: Collection[Narrow] = (),
         **options: Unpack[OneBitOptions],
     ) -> None:
-        defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, deepspeed=DEEPSPEED_ADAM, **options)
+        unknown = [narrow] if isinstance(narrow, str) else [name for name in narrow if name not in get_args(Narrow)]
+        if unknown:
+            raise ValueError(f"narrow = {narrow!r}: must be some of {get_args(Narrow)}, as in a list")
+        self.narrow = tuple(name for name in get_args(Narrow) if name in narrow)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
+
+    def take_exchange(self, asked: CheckedOptions) -> None:
+        """As FlatOptimizer.take_exchange. Raises: ValueError also where nothing can be kept in bfloat16."""
+        super().take_exchange(asked)
+        if self.narrow and compute_dtype(self.param_groups) != torch.float32:
+            raise ValueError(f"narrow = {self.narrow}: must be empty with parameters of float64")
+        if self.narrow and self.topology != "flat":
+            raise ValueError(f'narrow = {self.narrow}: must be empty with topology = "{self.topology}"')
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""

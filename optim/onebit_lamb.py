@@ -27,8 +27,7 @@ docs/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -42,16 +41,17 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
-from thinwire.optim.engine.scales import Scales
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
-from thinwire.optim.lamb_math import BOUNDS, LambHyper, TensorSegments, tensor_segments
-from thinwire.optim.onebit_settings import DEEPSPEED_LAMB, OneBitSettings
+from thinwire.optim.lamb_math import BOUNDS, LambBounds, TensorSegments, tensor_segments
 from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART
 
+LONGEST_STEP = 4.0
+"""The factor of a tensor's step is at most this times its trust ratio of now, so that a frozen v that has become too
+small cannot make steps of any length."""
 SQUARES = "squares"
 """Among the saved values where factor_T is |u_0|^2 of exact momenta."""
 HALF = 0.5
@@ -93,25 +93,25 @@ def warm_up(
     g_N: Tensor,
     s: OneBitLambState,
     groups: Sequence[tuple[AdamHyper, Sequence[TensorSegments]]],
-    bounds: LambHyper,
-    settings: OneBitSettings,
+    bounds: LambBounds,
     plan: StepPlan,
+    *,
+    follow: bool,
     seen_N: Tensor | None = None,
 ) -> None:
     """LAMB on g, the mean gradient, in place; in warm-up c_avg goes on. p, s: modified. seen: as in lamb_math.step_.
 
-    Where a frozen variance is brought up to date c_avg stays, as k does: decoded momenta are longer than means, and R
-    is in units of k.
+    follow: is the trust ratio brought up to date with v? Where a frozen variance is brought up to date c_avg stays, as
+    k does: decoded momenta are longer than means, and R is in units of k.
     """
     m_N = s.momentum.written()
-    squares_T = s.factor_T if plan.phase is not Phase.WARMUP and settings.follow_trust else None
+    squares_T = s.factor_T if plan.phase is not Phase.WARMUP and follow else None
     for h, parts in groups:
         coeff_t = lamb_math.step_(p_N, g_N, m_N, s.v_N, h, parts, bounds, plan.bias_of(h.seen), squares_T, seen_N)
         if plan.phase is not Phase.WARMUP:
             continue
         average_t = s.coeff_T[parts[0].tensors.start : parts[-1].tensors.stop]
-        moved_t = torch.lerp(average_t, coeff_t, 1 - bounds.coeff_beta)
-        average_t.copy_(torch.where(coeff_t == 1, average_t, moved_t) if settings.skip_unit_coefficients else moved_t)
+        average_t.lerp_(coeff_t, 1 - bounds.coeff_beta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +130,20 @@ def descend_(
     now: OverFactors,
     before: OverFactors | Tensor,
     groups: Sequence[tuple[AdamHyper, Sequence[TensorSegments]]],
-    bounds: LambHyper,
-    settings: OneBitSettings,
+    bounds: LambBounds,
+    *,
+    follow: bool,
 ) -> None:
     """The compressed step on this rank after its communication, in place. p, s: modified, but for the momentum.
 
-    now: the momentum that all ranks have received. before: that of the step before.
+    follow: as in warm_up. now: the momentum that all ranks have received. before: that of the step before.
     """
     count = len(s.scaling_T)
     heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
     if not fits(p_N):
         for h, part in ((h, part) for h, parts in groups for part in parts):
-            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h, settings)
-            lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, settings), h.lr, part)
+            found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h, follow=follow)
+            lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, follow=follow), h.lr, part)
         return
     limits = Bounds(
         bounds.factor_min,
@@ -151,9 +152,8 @@ def descend_(
         1 + bounds.factor_threshold,
         bounds.min_coeff,
         bounds.max_coeff,
-        settings.longest_step,
-        settings.weigh_ratio,
-        settings.follow_trust,
+        LONGEST_STEP,
+        follow,
     )
     vectors = p_N, s.v_N, s.fresh_v_N, s.coeff_T, s.factor_T
     descent: Any = descent_of(vectors, heard, heard_before, limits)
@@ -169,7 +169,8 @@ def _measured(
     before_s: Tensor,
     part: TensorSegments,
     h: AdamHyper,
-    settings: OneBitSettings,
+    *,
+    follow: bool,
 ) -> tuple[_Found, Tensor]:
     """v_fresh <- beta2 v_fresh + (1 - beta2) g_hat^2, g_hat the gradient that m and m before imply; and u.
 
@@ -179,7 +180,7 @@ def _measured(
     """
     p_s, v_s, fresh_v_s = p_N[part.span], s.v_N[part.span], s.fresh_v_N[part.span]
     given_s = torch.sub(m_s, before_s, alpha=h.beta1)
-    if settings.follow_trust:
+    if follow:
         fresh_v_s.add_(given_s)
         ratio_t = given_s.new_zeros(len(part.live))
     else:
@@ -196,8 +197,9 @@ def _factors(
     found: _Found,
     part: TensorSegments,
     h: AdamHyper,
-    bounds: LambHyper,
-    settings: OneBitSettings,
+    bounds: LambBounds,
+    *,
+    follow: bool,
 ) -> Tensor:
     """min(c_avg r, 4 c) of each tensor, float[t], new; where the trust ratio is followed and |u_0|^2 known q c.
 
@@ -206,22 +208,19 @@ def _factors(
     # u comes from the decoded m, which is the same on every rank, and so is its trust ratio.
     trust_t = lamb_math.clipped_ratios(found.size_t, found.update_t, bounds)
     average_t, factor_t = s.coeff_T[part.tensors], s.factor_T[part.tensors]
-    if settings.follow_trust:
+    if follow:
         followed_t = lamb_math.lengthened(factor_t, found.direction_t, found.update_t) * trust_t
-        return torch.where(lamb_math.are_known(factor_t), followed_t, _bounded(average_t, trust_t, settings))
-    _move_ratio_(factor_t, found, h, bounds, settings)
-    return _bounded(average_t * factor_t, trust_t, settings)
+        bounded_t = torch.minimum(average_t, LONGEST_STEP * trust_t)
+        return torch.where(lamb_math.are_known(factor_t), followed_t, bounded_t)
+    _move_ratio_(factor_t, found, h, bounds)
+    return torch.minimum(average_t * factor_t, LONGEST_STEP * trust_t)
 
 
-def _bounded(step_t: Tensor, trust_t: Tensor, settings: OneBitSettings) -> Tensor:
-    return torch.minimum(step_t, settings.longest_step * trust_t) if isfinite(settings.longest_step) else step_t
-
-
-def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambHyper, settings: OneBitSettings) -> None:
+def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambBounds) -> None:
     """r_l <- that of this step, tempered and clipped."""
     # 0: every element was floored
     factor_t = torch.where(found.ratio_t > 0, found.ratio_t, torch.ones_like(found.ratio_t))
-    if h.weight_decay and settings.weigh_ratio:
+    if h.weight_decay:
         # the decay's part of the update does not depend on v, so it is not rescaled
         weight_t = (found.direction_t / found.update_t).nan_to_num_(1.0).clamp_(max=1.0)
         factor_t = factor_t * weight_t + (1 - weight_t)
@@ -233,11 +232,9 @@ def _move_ratio_(before_t: Tensor, found: _Found, h: AdamHyper, bounds: LambHype
 class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """1-bit LAMB as a torch.optim.Optimizer: LAMB until the variance is frozen, then 1/32 of fp32's bytes on the wire.
 
-    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, group, parity, max_grad_norm,
-    bias_correction, settings, block, scale, non_finite, overlap, bucket_elements, saves, model, full_exchange,
-    topology, refresh: as in OneBitAdam. variance, error_memory: None.
-    max_coeff, min_coeff: bounds of the trust ratio; coeff_beta: its average; factor_max, factor_min, factor_threshold:
-    bounds of the variance ratio and of its change in a step. Names and defaults as in DeepSpeed.
+    params, lr, betas, eps, weight_decay, warmup, total_steps, lr_warmup_steps, refresh, group, model, overlap,
+    max_grad_norm, non_finite, full_exchange, topology: as in OneBitAdam.
+    bounds: of the trust ratio and of the variance ratio (LambBounds), with names and defaults as in DeepSpeed.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
@@ -252,17 +249,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        max_coeff: float = BOUNDS.max_coeff,
-        min_coeff: float = BOUNDS.min_coeff,
-        coeff_beta: float = BOUNDS.coeff_beta,
-        factor_max: float = BOUNDS.factor_max,
-        factor_min: float = BOUNDS.factor_min,
-        factor_threshold: float = BOUNDS.factor_threshold,
+        bounds: LambBounds = BOUNDS,
         **options: Unpack[OneBitOptions],
     ) -> None:
-        self.bounds = LambHyper(max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold)
-        defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, deepspeed=DEEPSPEED_LAMB, **options)
+        self.bounds = bounds
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
     def make_state(self) -> OneBitLambState:
         """Empty vectors and error memory; k and r are 1 until they are known."""
@@ -289,25 +280,17 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         pairs = list(zip(groups, self.segments, strict=True))
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()
-            seen_N = self._take_sum(groups) if self._sums and plan.phase is Phase.COMPRESSED else None
-            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, self._followed, plan, seen_N)
+            follow = self.refreshes
+            seen_N = self._take_sum(groups) if follow and plan.phase is Phase.COMPRESSED else None
+            warm_up(space.p_N, space.g_N, s, pairs, self.bounds, plan, follow=follow, seen_N=seen_N)
             return
         self.exchange_(plan)
         before = s.momentum.last or s.momentum.floats()  # there until the next exchange, after the commit too
         now = OverFactors(self.reduce.result, s.scaling_T, space.layout)
         self.reduce.commit()
         s.momentum.received(s.scaling_T)
-        descend_(space.p_N, s, now, before, pairs, self.bounds, self._followed)
-
-    @property
-    def _followed(self) -> OneBitSettings:
-        """The settings; the trust ratio is followed by what refreshes find, and so only where there are any."""
-        return replace(self.settings, follow_trust=self.settings.follow_trust and self.refreshes)
-
-    @property
-    def _sums(self) -> bool:
-        """May a refresh take in the sum of all gradients since the last one?"""
-        return self._followed.follow_trust and self.settings.sum_gradients
+        # The trust ratio is followed by what refreshes find, and so only where there are any.
+        descend_(space.p_N, s, now, before, pairs, self.bounds, follow=self.refreshes)
 
     def _take_sum(self, groups: Sequence[AdamHyper]) -> Tensor | None:
         """In a refresh: the root of what v is to take in, where that is not g^2; and A (optim.variance.sums).
@@ -317,8 +300,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         s, g_N, live = self.vectors, self.space.g_N, self.space.layout.live
         zeros_t, residual_N = sums.zeros_of(g_N, live), None
         if sums.are_most_zero(zeros_t, live):
-            exact = self.settings.scales is not Scales.BLOCK
-            wire: FullWire = "fp32" if exact else "int8" if self.topology == "flat" else "bf16"
+            wire: FullWire = "int8" if self.topology == "flat" else "bf16"
             residual_N = sums.brought_together(self.reduce, s.momentum_error, self.group.size, wire)
             self.as_momentum_(residual_N)
         for h in groups:
@@ -358,15 +340,14 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         self._begin_fresh(floored_N)
         s.factor_T.fill_(1)
         self.saved.pop(SQUARES, None)
-        if self._followed.follow_trust:
+        if self.refreshes:
             self.saved[SQUARES] = True
             for h, of_run in zip(self.hypers(self.num_steps + 1), self.segments, strict=True):
                 for part in of_run:
                     u_s = lamb_math.adam_direction(s.m_N[part.span], s.v_N[part.span], h, None)
                     s.factor_T[part.tensors] = part.norms(u_s).square_()
-        if self.settings.bias_correction:
-            parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
-            s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype), s.coeff_T.device))
+        parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
+        s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype), s.coeff_T.device))
         sizes_T = torch.empty_like(s.scaling_T)
         for part in self._parts():
             sizes_T[part.tensors] = part.rms(s.m_N[part.span])
@@ -388,33 +369,25 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             return None
         return "more than half of the gradient is zero: a variance of rare rows that is kept would lengthen all steps"
 
-    def on_refresh(self, floored_N: Tensor) -> None:
-        """r compares with the v of now. What was floored once has no part in it."""
-        if not self._followed.follow_trust:
-            self._begin_fresh(floored_N)
-            self.vectors.factor_T.fill_(1)
-
     def _begin_fresh(self, floored_N: Tensor) -> None:
         s = self.vectors
         self.saved.pop(SUMMED_FROM, None)
-        if not self._followed.follow_trust:
+        if not self.refreshes:
             s.fresh_v_N.copy_(torch.where(floored_N | s.fresh_v_N.isinf(), torch.inf, s.v_N))
             return
         s.fresh_v_N.zero_()
-        if self._sums and self.full_exchange != "int8":  # with 8 bits R is not zero then, and not known
+        if self.full_exchange != "int8":  # with 8 bits R is not zero then, and not known
             self.saved[SUMMED_FROM] = self.num_steps + 1
 
     def resumed(self) -> None:
         """As FreezingOptimizer.resumed. Of a run whose sums nobody will read v_fresh begins anew."""
         super().resumed()
-        if self.frozen_at is not None and self._followed.follow_trust != (SQUARES in self.saved):
+        if self.frozen_at is not None and self.refreshes != (SQUARES in self.saved):
             self.vectors.factor_T.fill_(1)  # it was r, or q, of an older version; or is to be r
             self.saved.pop(SQUARES, None)
-            if self._followed.follow_trust:
+            if self.refreshes:
                 self.saved[SQUARES] = True
-        if self._sums or self.saved.pop(SUMMED_FROM, None) is None:
-            return
-        if not self._followed.follow_trust:
+        if not self.refreshes and self.saved.pop(SUMMED_FROM, None) is not None:
             self.vectors.fresh_v_N.copy_(self.vectors.v_N)
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
@@ -424,14 +397,13 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         sizes_T = torch.cat([part.rms(m_N[part.span]) for part in self._parts()])
         others_T = (sizes_T * s.scaling_T)[[i for i in range(len(sizes_T)) if i not in seen and sizes_T[i] > 0]]
         for i, t in seen.items():
-            if self.settings.bias_correction:
-                s.coeff_T[i] /= 1 - self.bounds.coeff_beta**t
+            s.coeff_T[i] /= 1 - self.bounds.coeff_beta**t
             s.factor_T[i] = 1
             s.scaling_T[i] = others_T.mean() / sizes_T[i] if len(others_T) and sizes_T[i] > 0 else 1.0
         raised_N = super().keep(seen)
         for tensor in (self.space.tensors[i] for i in seen):
             at = slice(tensor.start, tensor.stop)
-            s.fresh_v_N[at] = 0 if self._followed.follow_trust else torch.where(raised_N[at], torch.inf, s.v_N[at])
+            s.fresh_v_N[at] = 0 if self.refreshes else torch.where(raised_N[at], torch.inf, s.v_N[at])
         return raised_N
 
     def as_momentum_(self, residual_N: Tensor) -> None:

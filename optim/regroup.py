@@ -86,7 +86,7 @@ class _Standing:
     """What a rank brings.
 
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
-    whose server error is here. rebuilds: whether it has rows of the last exchange. narrowed: what it keeps in bf16.
+    whose server error is here. rebuilds: whether it has rows of the last exchange. narrow: what it keeps in bf16.
     layout: of its vectors. in_rows: of those that it holds in received rows, what Momentum.told() says.
     """
 
@@ -97,7 +97,7 @@ class _Standing:
     seat: tuple[int, int]
     keeps: list[int]
     rebuilds: bool
-    narrowed: list[str]
+    narrow: list[str]
     bucket_elements: int
     layout: int
     in_rows: dict[str, dict[str, Any]]
@@ -115,7 +115,7 @@ class _Standing:
             (group.rank, group.size),
             [rank for rank in range(group.size) if all(memory.kept_of(rank) for memory in errors)],
             bool(errors) and all(optimizer.reduce.rebuilds(memory) for memory in errors),
-            optimizer.narrowed,
+            list(optimizer.narrow),
             optimizer.bucket_elements,
             optimizer.space.layout.fingerprint(),
             told_of_rows(optimizer) if has_state else {},
@@ -269,10 +269,10 @@ def _refuse_other_frozen(all_n: list[_Standing]) -> None:
                 f"rank {rank} with {theirs}: freeze the same ones in the model of a new rank before its optimizer is "
                 "made; nothing was changed"
             )
-        if one.narrowed != all_n[0].narrowed:
+        if one.narrow != all_n[0].narrow:
             raise WireMismatch(
-                f'rank 0 keeps {all_n[0].narrowed} in "bf16", rank {rank} {one.narrowed}: give the optimizers of all '
-                "ranks the same variance= and error_memory=; nothing was changed"
+                f"rank 0 keeps {all_n[0].narrow} in bfloat16, rank {rank} {one.narrow}: give the optimizers of all "
+                "ranks the same narrow=; nothing was changed"
             )
 
 

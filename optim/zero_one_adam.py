@@ -13,7 +13,6 @@ K is the product of (1 - a) since the last sync. Steps outside T_u send nothing:
 Weight decay. Unrolled, a round of local steps is  x_i = K x_s - sum_t [prod_(t' > t) (1 - a_t')] lr_t m_i,t / d. The
 sum is u_i / d where u_i decays as x_i does, so x_i = K x_s - u_i / d at every step, a sync only replaces u_i by its
 mean, and the mean of x decays exactly once. a x itself never enters u; S decays alike, so u / S is a mean of momenta.
-With Decay.IN_SUM, DeepSpeed's, u_i <- u_i + lr m_i + a d x_i instead, K = 1 and S <- S + lr.
 
 The first steps are Adam's on the mean gradient, dense_steps of them: signs of a momentum that has hardly begun, under
 a variance of a few gradients, cost more loss than they save bytes (benchmarks/zero_one).
@@ -26,8 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import inf
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -37,10 +35,10 @@ from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
 from thinwire.optim import adam_math
-from thinwire.optim.engine import schedule
+from thinwire.optim.engine import schedule as plans
 from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FormedSum, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.schedule import BY_DEFAULT, StepPlan, Wire, ZeroOneSchedule
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
@@ -49,15 +47,12 @@ from thinwire.optim.zero_one_round import (
     Receipt,
     Round,
     ZeroOneAdamState,
-    add_decay_,
     agree_,
-    kept_by,
     local_step,
     propose_,
     spoil_lost_,
     units_of,
 )
-from thinwire.optim.zero_one_settings import DEEPSPEEDS_SCALER, WRITTEN_BETWEEN_SYNCS, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +61,11 @@ RATES_MOVE = (
     "a learning rate or another number was changed between backward and step(), and a sync sends sums that it is in: "
     "set it before backward"
 )
+WRITTEN_BETWEEN_SYNCS = (
+    "step {step}, between two syncs, where ranks hold different parameters; the next sync would undo it. Call "
+    "optimizer.prepare_to_save() on every rank before you write parameters, or write them where optimizer.at_sync"
+)
+"""How an error ends that begins with the name of a parameter, and that it was written after ..."""
 OWN_VECTORS = ("parameters", "u_N", "x_s_N", "m_N")
 """What a rank alone holds between two syncs, as it saves them."""
 
@@ -77,31 +77,24 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     var_freeze_step: the variance is updated up to this step, at least 1, and then kept; syncs are at every step until
     then. None: up to the end of the learning rate's warm-up, lr_warmup_steps of the run if that is given, else found by
     the rates that come, and of the dense start; total_steps of the run sharpens it (optim.variance.when_to_freeze).
-    dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; a given freeze ends them.
-    None: 1 / (1 - beta2) of them, or where that is fewer a part of total_steps, at least 10 (VarianceFreeze); with
-    parity or a gradient stage none, nor in the paper's settings. 0: none. A second warm-up (set_global_batch) has none.
-    var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
-    local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
-    fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
-    local_step_clipper: the longest interval, steps. None: a thousandth of total_steps, from 1 to 16; and 16 where that
-    is not known, or local_step_scaler is given.
-    bias_correction: of the variance, by the number of its updates.
+    schedule: dense_steps, var_update_scaler, local_step_scaler, local_step_clipper (ZeroOneSchedule): how long it
+    begins dense, how often the variance is updated, and how far syncs are apart.
     group: the ranks (None: torch.distributed's default group, or this process alone).
-    parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6, with what it does otherwise than the paper and than we,
-    its local_step_scaler too where none is given. settings: those differences one by one, in place of parity.
     max_grad_norm: each rank shortens its own gradient to this 2-norm, at every step but the dense ones, and v is of the
-    mean of what they shortened; the mean of all is as short. In dense steps, and in DeepSpeed's first stage, it is the
-    mean that is shortened, as in CheckedOptions.
-    refresh: as in OneBitAdam. block: values that share a scale, in our settings; scale: the norm that it keeps.
-    non_finite, bucket_elements, saves, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
+    mean of what they shortened; the mean of all is as short. In dense steps it is the mean that is shortened, as in
+    CheckedOptions.
+    refresh: as in OneBitAdam. non_finite, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
     buffers go at syncs. overlap: as there; the sum at a sync is formed of each bucket when backward has made its
     gradients, with the rates of then. Where one is changed before step(), what was sent is undone, and later syncs wait
-    for step(). variance, error_memory: None.
+    for step().
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
     Raises: ValueError; PeerLost, WireMismatch.
     """
+
+    longest_step: ClassVar[float] = 4.0
+    """Of what a sync gives out, an element moves x by at most this times S; the rest is cut off."""
 
     def __init__(
         self,
@@ -112,28 +105,14 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         weight_decay: float = 0.0,
         *,
         var_freeze_step: int | None = None,
-        dense_steps: int | None = None,
-        var_update_scaler: int = 16,
-        local_step_scaler: int | None = None,
-        local_step_clipper: int | None = None,
-        **options: Unpack[CompressedOptions[ZeroOneSettings]],
+        schedule: ZeroOneSchedule = BY_DEFAULT,
+        **options: Unpack[CompressedOptions],
     ) -> None:
-        for name, value in (
-            ("var_update_scaler", var_update_scaler),
-            ("local_step_scaler", 1 if local_step_scaler is None else local_step_scaler),
-            ("local_step_clipper", 1 if local_step_clipper is None else local_step_clipper),
-        ):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number, at least 1")
-        if options.get("parity") == "deepspeed":
-            local_step_scaler = local_step_scaler or DEEPSPEEDS_SCALER
-        self.var_update_scaler = var_update_scaler
-        self.local_step_scaler = local_step_scaler
         self._rates_move = False
         defaults = adam_defaults(lr, betas, eps, weight_decay)
-        super().__init__(params, defaults, var_freeze_step=var_freeze_step, dense_steps=dense_steps, **options)
-        longest = schedule.longest_interval(self.total_steps, counted=local_step_scaler is not None)
-        self.local_step_clipper = local_step_clipper or longest
+        super().__init__(params, defaults, var_freeze_step=var_freeze_step, schedule=schedule, **options)
+        longest = plans.longest_interval(self.total_steps, counted=schedule.local_step_scaler is not None)
+        self.local_step_clipper = schedule.local_step_clipper or longest
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -143,7 +122,6 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             "last_sync": 0,
             "num_syncs": 0,
             "rounds_skipped": 0,
-            "divisors": [0.0] * len(self.param_groups),
         }
         self._rounds = [Round()] * len(self.param_groups)
         self._sent_at: Sequence[AdamHyper] | None = None
@@ -185,8 +163,6 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """As FlatOptimizer.waits_for."""
         if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
             return "a step between two syncs sends nothing"
-        if self.settings.gradient_stage and plan.momentum is Wire.LOCAL:
-            return "DeepSpeed's first stage exchanges the gradient in one bit, in step()"
         if plan.momentum is Wire.COMPRESSED:
             if plan.gradient is Wire.FULL:
                 return "a sync that moves the variance exchanges the mean gradient first, in place of this rank's own"
@@ -212,19 +188,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _formed(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of what this rank gives to a sync, new."""
-        s, p_N, z_b = self.vectors, self.space.p_N, self.space.g_N.new_empty(at.stop - at.start)
+        s, z_b = self.vectors, self.space.g_N.new_empty(at.stop - at.start)
         units = self._units(self._rounds_after(groups))
         for h, done, unit in zip(groups, rounds, units, strict=True):
             for part, g in self._gradients_in(at, h.span, runs):
                 z = z_b[part.start - at.start : part.stop - at.start]
-                propose_(z, g, s, part, h, done, self.settings, unit)
-                add_decay_(z, p_N[part], s.used[part], h, self.settings, unit)
-        return self._as_sent_(z_b)
-
-    def _as_sent_(self, z_b: Tensor) -> Tensor:
-        if self.settings.negated:
-            z_b.neg_()
-        spoil_lost_(z_b, self.vectors)
+                propose_(z, g, s, part, h, done, unit)
+        spoil_lost_(z_b, s)
         return z_b
 
     def _gradients_in(self, at: slice, span: slice, runs: LeftGradients) -> Iterator[tuple[slice, Tensor]]:
@@ -243,19 +213,16 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1, under the learning rates of now."""
-        return schedule.zero_one_adam_plan(
+        return plans.zero_one_adam_plan(
             step,
             freeze=self.ends_warmup(step),
-            var_update_scaler=self.var_update_scaler,
+            var_update_scaler=self.schedule.var_update_scaler,
             variance_updates=self.fewest_updates,
             frozen_at=self.frozen_at,
             last_sync=self.saved["last_sync"],
             interval=self._interval(step),
-            gradient_stage=self.settings.gradient_stage,
-            aligned=self.settings.aligned,
             warmup_from=self._counted_from,
             dense_until=self.dense_until,
-            bias_correction=self.settings.bias_correction,
             refresh=self.is_refresh_due(step),
         )
 
@@ -269,17 +236,14 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if plan.momentum is Wire.COMPRESSED:
             self._sync_step(plan, groups, rounds)
         elif plan.gradient is not Wire.LOCAL:
-            (self._gradient_step if self.settings.gradient_stage else self._dense_step)(plan, groups)
+            self._dense_step(plan)
         else:
-            local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self._rounds, self.settings)
+            local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self._rounds)
             self._rounds = rounds
             self.saved["rounds_skipped"] += 1
         self.outlook.count(plan)
         self.saved["peak_lr"] = max(self.saved["peak_lr"], *self.rates())
-        if self.freeze_where_planned(plan, groups) and self.settings.gradient_stage:
-            self.vectors.update_error = self.reduce.new_memory()  # of gradients; from here on it is of sums
-            for parked in self.parked.values():
-                parked.residuals["update_error"].zero_()
+        self.freeze_where_planned(plan)
 
     @property
     def common_steps(self) -> int:
@@ -319,7 +283,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         for h, done in zip(self._groups(), self._rounds, strict=True):
             for low in range(h.span.start, h.span.stop, SMALL_PIECE):
                 at = slice(low, min(low + SMALL_PIECE, h.span.stop))
-                divisor = adam_math.divisor(self.vectors.used[at], *self.settings.eps_of(h.eps))
+                divisor = adam_math.divisor(self.vectors.used[at], h.eps)
                 agree_(p_N[at], start_N[at], u_N[at], divisor, done.kept)
 
     def plain_state(self) -> dict[str, Any]:
@@ -453,11 +417,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _rounds_after(self, groups: Sequence[AdamHyper]) -> list[Round]:
         """Of each group, the round with this step."""
-        return [done.after(h, self.settings.decay) for done, h in zip(self._rounds, groups, strict=True)]
+        return [done.after(h) for done, h in zip(self._rounds, groups, strict=True)]
 
     def _units(self, rounds: Sequence[Round]) -> list[float]:
         """As units_of, in the next step."""
-        return units_of(rounds, self.num_steps + 1 - self.saved["last_sync"], self.settings)
+        return units_of(rounds, self.num_steps + 1 - self.saved["last_sync"])
 
     @property
     def _counted_from(self) -> int:
@@ -469,9 +433,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _interval(self, step: int) -> int:
         if self.frozen_at is None:
             return 1
-        if self.local_step_scaler is not None:
-            return schedule.counted_interval(step, self.frozen_at, self.local_step_scaler, self.local_step_clipper)
-        return schedule.rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
+        if self.schedule.local_step_scaler is not None:
+            scaler = self.schedule.local_step_scaler
+            return plans.counted_interval(step, self.frozen_at, scaler, self.local_step_clipper)
+        return plans.rate_interval(max(self.rates()), self.saved["peak_lr"], self.local_step_clipper)
 
     def _round_means(self, u_N: Tensor) -> Tensor:
         """The mean of m_i in full; u <- that of u_i. Raises: PeerLost; NonFiniteInput where a rank lost a gradient."""
@@ -523,35 +488,29 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         z_N = torch.empty_like(g_N)
         units = self._units(self._rounds_after(groups))
         for h, done, unit in zip(groups, self._rounds, units, strict=True):
-            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, self.settings, unit)
+            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, unit)
         # Not mean_gradient_: it would shorten once more.
         reduce.full_(g_N, self.mean_wire)
         self._first.look_at_mean(g_N)
         if early:
             self.derive_used(g_N)
-        for h, unit in zip(groups, units, strict=True):
-            add_decay_(z_N[h.span], self.space.p_N[h.span], s.used[h.span], h, self.settings, unit)
         if exchange:
-            kept = CompressedSum(reduce, s.update_error, self._as_sent_(z_N), lambda at, runs: None)
+            spoil_lost_(z_N, s)
+            kept = CompressedSum(reduce, s.update_error, z_N, lambda at, runs: None)
             for k in range(len(reduce.buckets)):
                 kept.launch(k)
             kept.finish()
 
     def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""
-        s, divisors, p_N, start_N = self.vectors, self.saved["divisors"], self.space.p_N, self.common_parameters
-        for at, (h, done, unit) in enumerate(zip(groups, rounds, self._units(rounds), strict=True)):
-            if done.weight:
-                divisors[at] = max(done.weight, self.settings.slowest_fall * divisors[at])
-            weight = divisors[at] if done.weight else 0.0
+        s, p_N, start_N = self.vectors, self.space.p_N, self.common_parameters
+        for h, done, unit in zip(groups, rounds, self._units(rounds), strict=True):
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
-            longest = self.settings.longest_step * weight if weight else inf
-            unit = -unit if self.settings.negated else unit
-            receipt = Receipt(p_N, start_N, s, h, self.settings, weight, unit, longest, done.kept)
+            receipt = Receipt(p_N, start_N, s, h, done.weight, unit, self.longest_step * done.weight, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 
-    def _dense_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
+    def _dense_step(self, plan: StepPlan) -> None:
         """A step of Adam on the mean gradient. Error memory, if a resumed run has any, waits for the first sync."""
         s, p_N, g_N, step = self.vectors, self.space.p_N, self.space.g_N, self.num_steps + 1
         self.mean_gradient_()
@@ -564,30 +523,6 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self.derive_used(step=step + 1)
             self.count_as_sum_(self.space.shortened_by)
         self.saved["last_sync"] = step
-
-    def _gradient_step(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
-        """A step of DeepSpeed's first stage: Adam under a stale variance, on a gradient that all ranks agree on."""
-        s, p_N, g_N = self.vectors, self.space.p_N, self.space.g_N
-        deliver = plan.freeze_variance and self.settings.deliver_errors
-        residual_N = s.update_error.residual() if deliver else None
-        if deliver or plan.gradient is Wire.FULL:
-            self.mean_gradient_()
-        else:
-            self.space.shorten_gradient(self.max_grad_norm)
-            self.reduce.compressed_(g_N, s.update_error)
-        agreed_N = g_N if residual_N is None else residual_N.add_(g_N)
-        early = plan.update_variance and self.updates_early
-        if early:
-            self.update_variance(groups)
-        for h in groups:
-            adam_math.momentum_(s.m_N[h.span], agreed_N[h.span], h.beta1)
-            if h.weight_decay:
-                p_N[h.span].mul_(kept_by(h))
-            divisor = adam_math.divisor(s.used[h.span], *self.settings.eps_of(h.eps))
-            p_N[h.span].addcdiv_(s.m_N[h.span], divisor, value=-h.lr)
-        if plan.update_variance and not early:
-            self.update_variance(groups)
-        self.saved["last_sync"] = self.num_steps + 1
 
     def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""

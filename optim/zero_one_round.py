@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
 from thinwire.optim.kernels import updates
-from thinwire.optim.zero_one_settings import Decay, ZeroOneSettings
 
 PIECE = 1 << 22
 """Elements for which there is scratch, where a pass is a chain of operations."""
@@ -67,9 +65,9 @@ class Round:
     kept: float = 1.0
     weight: float = 0.0
 
-    def after(self, h: AdamHyper, decay: Decay) -> Round:
+    def after(self, h: AdamHyper) -> Round:
         """One step more."""
-        keep = kept_by(h) if decay is Decay.OF_SUM else 1.0
+        keep = kept_by(h)
         return Round(self.kept * keep, self.weight * keep + h.lr)
 
     @property
@@ -78,13 +76,13 @@ class Round:
         return self.weight == 0
 
 
-def units_of(rounds: Sequence[Round], steps: int, settings: ZeroOneSettings) -> list[float]:
-    """What sums are over what is sent: the mean rate of the round that ends, where sums are sent as momenta.
+def units_of(rounds: Sequence[Round], steps: int) -> list[float]:
+    """What sums are over what is sent, as many momenta: the mean rate of the round that ends.
 
     rounds: of each group, with the step that ends them. steps: in them. Of a group whose rates were all 0: what a
     momentum is over what is sent.
     """
-    return [(done.weight or 1.0) / steps if settings.as_momentum else 1.0 for done in rounds]
+    return [(done.weight or 1.0) / steps for done in rounds]
 
 
 def local_step(
@@ -93,7 +91,6 @@ def local_step(
     s: ZeroOneAdamState,
     groups: Sequence[AdamHyper],
     rounds: Sequence[Round],
-    settings: ZeroOneSettings,
 ) -> None:
     """A step without communication, in place. p, s, g: modified. rounds: so far. Does not wait for the device.
 
@@ -106,12 +103,11 @@ def local_step(
     vectors = p_N, g_N, s.m_N, s.used, *s.of_round()
     for h, done in zip(groups, rounds, strict=True):
         p, g, m, v, u, x_s = (x[h.span] for x in vectors)
-        if h.lr and settings.decay is Decay.OF_SUM and updates.in_one_pass(p):
-            eps, keep = settings.eps_of(h.eps), kept_by(h)
+        if h.lr and updates.in_one_pass(p):
             if done.is_new:
-                updates.first_local_(p, g, m, u, x_s, v, h, keep, eps)
+                updates.first_local_(p, g, m, u, x_s, v, h, kept_by(h))
             else:
-                updates.local_(p, g, m, u, v, h, keep, eps)
+                updates.local_(p, g, m, u, v, h, kept_by(h))
             continue
         if done.is_new:
             x_s.copy_(p)
@@ -120,16 +116,13 @@ def local_step(
             adam_math.momentum_(m, g, h.beta1)
             for low in range(0, len(p), PIECE):
                 at = slice(low, low + PIECE)
-                _move_(p[at], m[at], v[at], u[at], h, settings)
+                _move_(p[at], m[at], v[at], u[at], h)
 
 
-def _move_(p: Tensor, m: Tensor, v: Tensor, u: Tensor, h: AdamHyper, settings: ZeroOneSettings) -> None:
-    divisor = adam_math.divisor(v, *settings.eps_of(h.eps))
+def _move_(p: Tensor, m: Tensor, v: Tensor, u: Tensor, h: AdamHyper) -> None:
+    divisor = adam_math.divisor(v, h.eps)
     if h.weight_decay:
-        if settings.decay is Decay.OF_SUM:
-            u.mul_(kept_by(h))
-        else:
-            u.addcmul_(divisor, p, value=h.lr * h.weight_decay)
+        u.mul_(kept_by(h))
         p.mul_(kept_by(h))
     p.addcdiv_(m, divisor, value=-h.lr)
     u.add_(m, alpha=h.lr)
@@ -142,13 +135,9 @@ def propose_(
     at: slice,
     h: AdamHyper,
     done: Round,
-    settings: ZeroOneSettings,
     unit: float = 1.0,
 ) -> None:
-    """z <- what u_i will be after this step, over unit, of elements `at` of one group. z: modified. done: so far.
-
-    With Decay.IN_SUM its decay is still to be added, by add_decay_: it needs the divisor of this step.
-    """
+    """z <- what u_i will be after this step, over unit, of elements `at` of one group. z: modified. done: so far."""
     m, u = s.m_N[at], None if s.u_N is None or done.is_new else s.u_N[at]
     if h.lr == 0:
         if u is None:
@@ -156,7 +145,7 @@ def propose_(
         else:
             torch.mul(u, 1 / unit, out=z_s)
         return
-    keep = (kept_by(h) if settings.decay is Decay.OF_SUM else 1.0) / unit
+    keep = kept_by(h) / unit
     h = replace(h, lr=h.lr / unit)
     if updates.in_one_pass(z_s):
         if u is None:
@@ -170,15 +159,6 @@ def propose_(
         z_s.add_(u, alpha=keep)
 
 
-def add_decay_(
-    z_s: Tensor, p_s: Tensor, used_s: Tensor, h: AdamHyper, settings: ZeroOneSettings, unit: float = 1.0
-) -> None:
-    """z <- z + lr wd d x / unit, with Decay.IN_SUM: this step's decay as a part of the sum. z: modified."""
-    if settings.decay is Decay.IN_SUM and h.lr and h.weight_decay:
-        rate = h.lr / unit * h.weight_decay
-        z_s.addcmul_(adam_math.divisor(used_s, *settings.eps_of(h.eps)), p_s, value=rate)
-
-
 def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
     """z <- NaN where this rank has lost a gradient since the last sync, for all to learn. Does not wait."""
     _fill_where_(z_b, s.lost, torch.nan)
@@ -188,9 +168,9 @@ def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
 class Receipt:
     """One group takes the sum z that all ranks have received: the end of a round, in one pass over what came. A Reader.
 
-    z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S; 0: m stays, and nothing is cut. unit:
-    what z has to be multiplied by, negative where -u is what is sent. kept: K. Where momenta are sent and S is 0, what
-    came is of R alone, and counts at a rate of 0: x <- x_s, and m <- m + unit z, so that it is not lost.
+    z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S. unit: what z has to be multiplied by.
+    kept: K. Where S is 0, what came is of R alone, and counts at a rate of 0: x <- x_s, and m <- m + unit z, so that it
+    is not lost.
     start: x_s, float[N], may be p. p, s.m: modified where they are read.
     """
 
@@ -198,7 +178,6 @@ class Receipt:
     start_N: Tensor
     s: ZeroOneAdamState
     h: AdamHyper
-    settings: ZeroOneSettings
     weight: float
     unit: float
     longest: float
@@ -220,7 +199,7 @@ class Receipt:
             return
         p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
         numbers = self.unit, self.weight, self.longest, self.kept
-        updates.receive_rows_(p, start, v, m, rows, numbers, self.settings.eps_of(self.h.eps), table)
+        updates.receive_rows_(p, start, v, m, rows, numbers, self.h.eps, table)
 
     def values(self, at: slice, values: Tensor) -> None:
         """z as floats, 0 where dead."""
@@ -229,7 +208,7 @@ class Receipt:
             return
         p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
         numbers = self.unit, self.weight, self.longest, self.kept
-        updates.receive_(p, start, values, v, m, numbers, self.settings.eps_of(self.h.eps))
+        updates.receive_(p, start, values, v, m, numbers, self.h.eps)
 
     @property
     def _has_loop(self) -> bool:
@@ -237,15 +216,13 @@ class Receipt:
 
     def _take(self, at: slice, z: Tensor) -> None:
         z.mul_(self.unit)
-        if not self.weight and self.settings.as_momentum:
+        if not self.weight:
             self.s.m_N[at].add_(z)
             self.p_N[at].copy_(self.start_N[at])
             return
-        divisor = adam_math.divisor(self.s.used[at], *self.settings.eps_of(self.h.eps))
-        if self.weight and isfinite(self.longest):
-            cut_(z, divisor, self.longest)
-        if self.weight:
-            torch.div(z, self.weight, out=self.s.m_N[at])
+        divisor = adam_math.divisor(self.s.used[at], self.h.eps)
+        cut_(z, divisor, self.longest)
+        torch.div(z, self.weight, out=self.s.m_N[at])
         agree_(self.p_N[at], self.start_N[at], z, divisor, self.kept)
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import SGD, Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import (
+    SGD,
+    Adam,
+    FlatOptimizer,
+    Lamb,
+    LambBounds,
+    OneBitAdam,
+    OneBitLamb,
+    ZeroOneAdam,
+    ZeroOneSchedule,
+)
 from thinwire.optim.variance.freezing import FreezingOptimizer
 
-OPTIMIZERS: dict[str, Callable[..., FlatOptimizer[Any]]] = {
+OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
@@ -50,7 +59,17 @@ def hyperparameters(spec: TrainSpec) -> dict[str, Any]:
         hyper["var_freeze_step"] = spec.var_freeze_step
         # A rate that rises to the very end leaves the last step for what follows the freeze.
         hyper |= {"total_steps": spec.steps, "lr_warmup_steps": min(spec.lr_warmup_steps, spec.steps - 1)}
+        hyper["schedule"] = ZeroOneSchedule(**_taken(hyper, ZeroOneSchedule))
+    if "max_coeff" in hyper:
+        hyper["bounds"] = LambBounds(**_taken(hyper, LambBounds))
+    if "error_memory" in hyper:
+        hyper["narrow"] = [name for name in ("variance", "error_memory") if hyper.pop(name) == "bf16"]
     return hyper
+
+
+def _taken(hyper: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Out of these those that are fields of a dataclass."""
+    return {field.name: hyper.pop(field.name) for field in fields(kind) if field.name in hyper}
 
 
 def take_settings(optimizer: FlatOptimizer[Any], spec: TrainSpec) -> None:

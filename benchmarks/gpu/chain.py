@@ -1,7 +1,7 @@
 """DeepSpeed's compressed step as the chain of passes over memory that it is, on flat vectors of one of several ranks.
 
 As runtime/fp16/onebit/adam.py and runtime/comm/nccl.py of microsoft/DeepSpeed 0.19.6 go about it, operation by
-operation (optim/reference/deepspeed.py says what they compute): each line here is one or more passes over all values.
+operation (tests/reference/deepspeed.py says what they compute): each line here is one or more passes over all values.
 Signs are packed by CuPy where that is there, as DeepSpeed has it, else by torch. Collectives are copies, as in echo.py.
 """
 

@@ -12,10 +12,10 @@ from benchmarks.gpu.clock import Measured
 from benchmarks.gpu.echo import Echo
 from benchmarks.gpu.steps import RANKS, parameters
 from thinwire.comm import SoloGroup
-from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
-_NARROW = {"warmup": 3, "variance": "bf16", "error_memory": "bf16"}
-_ZERO = {"dense_steps": 1, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 1}
+_NARROW = {"warmup": 3, "narrow": ("variance", "error_memory")}
+_ZERO = {"var_freeze_step": 1, "schedule": ZeroOneSchedule(dense_steps=1, local_step_scaler=1, local_step_clipper=1)}
 _ALL: tuple[tuple[str, Callable[..., Any], dict[str, Any], bool], ...] = (
     ("1-bit Adam", OneBitAdam, {"warmup": 3}, False),
     ("1-bit Adam, variance and error memory in bf16", OneBitAdam, _NARROW, False),

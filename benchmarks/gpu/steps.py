@@ -19,8 +19,9 @@ from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import Group, Reducer
-from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
 RANKS = 8
 TURNS = 12
@@ -51,11 +52,11 @@ def fused_adam(numel: int, device: torch.device) -> Call:
 class OverAnyGroup:
     """Mixin: the exchange in buckets also where there is one rank, which else exchanges nothing."""
 
-    def make_reducer(self, group: Group, block: int) -> Reducer:
+    def make_reducer(self, group: Group, keeps: Keeps = Keeps.NOTHING) -> Reducer:
         """As the optimizer would over several ranks."""
         space = self.space  # type: ignore[attr-defined]
         most, cuts = self.bucket_elements, space.cuts  # type: ignore[attr-defined]
-        return BucketedAllReduce(group, space.layout, SignCodec(block), space.p_N, bucket_elements=most, cuts=cuts)
+        return BucketedAllReduce(group, space.layout, SignCodec(), space.p_N, bucket_elements=most, cuts=cuts)
 
 
 class Adam1(OverAnyGroup, OneBitAdam):
@@ -95,18 +96,22 @@ class Ours:
         return turn
 
 
-_FROZEN = {"dense_steps": 1, "var_freeze_step": 1, "local_step_scaler": 1}
+def _frozen(clipper: int) -> dict[str, Any]:
+    schedule = ZeroOneSchedule(dense_steps=1, local_step_scaler=1, local_step_clipper=clipper)
+    return {"var_freeze_step": 1, "schedule": schedule}
+
+
 OURS = (
     Ours("1-bit Adam", Adam1, {"warmup": 1}, 28),
     Ours("1-bit LAMB", Lamb1, {"warmup": 1}, 60),
-    Ours("0/1 Adam, a sync each step", Adam01, {**_FROZEN, "local_step_clipper": 1}, 36),
-    Ours(f"0/1 Adam, a sync in {ROUND}", Adam01, {**_FROZEN, "local_step_clipper": ROUND}, 36, 3 * ROUND, ROUND),
+    Ours("0/1 Adam, a sync each step", Adam01, _frozen(1), 36),
+    Ours(f"0/1 Adam, a sync in {ROUND}", Adam01, _frozen(ROUND), 36, 3 * ROUND, ROUND),
 )
 
 
 ALSO = (
-    Ours("1-bit Adam, buckets of 64 Mi", Adam1, {"warmup": 1, "bucket_elements": 1 << 26}, 28),
-    Ours("1-bit Adam, buckets of 4 Mi", Adam1, {"warmup": 1, "bucket_elements": 1 << 22}, 28),
+    Ours("1-bit Adam, buckets of 64 Mi", Adam1.sized(1 << 26), {"warmup": 1}, 28),
+    Ours("1-bit Adam, buckets of 4 Mi", Adam1.sized(1 << 22), {"warmup": 1}, 28),
     Ours("1-bit Adam's warm-up in 8 bits", OneBitAdam, {"warmup": 10**6, "full_exchange": "int8"}, 32),
 )
 """Measured with echoed peers alone."""

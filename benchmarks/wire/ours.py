@@ -21,7 +21,7 @@ from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
-from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.flat import FlatSpace
 
 LR = 1e-4
@@ -107,7 +107,7 @@ class DenseAdam(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """As torch.optim.AdamW."""
-        return Adam(params, lr=LR, group=group, overlap=True, bucket_elements=self.bucket_elements)
+        return Adam.sized(self.bucket_elements)(params, lr=LR, group=group, overlap=True)
 
 
 class DenseAdamInt8(Optimized):
@@ -117,8 +117,7 @@ class DenseAdamInt8(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """As DenseAdam."""
-        size = self.bucket_elements
-        return Adam(params, lr=LR, group=group, overlap=True, bucket_elements=size, full_exchange="int8")
+        return Adam.sized(self.bucket_elements)(params, lr=LR, group=group, overlap=True, full_exchange="int8")
 
 
 class OneBit(Optimized):
@@ -126,7 +125,7 @@ class OneBit(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitAdam(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
+        return OneBitAdam.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class _KeptTwice(OneBitAdam):
@@ -142,7 +141,7 @@ class OneBitKeptRows(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return _KeptRows(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
+        return _KeptRows.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class OneBitKeptTwice(Optimized):
@@ -150,7 +149,7 @@ class OneBitKeptTwice(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return _KeptTwice(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
+        return _KeptTwice.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class OneBitLambFamily(Optimized):
@@ -158,7 +157,7 @@ class OneBitLambFamily(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """Frozen after one step."""
-        return OneBitLamb(params, lr=LR, warmup=1, group=group, overlap=True, bucket_elements=self.bucket_elements)
+        return OneBitLamb.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
 
 
 class ZeroOne(Optimized):
@@ -172,15 +171,13 @@ class ZeroOne(Optimized):
 
     def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
         """With a sync at every step, until `use` says otherwise."""
-        return ZeroOneAdam(
+        return ZeroOneAdam.sized(self.bucket_elements)(
             params,
             lr=LR,
             var_freeze_step=1,
-            local_step_scaler=1,
-            local_step_clipper=1,
+            schedule=ZeroOneSchedule(local_step_scaler=1, local_step_clipper=1),
             group=group,
             overlap=True,
-            bucket_elements=self.bucket_elements,
         )
 
     def use(self, variant: str) -> int:

@@ -14,9 +14,8 @@ from torch import nn
 from benchmarks.convergence.turns import run_in_turns
 from benchmarks.zero_one.problems import Problem
 from thinwire.comm.protocol import Group
-from thinwire.optim import Adam, ZeroOneAdam
+from thinwire.optim import Adam, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.zero_one_settings import LITERAL
 
 Parameters = Iterator[nn.Parameter]
 Make = Callable[..., FlatOptimizer[Any]]
@@ -37,8 +36,8 @@ class Method:
     ranks: int = 2
 
 
-_GROWING = {"dense_steps": 0}
-_EACH = {"dense_steps": 0, "var_update_scaler": ALWAYS}
+_GROWING = {"schedule": ZeroOneSchedule(dense_steps=0)}
+_EACH = {"schedule": ZeroOneSchedule(dense_steps=0, var_update_scaler=ALWAYS)}
 _SHORT = {"betas": (0.9, 0.99)}
 """v remembers 100 steps, so that dense start and freeze come early in a run whose length nobody told."""
 
@@ -50,9 +49,7 @@ METHODS = {
     "growing-alone": Method("the same on one rank", ZeroOneAdam, _GROWING, 1),
     "each": Method("the same, v moves at each step", ZeroOneAdam, _EACH),
     "each-alone": Method("and on one rank", ZeroOneAdam, _EACH, 1),
-    "dense-50": Method("0/1 Adam, dense_steps=50", ZeroOneAdam, {"dense_steps": 50}),
-    "paper": Method("0/1 Adam, the paper's settings", ZeroOneAdam, {"settings": LITERAL}),
-    "deepspeed": Method("0/1 Adam, DeepSpeed's", ZeroOneAdam, {"parity": "deepspeed", "var_freeze_step": ALWAYS}),
+    "dense-50": Method("0/1 Adam, dense_steps=50", ZeroOneAdam, {"schedule": ZeroOneSchedule(dense_steps=50)}),
     "adam-99": Method("Adam, beta2 = 0.99", Adam, _SHORT),
     "default-99": Method("0/1 Adam, beta2 = 0.99", ZeroOneAdam, _SHORT),
     "growing-99": Method("the same, dense_steps=0", ZeroOneAdam, _SHORT | _GROWING),

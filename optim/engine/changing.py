@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import CommError, Refused
 from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim.engine.ages import Age, Run, runs_of
@@ -62,7 +63,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
     ages: list[Age]
     runs: list[Run]
     parked: dict[Tensor, TensorState]
-    block: int
+    codec: ClassVar[SignCodec]
     bucket_elements: int
     model: torch.nn.Module | None
     _group: Group
@@ -147,12 +148,6 @@ class ChangingOptimizer(torch.optim.Optimizer):
         self.ages = list(ages)
         self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
 
-    def refuse_arrivals(self, arrived: Mapping[str, TensorState | None]) -> None:
-        """Raises: ValueError for parameters that cannot be trained from here on. All can, for most algorithms.
-
-        arrived: what each comes with, by what messages call it.
-        """
-
     def misfits(self) -> bool:
         """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
         return False
@@ -188,7 +183,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
             send_frozen_(self._group, param, self.space.p_N.device)
 
     def _refuse_other_models(self, call: str, settings: Sequence[str] = ()) -> None:
-        header = f"{type(self).__name__} with blocks of {self.block} and buckets of {self.bucket_elements}"
+        header = f"{type(self).__name__} with blocks of {self.codec.block} and buckets of {self.bucket_elements}"
         every = [param for param_group in self.param_groups for param in param_group["params"]]
         device = next(filter(is_trained, every), every[0]).device
         changed = hasattr(self, "space") and not self._is_laid_out

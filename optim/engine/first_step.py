@@ -1,8 +1,6 @@
 """What does the first step find that construction could not see? Looked at on rank 0, once, and said in the log.
 
     gradients left over     the model had some when the optimizer was made, and the first backward added to them
-    others' hands           another optimizer over the same parameters, DDP around the model, running statistics
-                            that differ (claims.py); under torch.distributed only, for looking takes a tenth of a second
     equal gradients         before the exchange those of all ranks are already their mean
 
 Nothing is sent for it: equal gradients are seen by rank 0's being what the first exchange in full gives.
@@ -12,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
-from thinwire.comm.default import has_process_group
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.comm.kernels.peak import peak
-from thinwire.comm.protocol import FullWire, Group
-from thinwire.optim.engine.claims import found_around
+from thinwire.comm.protocol import FullWire
 from thinwire.optim.engine.schedule import StepPlan, Wire
+
+if TYPE_CHECKING:
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -31,40 +30,23 @@ SAMPLED = 1 << 16
 """Elements of the gradient that are compared, evenly spread."""
 
 
-class Stepped(Protocol):
-    """What is read of an optimizer: see FlatOptimizer."""
-
-    param_groups: list[dict[str, Any]]
-    model: torch.nn.Module | None
-    buffers_kept_by: str | None
-
-    @property
-    def mean_wire(self) -> FullWire:
-        """How the mean gradient of the next step is sent."""
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-
-
 class FirstStep:
     """What is looked at once, of one optimizer that is not laid out yet: its gradients are as they were found."""
 
-    def __init__(self, optimizer: Stepped) -> None:
+    def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
         self._looks = optimizer.group.rank == 0
         self._compares = False
         """Is the gradient of each step compared with its mean, until one has a mean? A step may be left out."""
         self._own: tuple[Tensor, Tensor] | None = None
         """Elements of this rank's gradient, and how far the mean of the same from all ranks may be from each."""
-        self._told_ddp = False
         if self._looks:
             _watch_left_gradients(optimizer.param_groups)
 
-    def look(self, optimizer: Any, plan: StepPlan) -> None:
-        """Before the exchange of a step: look around, where it is the first. Local."""
+    def look(self, optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
+        """Before the exchange of a step: keep a part of this rank's gradient, where it is the first. Local."""
         if self._looks:
             self._looks = False
-            self._compares = self._look_around(optimizer) and plan.gradient is Wire.FULL and optimizer.group.size > 1
+            self._compares = plan.gradient is Wire.FULL and optimizer.group.size > 1
         self._own = None
         # What backward has sent lies in g as the mean already. The first step never overlaps; one after it, where that
         # was left out, may.
@@ -72,16 +54,6 @@ class FirstStep:
         if self._compares and plan.gradient is Wire.FULL:
             g_N = optimizer.space.g_N
             self._own = _sample(g_N).clone(), _rounding(g_N, optimizer.mean_wire)
-
-    def _look_around(self, optimizer: Any) -> bool:
-        """Say what else has its hands on the parameters. Returns whether DDP, which makes gradients equal, is not."""
-        lines = []
-        if has_process_group():
-            kept = optimizer.model is not None or optimizer.buffers_kept_by is not None
-            lines = found_around(optimizer, alone=optimizer.group.size == 1, knows_model=kept)
-        for line in lines:
-            logger.warning("%s", line)
-        return not any("ddp_left_in" in line for line in lines)
 
     def look_at_mean(self, g_N: Tensor) -> None:
         """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""
@@ -93,9 +65,11 @@ class FirstStep:
         alike = ((_sample(g_N) - own_k).abs() <= rounding_k).all()
         if bool(alike.logical_and_(own_k.any())):  # waits for the device, this once
             logger.warning(
-                "gradients_equal: before the exchange this rank's gradient was already the mean of all ranks: take an "
-                "all_reduce of gradients, or DistributedDataParallel, out of the loop; or, where all ranks read the "
-                "same data, give each its own (torch.utils.data.DistributedSampler)"
+                "gradients_equal: before the exchange this rank's gradient was already the mean of all ranks: leave "
+                "`DistributedDataParallel(model)`, or an all_reduce of gradients, out of the loop, for they cross the "
+                "wire twice; in transformers.Trainer and Accelerate say with_thinwire(...) (docs/integrations.md), and "
+                "where another trainer insists on DDP thinwire.integrations.ddp.keep_gradients_local(model). Where all "
+                "ranks read the same data, give each its own (torch.utils.data.DistributedSampler)"
             )
 
 

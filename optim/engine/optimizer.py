@@ -8,20 +8,21 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of, refuse_other_calls
 from thinwire.comm.default import given_or_default, refuse_late_process_group
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.layout import DEFAULT_BLOCK
+from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine import saving, shares
 from thinwire.optim.engine.ages import Age
@@ -33,8 +34,8 @@ from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
 from thinwire.optim.engine.memory import bytes_per_parameter
-from thinwire.optim.engine.options import CheckedOptions, Options, Saves, refuse_other_saves
-from thinwire.optim.engine.orphans import Holders, listed, refuse_edited
+from thinwire.optim.engine.options import CheckedOptions, Options, Saves
+from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
@@ -59,8 +60,8 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
     float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
     out of every step. Which do is looked at in each step() (optim.engine.relayout).
-    group, max_grad_norm, non_finite, overlap, bucket_elements, model, full_exchange, topology, variance, error_memory:
-    as in CheckedOptions (optim.engine.options).
+    group, max_grad_norm, non_finite, overlap, model, full_exchange, topology: as in CheckedOptions
+    (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
     ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
@@ -69,33 +70,30 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
     """
 
-    block: int = DEFAULT_BLOCK
-    """Values that share a scale, where something is compressed."""
+    bucket_elements: int = 0
+    """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of them all, from 4 Mi to 64 Mi. See sized().
+    """
 
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
     memory away. The same on every rank."""
-
-    buffers_kept_by: str | None = None
-    """Who else gives all ranks rank 0's buffers, where model= was not given, so that the first step need not ask."""
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.bucket_elements = checked.bucket_of(param for group in self.param_groups for param in group["params"])
+        self.bucket_elements = self.bucket_elements or _bucket_of(p for g in self.param_groups for p in g["params"])
         self.overlaps = checked.overlap
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
-        self.saves = checked.saves
+        self.saves = "together"
         self.model = checked.model
         self.take_exchange(checked)
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages, self.parked = [], {}
-        self._holders = Holders()
         self._has_misfits = False
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -108,7 +106,18 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         self._first = FirstStep(self)
         with self.calling("__init__()"):
             self._lay_out("__init__()")
-        self._holders.note(self.space.tensors)
+
+    @classmethod
+    def sized(cls, bucket_elements: int) -> type[Self]:
+        """This optimizer where no more is sent at a time: OneBitAdam.sized(1 << 20)(model.parameters(), ...).
+
+        Jobs find the size by measuring their network (comm.bucket_size). Raises: ValueError for no size.
+        """
+        if type(bucket_elements) is not int or bucket_elements < 1:
+            raise ValueError(
+                f"bucket_elements = {bucket_elements!r}: what is sent at a time, a whole number, at least 1"
+            )
+        return type(cls.__name__, (cls,), {"bucket_elements": bucket_elements, "__doc__": cls.__doc__})
 
     @abstractmethod
     def make_state(self) -> State:
@@ -255,12 +264,16 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
 
     @property
     def saves(self) -> Saves:
-        """What state_dict() gives: "together", which every rank must call, or "rank", which is rank_state_dict()."""
+        """What state_dict() gives: "together", which every rank must call, or "rank", which is rank_state_dict().
+
+        "rank" is for trainers that save on rank 0 alone. Raises: ValueError for another value.
+        """
         return self._saves
 
     @saves.setter
     def saves(self, value: Saves) -> None:
-        refuse_other_saves(value)
+        if value not in ("together", "rank"):
+            raise ValueError(f'saves = {value!r}: must be "together" or "rank"')
         self._saves: Saves = value
 
     @property
@@ -492,7 +505,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def connect_space(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.set_ages(self.ages)
-        self.reduce = self.make_reducer(self._group, self.block)
+        self.reduce = self.make_reducer(self._group)
         self.saved, self.evidence, self.owes_scaler = {}, {}, False
         self.buffers, self._beside_due, self._replicas = Buffers(self.model), False, Replicas()
         self.vectors = self.make_state()
@@ -593,5 +606,11 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         if self._steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
         self.space.gather_gradients(self.overlap.taken)
-        self._holders.refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
+        refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
         unscale_(self.space.g_N, self)
+
+
+def _bucket_of(params: Iterable[Tensor]) -> int:
+    """Elements of a bucket for these parameters, where none were asked for."""
+    known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
+    return default_bucket(sum(param.numel() for param in known), any(param.device.type == "cuda" for param in known))

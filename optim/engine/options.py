@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from thinwire.comm.groups.nodes import Topology
-from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_no_number, refuse_out_of_range
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
-
-
-Narrow = Literal["bf16"]
-"""Half the memory of float32; what is rounded often is rounded at random, so that nothing is lost on average."""
 
 
 Saves = Literal["together", "rank"]
@@ -33,12 +27,8 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     non_finite: NonFinite
     overlap: bool
-    bucket_elements: int | None
-    saves: Saves
     model: nn.Module | None
     full_exchange: FullWire | None
-    variance: Narrow | None
-    error_memory: Narrow | None
     topology: Topology
 
 
@@ -52,19 +42,13 @@ class CheckedOptions:
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
     overlap: gradients are sent while backward runs, wherever the step allows (overlap.py). Then every backward but
     the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank. bucket_elements: the most that is sent at a time; None: 4 Mi values;
-    where parameters are on a GPU when the optimizer is made an eighth of them all, from 4 Mi to 64 Mi.
-    saves: "together": state_dict() is collective. "rank": it is rank_state_dict(), for trainers that save on rank 0
-    alone; may be set later, as optimizer.saves.
+    is skipped by zero_grad(), on every rank.
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
     step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
     or they may differ between ranks.
     full_exchange: how the mean of a gradient is sent where it is not compressed to one bit: "fp32"; "bf16", rounded;
     "int8", a quarter of fp32's bytes, with error feedback. None: "bf16" where all parameters are bfloat16; "int8" in
     float32 where a compressed optimizer finds the end of its warm-up by itself, with topology "flat"; else "fp32".
-    variance, error_memory: "bf16" keeps a frozen variance, and what compression leaves out, in half of float32's memory
-    (docs/algorithms.md, "Error memory and variance in bfloat16"). None: in the type of the other vectors. For 1-bit
-    Adam with topology "flat"; else a ValueError.
     topology: "flat": every rank exchanges with every other. "node_first": exactly inside each box, compressed between
     boxes; a ValueError where boxes of several ranks cannot, as where they have different numbers of ranks. "auto":
     node_first where it can be, else flat. After a regroup(), or made over one rank, "node_first" is "auto".
@@ -74,12 +58,8 @@ class CheckedOptions:
     max_grad_norm: float | None = None
     non_finite: NonFinite = "raise"
     overlap: bool = False
-    bucket_elements: int | None = None
-    saves: Saves = "together"
     model: nn.Module | None = None
     full_exchange: FullWire | None = None
-    variance: Narrow | None = None
-    error_memory: Narrow | None = None
     topology: Topology = "flat"
 
     def __post_init__(self) -> None:
@@ -88,16 +68,8 @@ class CheckedOptions:
             refuse_out_of_range(("max_grad_norm", self.max_grad_norm, "above 0", self.max_grad_norm > 0))
         if self.non_finite not in ("raise", "skip"):
             raise ValueError(f'non_finite = {self.non_finite!r}: must be "raise" or "skip"')
-        if self.bucket_elements is not None and (type(self.bucket_elements) is not int or self.bucket_elements < 1):
-            raise ValueError(
-                f"bucket_elements = {self.bucket_elements!r}: what is sent at a time, a whole number, at least 1"
-            )
-        refuse_other_saves(self.saves)
         if self.full_exchange not in (None, "fp32", "bf16", "int8"):
             raise ValueError(f'full_exchange = {self.full_exchange!r}: must be "fp32", "bf16", "int8" or None')
-        for name in ("variance", "error_memory"):
-            if getattr(self, name) not in (None, "bf16"):
-                raise ValueError(f'{name} = {getattr(self, name)!r}: must be "bf16" or None')
         if self.topology not in ("flat", "node_first", "auto"):
             raise ValueError(f'topology = {self.topology!r}: must be "flat", "node_first" or "auto"')
         if self.model is not None and not isinstance(self.model, nn.Module):
@@ -105,12 +77,6 @@ class CheckedOptions:
                 f"model = {type(self.model).__name__}: must be the torch.nn.Module that is trained; of several, "
                 "torch.nn.ModuleList([...])"
             )
-
-    def bucket_of(self, params: Iterable[Tensor]) -> int:
-        """Elements of a bucket for these parameters."""
-        known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
-        on_gpu = any(param.device.type == "cuda" for param in known)
-        return self.bucket_elements or default_bucket(sum(param.numel() for param in known), on_gpu)
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Self:
@@ -123,9 +89,3 @@ class CheckedOptions:
                     f"its help shows, it takes {', '.join(known)}"
                 )
         return cls(**given)
-
-
-def refuse_other_saves(saves: object) -> None:
-    """Raises: ValueError for what is not one of Saves."""
-    if saves not in ("together", "rank"):
-        raise ValueError(f'saves = {saves!r}: must be "together" or "rank"')

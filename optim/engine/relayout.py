@@ -14,7 +14,6 @@ So a frozen parameter is in no exchange, no momentum and no decay, as in torch.o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -63,9 +62,6 @@ class Relaid(tensor_states.Holder, Protocol):
     def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
         """`saved` with values for groups that are new."""
 
-    def refuse_arrivals(self, arrived: Mapping[str, TensorState | None]) -> None:
-        """Raises: ValueError for tensors that cannot join at this point of the run."""
-
     def resumed(self) -> None:
         """Derive what follows from saved values, ages and vectors."""
 
@@ -98,7 +94,6 @@ def lay_out_anew(optimizer: Relaid) -> None:
         for i, param in enumerate(group["params"])
         if is_trained(param) and param not in laid_out
     ]
-    optimizer.refuse_arrivals({label: optimizer.parked.get(param) for param, label in joining})
     optimizer.prepare_to_save()
     residuals = {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
     states = {**optimizer.parked, **tensor_states.of(optimizer, residuals)}

@@ -40,10 +40,7 @@ class Replica(Protocol):
     max_grad_norm: float | None
     non_finite: NonFinite
     topology: Topology
-
-    @property
-    def narrowed(self) -> list[str]:
-        """What is kept in bf16."""
+    narrow: tuple[str, ...]
 
     @property
     def group(self) -> Group:
@@ -88,8 +85,8 @@ def settings(optimizer: Replica) -> dict[str, Any]:
         "max_grad_norm": optimizer.max_grad_norm,
         "non_finite": optimizer.non_finite,
         "topology": optimizer.topology,
+        "narrow": sorted(optimizer.narrow),
     }
-    found |= {name: "bf16" if name in optimizer.narrowed else None for name in ("variance", "error_memory")}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}
     return found

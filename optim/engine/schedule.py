@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import floor, log2
 
+from thinwire.optim.engine.hyperparameters import refuse_no_count
+
 LONGEST_INTERVAL = 16
 """Steps between two syncs of 0/1 Adam.  [Lu et al. 2022, sec. 6]"""
 
@@ -51,6 +53,36 @@ class StepPlan:
         return None if self.bias_step is None else seen
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroOneSchedule:
+    """When 0/1 Adam does what, beside the freeze. Raises: ValueError for what is no whole number, or too small.
+
+    dense_steps: the first steps, which are Adam's, bit for bit, and send gradients in full; a given freeze ends them.
+    None: 1 / (1 - beta2) of them, or where that is fewer a part of total_steps, at least 10 (VarianceFreeze). 0: none.
+    A second warm-up (set_global_batch) has none.
+    var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
+    local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
+    fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
+    local_step_clipper: the longest interval, steps. None: a thousandth of total_steps, from 1 to 16; and 16 where that
+    is not known, or local_step_scaler is given.
+    """
+
+    dense_steps: int | None = None
+    var_update_scaler: int = 16
+    local_step_scaler: int | None = None
+    local_step_clipper: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_no_count("dense_steps", self.dense_steps, 0)
+        for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper"):
+            refuse_no_count(name, getattr(self, name), 1)
+        if self.var_update_scaler is None:
+            raise ValueError("var_update_scaler = None: must be a whole number, at least 1")
+
+
+BY_DEFAULT = ZeroOneSchedule()
+
+
 def dense_plan(step: int) -> StepPlan:
     """Adam on the mean gradient, at every step."""
     return StepPlan(Phase.DENSE, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=step)
@@ -86,20 +118,6 @@ def is_variance_step(step: int, scaler: int) -> bool:
     doublings = (offset // scaler + 1).bit_length() - 1  # gaps of 2^k begin scaler (2^k - 1) steps after step 1
     gap = 1 << doublings
     return (offset - scaler * (gap - 1)) % gap == 0
-
-
-def is_aligned_variance_step(step: int, scaler: int) -> bool:
-    """Is `step` in T_v as DeepSpeed counts: step + 1 is a multiple of the gap, which doubles after `scaler` updates.
-
-    A closed form too: gap 2^k has its `scaler` updates at the multiples of 2^k that follow the last one of 2^(k-1).
-    """
-    counter, gap, last = step + 1, 1, 1
-    while counter > last:
-        last = last // gap * gap + scaler * gap
-        if counter <= last:
-            return counter % gap == 0
-        gap *= 2
-    return False
 
 
 def counted_interval(step: int, frozen_at: int, scaler: int, clipper: int) -> int:
@@ -139,39 +157,32 @@ def zero_one_adam_plan(
     frozen_at: int | None,
     last_sync: int,
     interval: int,
-    gradient_stage: bool = False,
-    aligned: bool = False,
     warmup_from: int = 0,
     dense_until: int = 0,
-    bias_correction: bool = True,
     refresh: bool = False,
 ) -> StepPlan:
     """0/1 Adam: a sync at every step while the variance still moves, then every `interval` steps after the last one.
 
     freeze: is this the last step that moves the variance? variance_updates: made so far; until one has given a scale
     every step tries. frozen_at decides, as in 1-bit Adam. Every step of T_v is a sync.  [Lu et al. 2022, Alg. 1]
-    gradient_stage: while the variance moves it is the gradient that is exchanged, at every step: in full where the
-    variance is updated, in one bit elsewhere. aligned: both schedules count as DeepSpeed does.
     dense_until: up to this step, and not after the freeze, a step is Adam's on the mean gradient; T_v is counted from
-    there. bias_correction: of m and v in those.
+    there.
     warmup_from: the step after which a second warm-up began; T_v is counted from there, and no step of it is dense.
     refresh: is the frozen variance to be brought up to date at the next sync?
     """
     if frozen_at is not None:
-        due = (step + 1) % interval == 0 if aligned else step - last_sync >= interval
+        due = step - last_sync >= interval
         sync, refresh = Wire.COMPRESSED if due else Wire.LOCAL, refresh and due
         gradient = Wire.FULL if refresh else Wire.LOCAL
         return StepPlan(Phase.COMPRESSED, gradient, sync, update_variance=refresh, bias_step=None)
     if step <= dense_until and not warmup_from:
-        t = variance_updates + 1 if bias_correction else None
+        t = variance_updates + 1
         return StepPlan(Phase.WARMUP, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=t, freeze_variance=freeze)
-    is_update = is_aligned_variance_step if aligned else is_variance_step
-    update = variance_updates == 0 or is_update(step - (warmup_from or dense_until), var_update_scaler)
-    elsewhere = Wire.COMPRESSED if gradient_stage else Wire.LOCAL
+    update = variance_updates == 0 or is_variance_step(step - (warmup_from or dense_until), var_update_scaler)
     return StepPlan(
         Phase.WARMUP,
-        Wire.FULL if update else elsewhere,
-        Wire.LOCAL if gradient_stage else Wire.COMPRESSED,
+        Wire.FULL if update else Wire.LOCAL,
+        Wire.COMPRESSED,
         update_variance=update,
         bias_step=None,
         freeze_variance=freeze,

@@ -12,68 +12,47 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer
 from thinwire.comm.groups.nodes import Topology
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
 from thinwire.optim.engine.changing import ChangingOptimizer
 from thinwire.optim.engine.exchanges import Exchange, MeanGradient
-from thinwire.optim.engine.options import CheckedOptions, Narrow
-from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.options import CheckedOptions
 
 
 class SendingOptimizer(ChangingOptimizer):
     """What FlatOptimizer knows of its exchanges. full_exchange: how full ones are sent. topology: as was asked for."""
 
     full_exchange: FullWire
-    variance_type: Narrow | None
-    error_memory: Narrow | None
     topology: Topology
 
-    narrows: ClassVar[tuple[str, ...]] = ()
-    """Which of the options variance and error_memory may be "bf16"."""
+    codec: ClassVar[SignCodec] = SignCodec()
+    """How what is compressed is written."""
 
-    @property
-    def narrowed(self) -> list[str]:
-        """Which of these options are."""
-        asked = {"variance": self.variance_type, "error_memory": self.error_memory}
-        return [name for name, value in asked.items() if value is not None]
+    narrow: tuple[str, ...] = ()
+    """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
 
     def take_exchange(self, asked: CheckedOptions) -> None:
-        """Hold how exchanges are sent, and what they leave out is kept. Raises: ValueError for what cannot be."""
+        """Hold how exchanges are sent. Raises: ValueError for what cannot be."""
         self.topology = asked.topology
         self.full_exchange = self.choose_full_exchange(asked.full_exchange)
-        self.variance_type = asked.variance
-        self.error_memory = asked.error_memory
-        self.refuse_narrow()
 
-    def refuse_narrow(self) -> None:
-        """Raises: ValueError for vectors that were asked for in fewer bits than this algorithm can keep them in."""
-        for name in self.narrowed:
-            if name not in self.narrows:
-                raise ValueError(f'{name} = "bf16": must be None; {type(self).__name__} cannot keep it in few bits')
-            if compute_dtype(self.param_groups) != torch.float32:
-                raise ValueError(f'{name} = "bf16": must be None with parameters of float64')
-            if self.topology != "flat":
-                raise ValueError(f'{name} = "bf16": must be None with topology = "{self.topology}"')
-
-    @property
-    def sums(self) -> torch.dtype | None:
-        """Of kept sums, where it is not the type of the vectors."""
-        return None if self.error_memory is None else torch.bfloat16
-
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
+    def make_reducer(self, group: Group | None, keeps: Keeps = Keeps.NOTHING) -> Reducer:
         """What exchanges the vectors of self.space. Collective."""
         space, most = self.space, self.bucket_elements
         return default_reducer(
             group,
             space.layout,
             space.p_N,
-            block,
+            codec=self.codec,
             bucket_elements=most,
             cuts=space.cuts,
+            keeps=keeps,
             full=self.full_exchange,
             topology=self.topology_now,
-            sums=self.sums,
+            sums=torch.bfloat16 if "error_memory" in self.narrow else None,
         )
 
     @property

@@ -115,8 +115,7 @@ class Heard:
 class Bounds:
     """Of r, of its change in a step, of the trust ratio, and by which multiple of that a step is bounded (inf: none).
 
-    weighs: does r count for the part of an update that is not decay, where there is decay? follows: factors are
-    |u_0|^2 of exact momenta, in place of r, and stay; fresh_v is A of optim.variance.sums.
+    follows: factors are |u_0|^2 of exact momenta, in place of r, and stay; fresh_v is A of optim.variance.sums.
     """
 
     least_factor: float
@@ -126,7 +125,6 @@ class Bounds:
     least_coeff: float
     most_coeff: float
     longest: float
-    weighs: bool
     follows: bool = False
 
 
@@ -186,7 +184,7 @@ class Descent:
         of_tensors = self._coeff[tensors], self._factor[tensors]
         of_r = self._numbers(b.least_factor, b.most_factor, b.slower, b.faster)
         of_steps = self._numbers(b.least_coeff, b.most_coeff, b.longest, h.lr)
-        weighs = b.weighs and h.weight_decay != 0
+        weighs = h.weight_decay != 0
         _loops().lamb_rates(
             tiles.places[2], tiles.found, *of_tensors, *of_r, *of_steps, weighs, b.follows, tiles.sums, tiles.rates
         )

@@ -82,17 +82,10 @@ def first_local(
     weight: float,
     keep: float,
     rate: float,
-    inside: float,
-    outside: float,
+    eps: float,
 ) -> None:
     """begun <- p, and local of u = 0: what is in u is not read."""
-    weights, keeps, rates, insides, outsides = (
-        splat8(weight),
-        splat8(keep),
-        splat8(rate),
-        splat8(inside),
-        splat8(outside),
-    )
+    weights, keeps, rates, all_eps = splat8(weight), splat8(keep), splat8(rate), splat8(eps)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8, p8 = load8(m, at), load8(p, at)
         m8 = m8 + weights * (load8(g, at) - m8)
@@ -100,7 +93,7 @@ def first_local(
         store(m, at, m8)
         store(u, at, moved)
         store(begun, at, p8)
-        store(p, at, keeps * p8 - moved / (root(load8(v, at) + insides) + outsides))
+        store(p, at, keeps * p8 - moved / (root(load8(v, at)) + all_eps))
 
 
 @compiled
@@ -115,24 +108,17 @@ def local(
     weight: float,
     keep: float,
     rate: float,
-    inside: float,
-    outside: float,
+    eps: float,
 ) -> None:
-    """m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d;  d = sqrt(v + inside) + outside."""
-    weights, keeps, rates, insides, outsides = (
-        splat8(weight),
-        splat8(keep),
-        splat8(rate),
-        splat8(inside),
-        splat8(outside),
-    )
+    """m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d;  d = sqrt(v) + eps."""
+    weights, keeps, rates, all_eps = splat8(weight), splat8(keep), splat8(rate), splat8(eps)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
         m8 = m8 + weights * (load8(g, at) - m8)
         moved = rates * m8
         store(m, at, m8)
         store(u, at, keeps * load8(u, at) + moved)
-        store(p, at, keeps * load8(p, at) - moved / (root(load8(v, at) + insides) + outsides))
+        store(p, at, keeps * load8(p, at) - moved / (root(load8(v, at)) + all_eps))
 
 
 @compiled
@@ -168,14 +154,13 @@ def receive(
     divisor: float,
     longest: float,
     keep: float,
-    inside: float,
-    outside: float,
+    eps: float,
 ) -> None:
     """z <- cut(sign z, longest d); m <- z / divisor; p <- keep start - z / d, d as in local. z stays."""
     signs, divisors, bounds, keeps = splat8(sign), splat8(divisor), splat8(longest), splat8(keep)
-    insides, outsides = splat8(inside), splat8(outside)
+    all_eps = splat8(eps)
     for at in range(BYTE * first, BYTE * stop, BYTE):
-        d8 = root(load8(v, at) + insides) + outsides
+        d8 = root(load8(v, at)) + all_eps
         z8 = cut(signs * load8(z, at), bounds * d8)
         store(m, at, z8 / divisors)
         store(p, at, keeps * load8(start, at) - z8 / d8)
@@ -194,18 +179,16 @@ def receive_rows(
     divisor: float,
     longest: float,
     keep: float,
-    inside: float,
-    outside: float,
+    eps: float,
     blocks: Blocks,
 ) -> None:
     """receive of what the rows say, of the blocks [first, stop); 0 where dead."""
-    divisors, bounds, keeps, insides = splat8(divisor), splat8(longest), splat8(keep), splat8(inside)
-    outsides = splat8(outside)
+    divisors, bounds, keeps, all_eps = splat8(divisor), splat8(longest), splat8(keep), splat8(eps)
     for block in range(first, stop):
         low, high = blocks.starts[block], blocks.starts[block + 1]
         size, bits = splat8(sign * rows.values[blocks.scale_at[block]]), blocks.bits_at[block]
         for at in range(low, high, BYTE):
-            d8 = root(load8(v, at) + insides) + outsides
+            d8 = root(load8(v, at)) + all_eps
             z8 = cut(signed_by_bits(rows.bytes[bits + (at - low) // BYTE], size), bounds * d8)
             store(m, at, z8 / divisors)
             store(p, at, keeps * load8(start, at) - z8 / d8)

@@ -69,18 +69,15 @@ def first_local_(
     v_s: Tensor,
     h: AdamHyper,
     keep: float,
-    eps: tuple[float, float],
 ) -> None:
     """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read."""
-    _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
+    _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, h.eps))
     increment_version((p_s, m_s, u_s, begun_s))
 
 
-def local_(
-    p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float, eps: tuple[float, float]
-) -> None:
-    """zero_one_round.local_step of one slice. p, m, u: modified. eps: inside and outside of the root of v."""
-    _run("local", (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, *eps))
+def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float) -> None:
+    """zero_one_round.local_step of one slice. p, m, u: modified."""
+    _run("local", (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, h.eps))
     increment_version((p_s, m_s, u_s))
 
 
@@ -97,7 +94,7 @@ def propose_(z_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, k
 
 
 Receiving = tuple[float, float, float, float]
-"""sign of what was sent, S, the longest step, K."""
+"""The unit of what was sent, S, the longest step, K."""
 
 
 def receive_(
@@ -107,10 +104,10 @@ def receive_(
     v_s: Tensor,
     m_s: Tensor,
     numbers: Receiving,
-    eps: tuple[float, float],
+    eps: float,
 ) -> None:
     """zero_one_round.Receipt of one slice of floats. p, m: modified. start may be p."""
-    _run("receive", (p_s, start_s, z_s, v_s, m_s), (*numbers, *eps))
+    _run("receive", (p_s, start_s, z_s, v_s, m_s), (*numbers, eps))
     increment_version((p_s, m_s))
 
 
@@ -121,17 +118,17 @@ def receive_rows_(
     m_c: Tensor,
     rows: RowMemory,
     numbers: Receiving,
-    eps: tuple[float, float],
+    eps: float,
     table: BlockTable,
 ) -> None:
     """receive_ of what the rows say, bit for bit; 0 where dead. table: where in the rows the blocks of c are."""
     if (cuda := _on_cuda(p_c)) is not None:
-        cuda.over_rows("receive_rows", (p_c, start_c, v_c, m_c), rows, (*numbers, *eps), table)
+        cuda.over_rows("receive_rows", (p_c, start_c, v_c, m_c), rows, (*numbers, eps), table)
         increment_version((p_c, m_c))
         return
     p, loop = values_of(p_c, table), _loops().receive_rows
     vectors = p, *(values_of(x, table) for x in (start_c, v_c, m_c))
-    given = *vectors, rows_of(rows, table), *map(p.dtype.type, (*numbers, *eps)), blocks_of(table)
+    given = *vectors, rows_of(rows, table), *map(p.dtype.type, (*numbers, eps)), blocks_of(table)
     threads = _threads(torch.get_num_threads())
     threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
     increment_version((p_c, m_c))

@@ -21,10 +21,8 @@ from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import replicated
 from thinwire.optim.engine.tensor_states import TensorState
-from thinwire.optim.onebit_settings import OURS, OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
-from thinwire.optim.variance.run_length import SEEN_AFTER, agreed_length, has_scheduler, known_length
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
@@ -48,19 +46,19 @@ class HasMoments(Protocol):
 FreezingState = TypeVar("FreezingState", bound=HasMoments)
 
 
-class OneBitOptions(CompressedOptions[OneBitSettings], total=False):
+class OneBitOptions(CompressedOptions, total=False):
     """The keywords of FreezingOptimizer, for the constructors that hand them on."""
 
     warmup: int | Literal["auto"]
 
 
-class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
-    """A WarmupOptimizer whose variance is frozen, by default corrected and floored, at the end of its warm-up.
+class FreezingOptimizer(WarmupOptimizer[FreezingState]):
+    """A WarmupOptimizer whose variance is frozen, corrected and floored, at the end of its warm-up.
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen it.
     After a large change of the global batch (set_global_batch) the warm-up begins again.
-    deepspeed: the settings that parity="deepspeed" stands for. options: as in WarmupOptimizer.
+    options: as in WarmupOptimizer.
     """
 
     warmup_part: ClassVar[Mapping[FullWire, float]] = WARMUP_PART
@@ -71,13 +69,12 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        deepspeed: OneBitSettings,
         warmup: int | Literal["auto"] = "auto",
-        **options: Unpack[CompressedOptions[OneBitSettings]],
+        **options: Unpack[CompressedOptions],
     ) -> None:
         self.warmup = _checked_warmup(warmup, options.get("total_steps"))
         self.stability: VarianceStability | None = None
-        super().__init__(params, defaults, ours=OURS, deepspeed=deepspeed, **options)
+        super().__init__(params, defaults, **options)
         self.outlook = Outlook()
         self._tell_outlook()
         if self.group.rank == 0 and self.group.size > 1:
@@ -107,9 +104,6 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         """
         return None
 
-    def on_refresh(self, floored_N: Tensor) -> None:
-        """The frozen variance has just been brought up to date. floored_N: bool[N], the elements that were raised."""
-
     @property
     def finds_freeze(self) -> bool:
         """With the automatic rule."""
@@ -131,15 +125,14 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
-        plan = onebit_adam_plan(step, self._warmup_end(), self.frozen_at, refresh=self.is_refresh_due(step))
-        return plan if self.settings.bias_correction else replace(plan, bias_step=None)
+        return onebit_adam_plan(step, self._warmup_end(), self.frozen_at, refresh=self.is_refresh_due(step))
 
     def update(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step; where it ends the warm-up, the variance is corrected, floored and kept from here on."""
         now = self.num_steps + 1
         if self.frozen_at is not None and plan.update_variance:
             self.advance(plan, [self.refreshing(h, now) for h in groups])
-            self.on_refresh(self.keep_refreshed(now))
+            self.keep_refreshed(now)
             self.reduce.release_means()  # it is long until the next
             return
         if plan.momentum is Wire.COMPRESSED and (memory := self.vectors.momentum_error).is_behind:
@@ -150,13 +143,10 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
             return
         self.reduce.release_means()  # it is long until the next, and what follows takes memory of its own
         v_N, layout = self.vectors.v_N, self.space.layout
-        if self.settings.bias_correction:
-            for h in groups:
-                if h.seen is not None:
-                    adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
-        floored_N = torch.zeros_like(v_N, dtype=torch.bool)
-        if self.settings.floor:
-            floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
+        for h in groups:
+            if h.seen is not None:
+                adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
+        floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
         self.evidence["floored_elements"] = int(floored_N.count_nonzero())
         self.frozen_at = now
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
@@ -166,7 +156,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
 
     def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
         """As FlatOptimizer.dtype_of. In a warm-up v moves a little in each step, which few bits would not take."""
-        narrow = name == "v_N" and self.variance_type is not None and frozen_at is not None
+        narrow = name == "v_N" and "variance" in self.narrow and frozen_at is not None
         return torch.bfloat16 if narrow else super().dtype_of(name, frozen_at)
 
     def _fit_variance(self) -> None:
@@ -178,18 +168,6 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState, OneBitSettings]):
         if plan.momentum is Wire.COMPRESSED and self.vectors.momentum_error.is_behind:
             return "the first compressed step brings the replicas of server errors up to date"
         return super().waits_for(plan)
-
-    def send_beside(self) -> None:
-        """As FlatOptimizer.send_beside; once, in step 3, also what each rank knows of the length of the run."""
-        super().send_beside()
-        if self.num_steps != SEEN_AFTER or self.stability is None or self.stability.total_steps is not None:
-            return
-        if not has_scheduler(self):
-            return
-        length = agreed_length(self.group, known_length(self, self.num_steps), self.space.p_N.device)
-        if length is not None:
-            self.total_steps, self.stability = length, replace(self.stability, total_steps=length)
-            self._tell_outlook()
 
     @property
     def gradient_memory(self) -> ErrorMemory | None:

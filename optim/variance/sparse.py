@@ -1,97 +1,54 @@
 """The variance of 0/1 Adam: updated at each step of a dense start, then at few; corrected, floored, then frozen.
 
-    d = sqrt(v_used) + eps     or    sqrt(v_used + eps);    v_used = floor(v / (1 - beta2^updates))
+    d = sqrt(v_used) + eps;    v_used = floor(v / (1 - beta2^updates))
 
-d divides steps, and is formed from v_used where it does. From the freeze on v is v_used. Which of it is done is a
-ZeroOneSettings; when the freeze comes is in when_to_freeze.py.
+d divides steps, and is formed from v_used where it does. From the freeze on v is v_used. When that comes is in
+when_to_freeze.py. The first update is used in its own step, for before it there is no v; one that leaves v zero
+everywhere gives no scale and does not count, and until one counts v_used is infinite, so that nothing moves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.layout import Span
-from thinwire.comm.protocol import ErrorMemory, FullWire
+from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.saving import SHORTENED
-from thinwire.optim.engine.schedule import LONGEST_INTERVAL, StepPlan
+from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
-from thinwire.optim.zero_one_settings import DEEPSPEED, OURS, Fresh, ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StaleVariance:
-    """How v is used; on flat vectors, in place. `updates` are those of v made so far.
-
-    tensors, blocks: what an element's floor is taken from, as in floor_variance_.
-    """
-
-    settings: ZeroOneSettings
-    tensors: Sequence[Span]
-    blocks: Sequence[Span]
-
-    def is_early(self, updates: int) -> bool:
-        """Is the next update of v used in its own step?"""
-        # differs from Alg. 1: the first v is used at once, before it there is none
-        first = self.settings.fresh is Fresh.AT_FIRST and updates == 0
-        return first or self.settings.fresh is Fresh.ALWAYS
-
-    def counts(self, v_N: Tensor, updates: int) -> bool:
-        """Does an update that gave v count? Ours does not while v is zero everywhere, and gives no scale."""
-        return self.settings.fresh is not Fresh.AT_FIRST or updates > 0 or bool(v_N.any())
-
-    def use_(self, v_N: Tensor, runs: Sequence[AdamHyper]) -> int:
-        """v <- v_used. Returns how many elements the floor raised, for which it waits for the device."""
-        if self.settings.bias_correction:
-            for h in runs:
-                if h.seen:  # 0: it is zero
-                    adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
-        return int(floor_variance_(v_N, self.tensors, self.blocks).count_nonzero()) if self.settings.floor else 0
-
-    def used_(
-        self,
-        out_N: Tensor,
-        v_N: Tensor,
-        runs_at: Callable[[int], Sequence[AdamHyper]],
-        updates: int,
-        coming_N: Tensor | None = None,
-    ) -> int:
-        """out <- v_used before the freeze, of v or of v after an update by the mean gradient `coming`.
-
-        runs_at: hyperparameters of every run of tensors, for so many updates. Returns how many elements it raised.
-        While there is no v that gives a scale it is infinite, so that nothing moves; with Fresh.NEVER it is v = 0.
-        """
-        out_N.copy_(v_N)
-        if coming_N is not None:
-            for h in runs_at(updates):
-                adam_math.variance_(out_N[h.span], coming_N[h.span], h.beta2)
-            updates += self.counts(out_N, updates)
-        if updates == 0 and self.settings.fresh is Fresh.AT_FIRST:
-            out_N.fill_(torch.inf)
-            return 0
-        return self.use_(out_N, runs_at(updates)) if updates else 0
-
-
-SINCE = ("dense_start", "refresh", "as_momentum")
-"""Settings that older versions did not have."""
 LEAST_RATE = 1e-30
 """One below it moves nothing, and counts as 0: float32 can hold neither its sums of momenta nor one over it."""
-BOUNDED = "slowest_fall"
-"""Not of a run whose sums were sent as they are: those were bounded by it, and momenta are not."""
+SETTINGS = {
+    "fresh": "at_first",
+    "bias_correction": True,
+    "eps_outside": True,
+    "floor": True,
+    "as_momentum": True,
+    "slowest_fall": 0.0,
+    "longest_step": 4.0,
+    "decay": "of_sum",
+    "gradient_stage": False,
+    "aligned": False,
+    "negated": False,
+    "scales": "block",
+}
+"""What a checkpoint of an earlier version says of a run as they all are now."""
 OF_GRADIENTS = "errors_of_gradients"
 """Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
 
@@ -111,10 +68,10 @@ class HasUsed(Protocol):
 SparseState = TypeVar("SparseState", bound=HasUsed)
 
 
-class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
+class SparseVarianceOptimizer(WarmupOptimizer[SparseState]):
     """A WarmupOptimizer that divides by v as it was at the last update of it, and from the freeze on for good.
 
-    var_freeze_step, dense_steps: as in VarianceFreeze. options: as in WarmupOptimizer.
+    var_freeze_step: as in VarianceFreeze. options: as in WarmupOptimizer.
     """
 
     def __init__(
@@ -123,21 +80,13 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         defaults: dict[str, Any],
         *,
         var_freeze_step: int | None = None,
-        dense_steps: int | None = None,
-        **options: Unpack[CompressedOptions[ZeroOneSettings]],
+        schedule: ZeroOneSchedule,
+        **options: Unpack[CompressedOptions],
     ) -> None:
         of_run = options.get("total_steps"), options.get("lr_warmup_steps")
         self.freeze = VarianceFreeze(defaults["betas"][1], var_freeze_step, *of_run)
-        if dense_steps is not None and (type(dense_steps) is not int or dense_steps < 0):
-            raise ValueError(f"dense_steps = {dense_steps!r}: must be a whole number, at least 0, or None")
-        chosen = options.get("settings") or (DEEPSPEED if options.get("parity") else OURS)
-        if dense_steps and chosen.gradient_stage:
-            raise ValueError(
-                f"dense_steps = {dense_steps}: must be 0 or None with a gradient stage, which parity has: it exchanges "
-                "gradients from the first step on in a way of its own"
-            )
-        self.dense_steps = dense_steps
-        super().__init__(params, defaults, ours=OURS, deepspeed=DEEPSPEED, **options)
+        self.schedule = schedule
+        super().__init__(params, defaults, **options)
         self.outlook = Outlook(begins=self._begins(), certain=self.total_steps is not None)
         if self.group.rank == 0 and self.group.size > 1:
             logger.info(
@@ -153,10 +102,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """Set what a fresh run begins with."""
         super().begin()
         self.freeze = replace(self.freeze, beta2=self.beta2, part=WARMUP_PART[self.full_exchange])
-        layout = self.space.layout
-        self.variance = StaleVariance(self.settings, layout.live, layout.blocks(self.block))
         self.saved |= {
-            "settings": self.settings.plain(),
             "variance_updates": 0,
             "last_lrs": [0.0] * len(self.param_groups),
             "lr_rose_at": 0,
@@ -195,11 +141,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return step >= self.freeze.second_end(self.warmup_from)
         return self.freeze.reason(step, self._rose_at(step), self.dense_until) is not None
 
-    @property
-    def can_begin_again(self) -> bool:
-        """Not with settings.gradient_stage: there is no way back from sums to gradients."""
-        return not self.settings.gradient_stage
-
     def begin_again(self) -> None:
         """End the round (prepare_to_save); v moves again at the steps of T_v, counted from here.
 
@@ -209,9 +150,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """
         self.prepare_to_save()
         groups = self._groups()
-        if self.settings.bias_correction:
-            for h in groups:
-                self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
+        for h in groups:
+            self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
         self.frozen_at, self.saved["warmup_from"] = None, self.num_steps
         seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
         self.saved["variance_updates"] = FEWEST_STEPS
@@ -222,14 +162,9 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     @property
     def dense_until(self) -> int:
         """The last step of the dense start, counted from 1; the freeze may come before it. 0: there is none."""
-        own = self.settings.dense_start and not self.settings.gradient_stage  # which is a dense start of its own kind
-        steps = self.dense_steps if self.dense_steps is not None else self.freeze.dense_steps if own else 0
+        given = self.schedule.dense_steps
+        steps = self.freeze.dense_steps if given is None else given
         return steps + self.joined_at if steps else 0  # tensors that join have one too
-
-    @property
-    def enough(self) -> int:
-        """A gradient stage has no way back, so that little must do."""
-        return 1 if self.settings.gradient_stage else FEWEST_STEPS
 
     def keep(self, seen: Mapping[int, int]) -> Tensor:
         """As WarmupOptimizer.keep; v_used is derived again."""
@@ -257,7 +192,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     @property
     def updates_early(self) -> bool:
         """Is the next update of v used in its own step?"""
-        return self.variance.is_early(self.fewest_updates)
+        return self.fewest_updates == 0
 
     def misfits(self) -> bool:
         """A tensor whose v is not kept after the freeze, kept before, or without any update while others have some."""
@@ -269,13 +204,13 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """After the freeze the warm-up begins again. Before, T_v is counted anew, so that new tensors get a variance.
 
         One that was frozen with v kept goes on with the weight that begin_again gives. Collective after the freeze.
-        Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
+        Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         if self.frozen_at is not None:
             super().take_in()
             return
         for h in self.run_hypers(self.num_updates):
-            if h.seen is None and self.settings.bias_correction:
+            if h.seen is None:
                 self.vectors.v_N[h.span].mul_(1 - h.beta2**FEWEST_STEPS)
         kept = self.num_updates - FEWEST_STEPS
         self.set_ages([replace(age, unseen=kept) if age.unseen is None else age for age in self.ages])
@@ -298,15 +233,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         first = self.num_steps < self.dense_until and not (self.joined_at or self.warmup_from or self.frozen_at)
         return self.vectors.update_error if first and self.full_exchange == "int8" else None
 
-    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
-        """As WarmupOptimizer.choose_full_exchange. Raises: ValueError for 8 bits with a gradient stage."""
-        chosen = super().choose_full_exchange(given)
-        if chosen == "int8" and self.settings.gradient_stage:
-            if given is None:
-                return "fp32"
-            raise ValueError('full_exchange = "int8": must be "fp32" or "bf16" with a gradient stage')
-        return chosen
-
     def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
         """As FlatOptimizer.errors_of_gradients."""
         return "update_error" if loaded["saved"].get(OF_GRADIENTS) else None
@@ -314,7 +240,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have ended the dense start in the step that this rank has not made."""
         if self.gradient_memory is not None and not plain["saved"].get(OF_GRADIENTS):
-            part_N.mul_(self._sum_weights()).mul_(plain["saved"].get(SHORTENED, 1.0))
+            part_N.mul_(self.gradient_weights()).mul_(plain["saved"].get(SHORTENED, 1.0))
 
     def mean_gradient_(self) -> None:
         """As FlatOptimizer.mean_gradient_; R is of gradients from here on, where any is kept of them."""
@@ -329,7 +255,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
         """
         if self.saved.pop(OF_GRADIENTS, False):
             factor = self.saved[SHORTENED] = 1.0 if shortened_by is None else float(shortened_by)
-            self._scale_errors_([self._sum_weight(group) * factor for group in self.param_groups])
+            self._scale_errors_([self.gradient_weight(group) * factor for group in self.param_groups])
 
     def begin_sums(self) -> None:
         """Before a sum is sent: R is of sums, of a run that is loaded with a shorter dense start too; and replicas
@@ -343,28 +269,15 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def _scale_errors_(self, weights: Sequence[float]) -> None:
         """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
-        weight_N = self._spread(weights)
+        weight_N = torch.zeros_like(self.space.p_N)
+        for weight, span in zip(weights, self.space.spans, strict=True):
+            weight_N[span] = weight
         self.vectors.update_error.scale_(weight_N)
         if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
             self.handed_over = {name: residual_N * weight_N for name, residual_N in self.handed_over.items()}
         of = {id(p): w for group, w in zip(self.param_groups, weights, strict=True) for p in group["params"]}
         for param, state in self.parked.items():
             state.residuals["update_error"] = state.residuals["update_error"] * of[id(param)]
-
-    def _spread(self, weights: Sequence[float]) -> Tensor:
-        weight_N = torch.zeros_like(self.space.p_N)
-        for weight, span in zip(weights, self.space.spans, strict=True):
-            weight_N[span] = weight
-        return weight_N
-
-    def _sum_weights(self) -> Tensor:
-        return self._spread([self._sum_weight(group) for group in self.param_groups])
-
-    def _sum_weight(self, group: dict[str, Any]) -> float:
-        """What a gradient counts in what is sent; in a sum, where the rate is 0, as at the highest one so far."""
-        if self.settings.as_momentum:
-            return self.gradient_weight(group)
-        return self.gradient_weight(group) * (float(group["lr"]) or float(self.saved["peak_lr"]))
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""
@@ -381,7 +294,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
 
     def count_update(self) -> None:
         """v has been updated."""
-        self.saved["variance_updates"] += self.variance.counts(self.vectors.v_N, self.saved["variance_updates"])
+        self.saved["variance_updates"] += self._counts(self.vectors.v_N, self.saved["variance_updates"])
 
     def derive_used(self, coming_N: Tensor | None = None, step: int | None = None) -> None:
         """v_used, of v or before the freeze of v after an update by the gradient `coming`; v itself where it is that.
@@ -395,8 +308,31 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return
         if s.used_N is None:
             s.used_N = torch.empty_like(s.v_N)
+        s.used_N.copy_(s.v_N)
         updates = self.saved["variance_updates"]
-        self.evidence["floored_elements"] = self.variance.used_(s.used_N, s.v_N, self.run_hypers, updates, coming_N)
+        if coming_N is not None:
+            for h in self.run_hypers(updates):
+                adam_math.variance_(s.used_N[h.span], coming_N[h.span], h.beta2)
+            updates += self._counts(s.used_N, updates)
+        self.evidence["floored_elements"] = 0
+        if updates:
+            self._use_(s.used_N, updates)
+        else:
+            s.used_N.fill_(torch.inf)
+
+    @staticmethod
+    def _counts(v_N: Tensor, updates: int) -> bool:
+        """Does an update that gave v count? Not while v is zero everywhere."""
+        return updates > 0 or bool(v_N.any())
+
+    def _use_(self, v_N: Tensor, updates: int) -> None:
+        """v <- v_used, after so many updates. Waits for the device."""
+        for h in self.run_hypers(updates):
+            if h.seen:  # 0: it is zero
+                adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
+        layout = self.space.layout
+        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
+        self.evidence["floored_elements"] = int(raised_N.count_nonzero())
 
     def divisor(self, at: slice) -> Tensor | None:
         """d of these elements, new: what the next step divides by. None in the dense start, where that is Adam's."""
@@ -404,24 +340,24 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             return None
         found = torch.empty_like(self.vectors.v_N[at])
         for part, group in self.groups_in(at):
-            eps = self.settings.eps_of(group["eps"])
-            found[part.start - at.start : part.stop - at.start] = adam_math.divisor(self.vectors.used[part], *eps)
+            d = adam_math.divisor(self.vectors.used[part], group["eps"])
+            found[part.start - at.start : part.stop - at.start] = d
         return found
 
     def _is_adams(self, step: int) -> bool:
         """Is a step before the freeze one of the dense start?"""
         return step <= self.dense_until and not self.warmup_from
 
-    def freeze_where_planned(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> bool:
+    def freeze_where_planned(self, plan: StepPlan) -> None:
         """After a step: note its rates; where the plan ends the warm-up keep the variance as it is used, for good.
 
-        Returns whether it did. What steps are divided by stays the same.
+        What steps are divided by stays the same.
         """
         now, updates = self.num_steps + 1, self.saved["variance_updates"]
         self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self.rates()
         if not (plan.freeze_variance and updates):
-            return False
-        self.evidence["floored_elements"] = self.variance.use_(self.vectors.v_N, self.run_hypers(updates))
+            return
+        self._use_(self.vectors.v_N, updates)
         self.frozen_at = now
         self.vectors.used_N = None
         self.set_ages([replace(age, unseen=None) for age in self.ages])
@@ -429,41 +365,28 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState, ZeroOneSettings]):
             logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
         elif reason := self.freeze.told(now, self.saved["lr_rose_at"], self.dense_until, updates):
             self.evidence["warmup_ended_by"] = str(reason)
-        return True
 
     def check_saved(self, saved: dict[str, Any]) -> None:
-        """Refuse a run of other settings. Raises: ValueError."""
+        """Refuse a run of settings that there are no more. Raises: ValueError."""
         super().check_saved(saved)
-        mine = self.settings.plain()
-        since = {name: mine[name] for name in SINCE}  # settings that older versions did not have
-        theirs = {**since, **saved["settings"]}
-        if "as_momentum" not in saved["settings"] and self.settings.as_momentum:
-            theirs[BOUNDED] = mine[BOUNDED]
-        if theirs != mine:
-            raise ValueError(f"state_dict has settings {theirs}, this optimizer {mine}: construct it with the same")
+        theirs = saved.get("settings", SETTINGS)
+        other = {name: theirs.get(name) for name, mine in SETTINGS.items() if theirs.get(name) != mine}
+        if other:
+            raise ValueError(
+                f"state_dict is of a 0/1 Adam with {other}, which this version does not have: go on with the version "
+                "that saved it, or load the model alone and begin the optimizer anew"
+            )
 
     def resumed(self) -> None:
         """As FlatOptimizer.resumed; v_used is derived again."""
         super().resumed()
-        if "as_momentum" not in self.saved["settings"]:
-            self.saved["settings"] = self.settings.plain()
-            if self.settings.as_momentum and OF_GRADIENTS not in self.saved:
-                self._scale_errors_([1 / self._rate_of_errors(at) for at in range(len(self.param_groups))])
+        for name in ("settings", "divisors"):  # of a version before
+            self.saved.pop(name, None)
         if self.gradient_memory is not None and self.num_steps and OF_GRADIENTS not in self.saved:
             # The dense start was over where it was saved, and is not here.
-            self._scale_errors_([1 / (self._sum_weight(group) or 1.0) for group in self.param_groups])
+            self._scale_errors_([1 / (self.gradient_weight(group) or 1.0) for group in self.param_groups])
             self.saved[OF_GRADIENTS] = True
         self.derive_used()
-
-    def _rate_of_errors(self, at: int) -> float:
-        """The mean rate of a group's last round in an older version, whose R is of sums: r of T8.
-
-        How many steps that had was not saved: as many as its sum of rates holds of the last one.
-        """
-        sum_of_rates, last = float(self.saved["divisors"][at]), float(self.saved["last_lrs"][at])
-        if not sum_of_rates:  # nothing was sent after the dense start, in whose last step R became that of sums
-            return last or float(self.saved["peak_lr"]) or 1.0
-        return sum_of_rates / min(max(round(sum_of_rates / last), 1), LONGEST_INTERVAL) if last else sum_of_rates
 
     def _groups(self) -> list[AdamHyper]:
         spans = self.space.spans  # without a group that is just being added

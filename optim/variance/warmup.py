@@ -1,4 +1,4 @@
-"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: settings, scales, and a warm-up that ends with a frozen variance.
+"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: a warm-up that ends with a frozen variance.
 
 When it ends is in when_to_freeze.py, how the frozen variance stays up to date in refresh.py; that the warm-up begins
 again after a large change of the global batch is here.
@@ -10,28 +10,23 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, Literal, Protocol, TypeVar, Unpack, cast
+from typing import Any, Protocol, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
-from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import BYTE, DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire, Group, Reducer
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_no_count
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
-from thinwire.optim.engine.scales import Scales, scaled_reducer
-from thinwire.optim.engine.tensor_states import TensorState
-from thinwire.optim.onebit_settings import OneBitSettings
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.refresh import PART, checked_part, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
-from thinwire.optim.zero_one_settings import ZeroOneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +35,6 @@ VARIANCE = 1 << 16
 LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
-Parity = Literal["deepspeed"]
-"""Whose numbers are to be met, to rounding."""
-
-Settings = TypeVar("Settings", OneBitSettings, ZeroOneSettings)
-
 
 class HasVariance(Protocol):
     """A state with the variance that is going to be frozen."""
@@ -52,30 +42,22 @@ class HasVariance(Protocol):
     v_N: Tensor
 
 
-class CompressedOptions(Options, Generic[Settings], total=False):
+class CompressedOptions(Options, total=False):
     """The keywords of WarmupOptimizer, for the constructors that hand them on."""
 
     total_steps: int | None
     lr_warmup_steps: int | None
-    parity: Parity | None
-    settings: Settings | None
-    bias_correction: bool
     refresh: float | None
-    block: int
-    scale: Scale
 
 
-class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
+class WarmupOptimizer(FlatOptimizer[State]):
     """A FlatOptimizer whose warm-up ends with a frozen variance.
 
     1-bit Adam and 1-bit LAMB compress from there on, 0/1 Adam before it too (engine/schedule.py).
 
     total_steps, lr_warmup_steps: of the run, where known.
-    parity: "deepspeed" gives the numbers of DeepSpeed 0.19.6. settings: where descriptions differ, one by one, in
-    place of parity. bias_correction: False turns it off in any settings. ours, deepspeed: settings of the algorithm.
     refresh: the part of its age after which a frozen variance is brought up to date (refresh.py), above 0, at most 1.
     None: 1/16 where the optimizer finds the freeze by itself, and never where its step is given.
-    block: values that share a scale, in our settings. scale: the norm that it keeps.
     options: as in FlatOptimizer.
     """
 
@@ -84,38 +66,16 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        ours: Settings,
-        deepspeed: Settings,
         total_steps: int | None = None,
         lr_warmup_steps: int | None = None,
-        parity: Parity | None = None,
-        settings: Settings | None = None,
-        bias_correction: bool = True,
         refresh: float | None = None,
-        block: int = DEFAULT_BLOCK,
-        scale: Scale = "l2",
         **options: Unpack[Options],
     ) -> None:
-        if parity not in (None, "deepspeed"):
-            raise ValueError(f'parity = {parity!r}: must be "deepspeed" or None')
-        if parity is not None and settings is not None:
-            raise ValueError(
-                f"parity = {parity!r} and settings = {settings}: give one of them; replace(...) of the settings that "
-                "parity stands for changes a part"
-            )
-        chosen = settings or (ours if parity is None else deepspeed)
-        self.settings: Settings = replace(chosen, bias_correction=chosen.bias_correction and bias_correction)
         self.refresh = checked_part(refresh)
-        if refresh is not None and not chosen.refresh:
-            raise ValueError(f"refresh = {refresh}: these settings (parity, or refresh=False) keep v as it was frozen")
         refuse_no_count("total_steps", total_steps, 1)
         refuse_no_count("lr_warmup_steps", lr_warmup_steps, 0)
-        if type(block) is not int or block < BYTE or block % BYTE:
-            raise ValueError(f"block = {block!r}: values that share a scale, a positive multiple of {BYTE}")
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
-        self.block = block
-        self.scale: Scale = scale
         super().__init__(params, defaults, **options)
 
     def check_saved(self, saved: dict[str, Any]) -> None:
@@ -137,11 +97,6 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         """
 
     @property
-    def can_begin_again(self) -> bool:
-        """Does the algorithm, as it is set, have a way back to its warm-up?"""
-        return True
-
-    @property
     @abstractmethod
     def finds_freeze(self) -> bool:
         """Does the optimizer find the step of the freeze by itself? Else v stays as it was, unless refresh is given."""
@@ -154,7 +109,7 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     @property
     def refreshes(self) -> bool:
         """Is the frozen v brought up to date at all?"""
-        return self.settings.refresh and (self.refresh is not None or self.finds_freeze)
+        return self.refresh is not None or self.finds_freeze
 
     def is_refresh_due(self, step: int) -> bool:
         """Is the frozen v to be brought up to date in `step`? Where that sends nothing, it is in the next that does."""
@@ -173,18 +128,14 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         """What a frozen v in few bits is rounded by in this step: the same on every rank."""
         return noise_of(self.num_steps, VARIANCE)
 
-    def keep_refreshed(self, step: int) -> Tensor:
-        """Floor the v that `step` has brought up to date, and note it. Returns which elements were raised, bool[N]."""
+    def keep_refreshed(self, step: int) -> None:
+        """Floor the v that `step` has brought up to date, and note it."""
         v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
-        if self.settings.floor:
-            raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.block))
-        else:
-            raised_N = torch.zeros_like(v_N, dtype=torch.bool)
+        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
         self.evidence["variance_refreshes"] = self.evidence.get("variance_refreshes", 0) + 1
         self.saved["refreshed_at"] = step
         logger.info("variance_refreshed step=%d times=%d", step, self.evidence["variance_refreshes"])
-        return raised_N
 
     @property
     def beta2(self) -> float:
@@ -212,16 +163,13 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
     def take_in(self) -> None:
         """After the freeze: a variance that has seen enough is kept now; where one has not, the warm-up begins again.
 
-        Collective. Raises: PeerLost, NonFiniteInput, and then nothing has changed; ValueError where there is no way
-        back.
+        Collective. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
         self.keep({i: t for i, t in enumerate(seen) if t is not None and t >= self.enough})
         late = sum(age.unseen is not None for age in self.ages)
         if not late:
             return
-        if not self.can_begin_again:
-            raise ValueError(self._no_way_back("a parameter"))
         self.begin_again()
         now = self.num_steps
         self.saved["warmup_from"] = now
@@ -236,92 +184,47 @@ class WarmupOptimizer(FlatOptimizer[State], Generic[State, Settings]):
         """
         v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
         places = [slice(self.space.tensors[i].start, self.space.tensors[i].stop) for i in seen]
-        if self.settings.bias_correction:
-            for at, t in zip(places, seen.values(), strict=True):
-                (group,) = [group for _, group in self.groups_in(at)]
-                adam_math.unbias_variance_(v_N[at], group["betas"][1], t)
+        for at, t in zip(places, seen.values(), strict=True):
+            (group,) = [group for _, group in self.groups_in(at)]
+            adam_math.unbias_variance_(v_N[at], group["betas"][1], t)
         raised_N = torch.zeros_like(v_N, dtype=torch.bool)
-        if self.settings.floor and seen:
+        if seen:
             floored_N = v_N.clone()
-            floor_variance_(floored_N, layout.live, layout.blocks(self.block))
+            floor_variance_(floored_N, layout.live, layout.blocks(self.codec.block))
             for at in places:
                 raised_N[at] = v_N[at] < floored_N[at]
                 v_N[at] = floored_N[at]
         self.set_ages([replace(age, unseen=None) if i in seen else age for i, age in enumerate(self.ages)])
         return raised_N
 
-    def refuse_arrivals(self, arrived: Mapping[str, TensorState | None]) -> None:
-        """Raises: ValueError after the freeze, where there is no way back, for parameters without a variance."""
-        if self.frozen_at is not None and not self.can_begin_again:
-            for label, state in arrived.items():
-                if state is None or (state.seen is not None and state.seen < self.enough):
-                    raise ValueError(self._no_way_back(label))
-
-    def _no_way_back(self, label: str) -> str:
-        return (
-            f"{label}: joins after step {self.frozen_at}, at which the variance was frozen, and has none. These "
-            "settings have a gradient stage (DeepSpeed's), to which there is no way back: unfreeze or add it before "
-            "that step, choose a later var_freeze_step, or leave out parity"
-        )
-
-    def make_reducer(self, group: Group | None, block: int) -> Reducer:
-        """What exchanges the vectors, with scales as the settings say. Collective."""
-        return scaled_reducer(
-            self.settings.scales,
-            group,
-            self.space,
-            self.param_groups,
-            block,
-            self.scale,
-            self.bucket_elements,
-            keeps=self.keeps,
-            full=self.full_exchange,
-            sums=self.sums,
-            topology=self.topology_now,
-        )
-
-    def refuse_narrow(self) -> None:
-        """As FlatOptimizer.refuse_narrow; in settings whose numbers are those of somebody else nothing is narrow."""
-        super().refuse_narrow()
-        if self.narrowed and self.settings.scales is not Scales.BLOCK:
-            raise ValueError(
-                f'{self.narrowed[0]} = "bf16": must be None with scales = {self.settings.scales.value!r}, which parity '
-                "has: the numbers that are to be met are those of vectors in full"
-            )
-        if self.error_memory is not None and self.scale != "l2":
-            raise ValueError(f'error_memory = "bf16": must be None with scale = {self.scale!r}')
+    def make_reducer(self, group: Group | None, keeps: Keeps = Keeps.NOTHING) -> Reducer:
+        """As FlatOptimizer.make_reducer, keeping what it is asked to of the others. Collective."""
+        return super().make_reducer(group, self.keeps)
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
-        """As FlatOptimizer.choose_full_exchange; fp32 in settings whose numbers are those of somebody else.
+        """As FlatOptimizer.choose_full_exchange.
 
         8 bits by default where the optimizer finds the freeze by itself: so its warm-up can be as long as v needs it.
         """
-        if self.settings.scales is Scales.BLOCK:
-            chosen = super().choose_full_exchange(given)
-            may = self.finds_freeze and self.topology == "flat" and compute_dtype(self.param_groups) == torch.float32
-            return "int8" if given is None and chosen == "fp32" and may else chosen
-        if given not in (None, "fp32"):
-            raise ValueError(
-                f'full_exchange = {given!r}: must be "fp32" or None with scales = {self.settings.scales.value!r}, '
-                "which parity has: the numbers that are to be met are those of means in full"
-            )
-        return "fp32"
+        chosen = super().choose_full_exchange(given)
+        may = self.finds_freeze and self.topology == "flat" and compute_dtype(self.param_groups) == torch.float32
+        return "int8" if given is None and chosen == "fp32" and may else chosen
 
     @torch.no_grad()
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks, each time it changes. Every rank says the same.
 
         While the variance is frozen, a size LARGE_CHANGE times that of the freeze, or one over that, begins the warm-up
-        again (begin_again). The first call, and those in warm-up, only note the size, as do all where there is no way
-        back. Returns whether it began again. Collective where it does.
+        again (begin_again). The first call, and those in warm-up, only note the size. Returns whether it began again.
+        Collective where it does.
         Raises: ValueError; PeerLost, NonFiniteInput, and then nothing has changed.
         """
         if type(size) is not int or size < 1:
             raise ValueError(f"size = {size!r}: samples in a step over all ranks, a whole number, at least 1")
         before = self.saved.get("global_batch", size)
-        fixed = self.frozen_at is None or not self.can_begin_again
-        if fixed or max(size, before) < LARGE_CHANGE * min(size, before):
-            if fixed or "global_batch" not in self.saved:
+        moves = self.frozen_at is None
+        if moves or max(size, before) < LARGE_CHANGE * min(size, before):
+            if moves or "global_batch" not in self.saved:
                 self.saved["global_batch"] = size
             return False
         with self.calling(f"set_global_batch() after step {self.num_steps}"):

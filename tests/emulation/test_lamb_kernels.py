@@ -8,7 +8,7 @@ import torch
 
 from tests.comm.kernels.cases import assert_same_floats
 from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_compiler
-from tests.optim.kernels.test_lamb import BOUNDS, LENGTHS, OURS, RATIO, Floats, Problem, Rows
+from tests.optim.kernels.test_lamb import BOUNDS, LENGTHS, Floats, Problem, Rows
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.kernels.cuda import lamb as cuda
 from thinwire.optim.kernels.cuda.lamb import TILE, CudaLamb, CudaTiles
@@ -27,7 +27,7 @@ def stepped(problem, now, before, launcher=None):
     count = len(problem.layout.live)
     p, fresh_v, r = problem.p.clone(), problem.fresh_v.clone(), problem.r.clone()
     heard = Heard(now, p, count), Heard(before, p, count)
-    given = p, problem.v, fresh_v, problem.coeff, r, *heard, replace(BOUNDS, follows=problem.settings.follow_trust)
+    given = p, problem.v, fresh_v, problem.coeff, r, *heard, replace(BOUNDS, follows=problem.follow)
     descent = Descent(*given, room=0) if launcher is None else CudaLamb(launcher, *given)
     tiles = Tiles(problem.layout.live, p) if launcher is None else CudaTiles(problem.layout.live, p)
     descent.descend_(tiles, slice(0, count), problem.h)
@@ -51,18 +51,18 @@ def assert_equal(ours, theirs):
 @pytest.mark.law
 @pytest.mark.parametrize("kind", ["rows", "floats", "rows after floats"])
 @pytest.mark.parametrize(
-    ("lengths", "decay", "settings"),
+    ("lengths", "decay", "follow"),
     [
-        (LENGTHS[0], 0.0, RATIO),
-        (LENGTHS[1], 0.1, OURS),
-        ((TILE + 17, 1), 0.1, RATIO),
-        pytest.param(LENGTHS[2], 0.1, RATIO, marks=pytest.mark.slow),
-        pytest.param(LENGTHS[2], 0.0, OURS, marks=pytest.mark.slow),
-        pytest.param((300 * TILE + 5, 1000), 0.1, RATIO, marks=pytest.mark.slow),
+        (LENGTHS[0], 0.0, False),
+        (LENGTHS[1], 0.1, True),
+        ((TILE + 17, 1), 0.1, False),
+        pytest.param(LENGTHS[2], 0.1, False, marks=pytest.mark.slow),
+        pytest.param(LENGTHS[2], 0.0, True, marks=pytest.mark.slow),
+        pytest.param((300 * TILE + 5, 1000), 0.1, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_equals_that_of_the_compiled_loops_bit_for_bit(lengths, decay, settings, kind):
-    problem = Problem(lengths, torch.float32, decay, settings=settings)
+def test_a_step_equals_that_of_the_compiled_loops_bit_for_bit(lengths, decay, follow, kind):
+    problem = Problem(lengths, torch.float32, decay, follow=follow)
     said = kinds_of(problem)[kind]
     launcher = Emulator(cuda.source(), seed=3, resident=3)
     assert_equal(stepped(problem, *said, launcher), stepped(problem, *said))

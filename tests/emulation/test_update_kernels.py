@@ -17,12 +17,12 @@ from thinwire.optim.kernels.cuda.launches import SPAN, CudaUpdates
 from thinwire.optim.kernels.descend import in_torch_
 
 HYPER = AdamHyper(slice(0, 8), 1.7e-3, 0.9, 0.997, 1e-8, 0.013)
-EPS, INF = (1e-16, 1e-8), float("inf")
+EPS, INF = 1e-8, float("inf")
 UPDATES = {
     "adam": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, 3),
     "adam, not corrected": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, None),
-    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999, EPS),
-    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999, EPS),
+    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999),
+    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999),
     "first_proposal": lambda x: updates.first_proposal_(x[0], x[1], x[2], HYPER),
     "propose": lambda x: updates.propose_(x[0], x[1], x[2], x[3], HYPER, 0.999),
     "receive": lambda x: updates.receive_(x[0], x[1], x[2], x[3].abs_(), x[4], (-1.0, 3e-3, 0.7, 0.999), EPS),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.emulation.emulator import Emulator, require_compiler
+from tests.optim.constructing import construct
 from thinwire.comm.exchange import bucketed, narrow_mean
 from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.kernels.cuda import int8
@@ -20,7 +21,7 @@ SHAPES = [(24, 16), (40,), (7,), (64, 8), (3, 5)]
 WARMUP, STEPS = 3, 8
 OPTIMIZERS = {
     "1-bit Adam": (OneBitAdam, {}),
-    "1-bit Adam in bfloat16": (OneBitAdam, {"variance": "bf16", "error_memory": "bf16"}),
+    "1-bit Adam in bfloat16": (OneBitAdam, {"narrow": ("variance", "error_memory")}),
     "1-bit Adam after 8 bits": (OneBitAdam, {"full_exchange": "int8"}),
     "1-bit LAMB": (OneBitLamb, {}),
     "0/1 Adam": (
@@ -74,7 +75,7 @@ def trained(name, size, dtype, steps=STEPS, shapes=SHAPES, overlap=True, each=No
     def work(group):
         start = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape, generator=start).to(dtype)) for shape in shapes]
-        optimizer = kind(params, lr=1e-2, group=group, overlap=overlap, **options)
+        optimizer = construct(kind, params, lr=1e-2, group=group, overlap=overlap, **options)
         own = torch.Generator().manual_seed(1 + group.rank)
         for _ in range(steps):
             optimizer.zero_grad()

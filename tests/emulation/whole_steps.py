@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.echo import Echo
 from tests.emulation import pretend
 from tests.emulation.emulator import Emulator
+from tests.optim.constructing import construct
 from thinwire.comm.kernels import choose
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.schedule import Wire
@@ -46,7 +47,7 @@ class Case:
 def cases() -> dict[str, Case]:
     """By name: each optimizer in each phase, with each option that it has."""
     clip = {"max_grad_norm": 1.0}
-    narrow = {"variance": "bf16", "error_memory": "bf16"}
+    narrow = {"narrow": ("variance", "error_memory")}
     auto = {"warmup": "auto", "total_steps": 40, "betas": (0.5, 0.6)}
     zero = {"dense_steps": 2, "var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 3}
     bf16 = torch.bfloat16
@@ -143,7 +144,7 @@ def run(case: Case, device: torch.device, watch: Watch) -> list[dict[str, Any]]:
     random = torch.Generator().manual_seed(1)
     model = Trained(case, device, random)
     options = {**case.options, **({"model": model} if case.buffers else {})}
-    optimizer = case.make(model.parameters(), group=Echo(), bucket_elements=256, **options)
+    optimizer = construct(case.make, model.parameters(), group=Echo(), bucket_elements=256, **options)
     scaler = torch.amp.GradScaler(device.type) if case.scaled else None
     told = []
     for step in range(1, case.steps + 1):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm import SoloGroup
 from thinwire.integrations.accelerate import with_thinwire
 from thinwire.integrations.shares import own_state, share_file
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 
 gc.freeze()  # modules are no garbage, and are not to be looked through for some
 told = {}
@@ -157,7 +157,8 @@ told["onebit"] = {
 
 # 4. each rank saves its share; another number of ranks brings them together
 accelerator = with_thinwire(fresh())
-parts = prepared(accelerator, lambda params: onebit(params, saves="rank"))
+parts = prepared(accelerator, onebit)
+parts[1].optimizer.saves = "rank"
 epochs(accelerator, *parts, 2)
 before = parts[1].optimizer.stats()["sent_bytes"]
 accelerator.save_state(os.path.join(folder, "shares"))
@@ -166,7 +167,8 @@ accelerator.wait_for_everyone()
 epochs(accelerator, *parts, 1)
 final = weights(parts[0])
 accelerator = with_thinwire(fresh())
-parts = prepared(accelerator, lambda params: onebit(params, saves="rank"), seed=2)
+parts = prepared(accelerator, onebit, seed=2)
+parts[1].optimizer.saves = "rank"
 accelerator.load_state(os.path.join(folder, "shares"))
 file = Path(folder, "shares", "optimizer.bin")
 parts[1].optimizer.saves = "together"
@@ -221,7 +223,7 @@ for name in ("skip", "scaler"):
 
 # 7. 0/1 Adam between two syncs: what is saved is not one rank's
 accelerator = with_thinwire(fresh())
-short = dict(lr=1e-2, var_freeze_step=3, local_step_scaler=1, local_step_clipper=16)
+short = dict(lr=1e-2, var_freeze_step=3, schedule=ZeroOneSchedule(local_step_scaler=1, local_step_clipper=16))
 parts = prepared(accelerator, lambda params: ZeroOneAdam(params, **short), factor=1.0)
 model, optimizer, loader, _ = parts
 for step, (x, y) in enumerate(loader):

@@ -136,7 +136,9 @@ say("whole", flat(whole).tolist())
 
 # 0/1 Adam: ranks differ between syncs. Evaluation, checkpoints and what fit() leaves are of one model.
 def zero_one(params):
-    return ours.ZeroOneAdam(params, lr=0.02, var_freeze_step=3, local_step_scaler=2, local_step_clipper=4)
+    return ours.ZeroOneAdam(
+        params, lr=0.02, var_freeze_step=3, schedule=ours.ZeroOneSchedule(local_step_scaler=2, local_step_clipper=4)
+    )
 
 away = []
 def goes_on(at):

@@ -24,7 +24,7 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments
 from thinwire.integrations.transformers import with_thinwire
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 
 gc.freeze()  # each train() collects garbage, and would walk through all of these modules
 told = {}
@@ -160,7 +160,7 @@ class Look(transformers.TrainerCallback):
         told.setdefault("zero_evaluated", []).append(everywhere(weights(zero)))
 
 given = dict(max_steps=19, eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6)
-short = dict(var_freeze_step=4, local_step_scaler=2, local_step_clipper=8)
+short = dict(var_freeze_step=4, schedule=ZeroOneSchedule(local_step_scaler=2, local_step_clipper=8))
 zero = with_thinwire(trainer("zero", **given), ZeroOneAdam, **short)
 zero.add_callback(Look())
 zero.train()

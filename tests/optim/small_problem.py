@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.optim.reference.papers import Hyper
+from tests.reference.papers import Hyper
 
 SIZES = (1, 2, 3, 4, 8)
 SHAPES = ((13, 7), (3, 13), (13,), (1,), (5,))

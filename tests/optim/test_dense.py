@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -38,7 +39,7 @@ def test_a_dense_optimizer_is_torch_s_on_the_mean_gradient(size, name, max_grad_
 
     def work(group):
         net = network()
-        optimizer = ours(groups(net), lr=1e-2, group=group, max_grad_norm=max_grad_norm, **settings)
+        optimizer = construct(ours, groups(net), lr=1e-2, group=group, max_grad_norm=max_grad_norm, **settings)
         for step in range(10):
             optimizer.zero_grad()
             net(batch(step, group.rank)).square().mean().backward()
@@ -71,10 +72,10 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p, **k: Adam(p, **k),
-        lambda p, **k: OneBitAdam(p, warmup=2, **k),
-        lambda p, **k: OneBitLamb(p, warmup=2, **k),
-        lambda p, **k: ZeroOneAdam(p, var_freeze_step=2, local_step_scaler=2, **k),
+        lambda p, **k: construct(Adam, p, **k),
+        lambda p, **k: construct(OneBitAdam, p, warmup=2, **k),
+        lambda p, **k: construct(OneBitLamb, p, warmup=2, **k),
+        lambda p, **k: construct(ZeroOneAdam, p, var_freeze_step=2, local_step_scaler=2, **k),
     ],
     ids=["adam", "onebit_adam", "onebit_lamb", "zero_one_adam"],
 )

@@ -262,10 +262,6 @@ def test_what_cannot_be_is_refused_and_auto_says_why_it_is_flat(caplog):
         assert f"topology_flat ranks=3 reason={'the 2 boxes ' if 'have' in reason else ''}{reason}" in caplog.text
     with pytest.raises(ValueError, match="8 bits"):
         run_threads(4, lambda group: work(group, full_exchange="int8"), boxes=BOXES)
-    with pytest.raises(ValueError, match='scale = "l1"'):
-        run_threads(4, lambda group: work(group, scale="l1"), boxes=BOXES)
-    with pytest.raises(ValueError, match="parity"):
-        run_threads(4, lambda group: work(group, parity="deepspeed"), boxes=BOXES)
     with pytest.raises(ValueError, match='must be "flat", "node_first" or "auto"'):
         run_threads(1, lambda group: work(group, topology="ring"))
 

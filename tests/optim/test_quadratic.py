@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinwire.comm import CompressedAllReduce, run_threads
-from thinwire.comm.codecs import DenseCodec, SignCodec
+from thinwire.comm.codecs import DenseCodec
 from thinwire.optim import OneBitAdam
 
 NUM, WARMUP, STEPS = 512, 100, 500
@@ -25,7 +25,7 @@ def of_rank(rank, size):
 class Exact(OneBitAdam):
     """Compresses nothing: what is left is Adam under a frozen variance."""
 
-    def make_reducer(self, group, block):
+    def make_reducer(self, group, keeps=None):
         return CompressedAllReduce(group, self.space.layout, DenseCodec(), self.space.p_N)
 
 
@@ -41,8 +41,8 @@ class ForgetfulAllReduce(CompressedAllReduce):
 class Forgetful(OneBitAdam):
     """On the exchange that forgets."""
 
-    def make_reducer(self, group, block):
-        return ForgetfulAllReduce(group, self.space.layout, SignCodec(block), self.space.p_N)
+    def make_reducer(self, group, keeps=None):
+        return ForgetfulAllReduce(group, self.space.layout, self.codec, self.space.p_N)
 
 
 def losses(kind, size, noise, lr):

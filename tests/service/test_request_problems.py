@@ -128,11 +128,11 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         "must be flat or auto with optimizer.full_exchange = int8",
     ),
     (
-        "the other norm and boxes",
-        {"optimizer": {**ONEBIT, "scale": "l1"}, "topology": "node_first"},
-        "topology",
-        "node_first",
-        "must be flat or auto with optimizer.scale = l1",
+        "a norm of before",
+        {"optimizer": {**ONEBIT, "scale": "l1"}},
+        "optimizer.scale",
+        "l1",
+        "must be l2, or left out: scales of another norm are gone",
     ),
     (
         "bfloat16 of another optimizer",

@@ -12,6 +12,7 @@ from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Optimizer
+from thinwire.optim import LambBounds, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions
 from thinwire.workers.build import build, kept_bucket
 from thinwire.workers.hyper import OPTIMIZERS, learning_rate
@@ -46,9 +47,10 @@ def test_the_job_file_and_the_registry_name_the_same_optimizers():
 @pytest.mark.parametrize("member", get_args(get_args(Optimizer)[0]), ids=lambda member: member.__name__)
 def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(member):
     makes = OPTIMIZERS[get_args(member.model_fields["name"].annotation)[0]]
-    takes = [inspect.signature(part.__init__).parameters for part in (*makes.__mro__, CheckedOptions)]
+    grouped = (CheckedOptions, ZeroOneSchedule, LambBounds)
+    takes = [inspect.signature(part.__init__).parameters for part in (*makes.__mro__, *grouped)]
     shared = {name for name in member.model_fields if any(name in keywords for keywords in takes)}
-    assert shared >= set(member.model_fields) - {"name", "var_freeze"}
+    assert shared >= set(member.model_fields) - {"name", "var_freeze", "variance", "error_memory"}
     for name in shared:
         default = next(keywords[name].default for keywords in takes if name in keywords)
         assert member.model_fields[name].default == default, name
@@ -57,13 +59,6 @@ def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(membe
 def test_a_fraction_is_resolved_to_steps():
     spec = small_spec(optimizer={**AUTO, "warmup": 0.25})
     assert build(spec, SoloGroup(), torch.device("cpu")).optimizer.warmup == 6
-
-
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
-def test_a_job_may_choose_the_norm_that_scales_keep(name):
-    for chosen in ({}, {"scale": "l1"}):
-        optimizer = build(small_spec(optimizer={"name": name, **chosen}), SoloGroup(), torch.device("cpu")).optimizer
-        assert optimizer.scale == chosen.get("scale", "l2")
 
 
 def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_floor():

@@ -9,7 +9,7 @@ from tests.covering import every_value
 from tests.optim.seeded import seeded
 from tests.workers.checkpoints.states import CPU, bits
 from thinwire.comm import run_threads
-from thinwire.optim import OneBitAdam, ZeroOneAdam
+from thinwire.optim import OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.saving import collect, restored
 from thinwire.workers.telemetry.meter import Meter
@@ -35,7 +35,11 @@ class Small(torch.nn.Module):
 OPTIMIZERS = {
     "onebit_adam": lambda params, group: OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup=4, group=group),
     "zero_one_adam": lambda params, group: ZeroOneAdam(
-        params, lr=1e-2, var_freeze_step=4, local_step_scaler=4, local_step_clipper=4, group=group
+        params,
+        lr=1e-2,
+        var_freeze_step=4,
+        schedule=ZeroOneSchedule(local_step_scaler=4, local_step_clipper=4),
+        group=group,
     ),
 }
 

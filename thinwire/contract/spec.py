@@ -137,7 +137,6 @@ class _Freezing(_Frozen):
 
 
 class _Compressing(_Frozen):
-    scale: Literal["l2", "l1"] = Field("l2", description="the norm of a block that its scale keeps; papers: l2")
     refresh: float | None = Field(
         None,
         gt=0.0,
@@ -145,6 +144,16 @@ class _Compressing(_Frozen):
         description="part of its age after which a frozen variance is brought up to date, by one exchange in full; "
         "null: 1/16 where the optimizer finds the freeze by itself, else never",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, given: Any) -> Any:
+        """Job files of earlier versions may say which norm a scale keeps."""
+        if not isinstance(given, Mapping) or "scale" not in given:
+            return given
+        if given["scale"] != "l2":
+            _refuse([("optimizer.scale", given["scale"], "l2, or left out: scales of another norm are gone")])
+        return {name: value for name, value in given.items() if name != "scale"}
 
 
 class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
@@ -544,15 +553,11 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
             )
         )
     adam = spec.optimizer
-    if isinstance(adam, OneBitAdamSpec) and adam.error_memory and adam.scale != "l2":
-        found.append(("optimizer.error_memory", adam.error_memory, "null with optimizer.scale = l1"))
     if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
         name = "variance" if adam.variance else "error_memory"
         found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
-    if spec.topology == "node_first":
-        for name, value in (("full_exchange", "int8"), ("scale", "l1")):
-            if getattr(adam, name, None) == value:
-                found.append(("topology", spec.topology, f"flat or auto with optimizer.{name} = {value}"))
+    if spec.topology == "node_first" and adam.full_exchange == "int8":
+        found.append(("topology", spec.topology, "flat or auto with optimizer.full_exchange = int8"))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer
 from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.groups.distributed import TorchGroup
@@ -186,7 +187,7 @@ class _Packed:
             [self._x_N[slice(*places[id(param)])].view(param.shape) for param in bucket] for bucket in buckets
         ]
         layout = VectorLayout(at, tuple(live), tuple(segments))
-        self.reduce = default_reducer(group, layout, self._x_N, block, scale, cuts=self._starts)
+        self.reduce = default_reducer(group, layout, self._x_N, codec=SignCodec(block, scale), cuts=self._starts)
         self.memory = self.reduce.new_memory()
 
     def launch(self, index: int, parameters: Sequence[Tensor], gradients: list[Tensor], launched: int) -> int:

@@ -77,7 +77,6 @@ class ThinwireStrategy(ClippedInStep, DDPStrategy):  # type: ignore[misc]
             _refuse_foreign(optimizer, self.world_size)
             refuse_clipping(optimizer, trainer)
             assert isinstance(optimizer, FlatOptimizer)
-            optimizer.buffers_kept_by = type(self).__name__  # _sync_buffers
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

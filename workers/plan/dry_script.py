@@ -25,9 +25,8 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
-from thinwire.optim.variance.run_length import has_scheduler
 from thinwire.workers.course import Run
-from thinwire.workers.plan.job_like import length_of, lr_warmup_of, settings_of
+from thinwire.workers.plan.job_like import has_scheduler, length_of, lr_warmup_of, settings_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place

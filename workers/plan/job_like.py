@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam
 from thinwire.optim.variance.freezing import FreezingOptimizer
-from thinwire.optim.variance.run_length import known_length
 from thinwire.optim.variance.warmup import WarmupOptimizer
 from thinwire.workers.hyper import OPTIMIZERS
 
@@ -17,7 +17,8 @@ ASSUMED_STEPS = 1000
 
 def settings_of(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     """As in a job file: what the steps of a run follow from. Raises: ValueError for an optimizer that no job has."""
-    names = [name for name, kind in OPTIMIZERS.items() if type(optimizer) is kind]
+    mine = type(optimizer)  # or made of it by sized(), of the same name
+    names = [n for n, kind in OPTIMIZERS.items() if kind in mine.__mro__ and kind.__name__ == mine.__name__]
     if not names:
         raise ValueError(f"{type(optimizer).__name__}: must be one of {', '.join(OPTIMIZERS)}, not a class made of it")
     first = optimizer.param_groups[0]
@@ -29,21 +30,20 @@ def settings_of(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     if isinstance(optimizer, ZeroOneAdam):
         settings |= {
             "var_freeze": optimizer.freeze.var_freeze_step or "auto",
-            "dense_steps": optimizer.dense_steps,
-            "var_update_scaler": optimizer.var_update_scaler,
-            "local_step_scaler": optimizer.local_step_scaler,
+            **asdict(optimizer.schedule),
             "local_step_clipper": optimizer.local_step_clipper,
         }
     return settings
 
 
-def length_of(optimizer: FlatOptimizer[Any], last: int | None) -> int | None:
-    """Steps of the run: `last` where the loop says so, else what the optimizer was told, or its schedulers know.
+def has_scheduler(optimizer: FlatOptimizer[Any]) -> bool:
+    """Has a scheduler of torch.optim been made for it? The same on every rank that runs the same program."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
-    Schedulers are asked after the first step: only then it is seen whether they count the optimizer's.
-    """
-    told = optimizer.total_steps if isinstance(optimizer, WarmupOptimizer) else None
-    return last or told or (known_length(optimizer, optimizer.num_steps) if optimizer.num_steps else None)
+
+def length_of(optimizer: FlatOptimizer[Any], last: int | None) -> int | None:
+    """Steps of the run: `last` where the loop says so, else the optimizer's total_steps."""
+    return last or (optimizer.total_steps if isinstance(optimizer, WarmupOptimizer) else None)
 
 
 def lr_warmup_of(optimizer: FlatOptimizer[Any]) -> int | None:

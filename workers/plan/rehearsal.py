@@ -22,7 +22,7 @@ from thinwire.comm.groups.mirrored import MirroredGroup
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import FlatOptimizer, ZeroOneAdam
+from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.build import feed_for
 from thinwire.workers.hyper import OPTIMIZERS
@@ -157,13 +157,13 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     model, timed = dry.fresh(), SETTLING + setting.steps
     given: dict[str, Any] = {"warmup": timed}
     if name == ZERO_ONE:
-        given = {"dense_steps": timed, "var_freeze_step": timed, "local_step_scaler": 1, "local_step_clipper": 1}
-    optimizer: FlatOptimizer[Any] = OPTIMIZERS[name](
+        schedule = ZeroOneSchedule(dense_steps=timed, local_step_scaler=1, local_step_clipper=1)
+        given = {"var_freeze_step": timed, "schedule": schedule}
+    optimizer: FlatOptimizer[Any] = OPTIMIZERS[name].sized(setting.bucket_elements)(
         [param for param in model.parameters() if param.requires_grad],
         lr=RATE,
         group=MirroredGroup(setting.workers),
         overlap=setting.overlap,
-        bucket_elements=setting.bucket_elements,
         **given,
     )
 

@@ -44,12 +44,12 @@ class OfJob(Recipe):
 
     def optimizer(self, params: Iterable[Any], group: Group) -> FlatOptimizer[Any]:
         """The one that the spec names."""
-        return OPTIMIZERS[self.spec.optimizer.name](
+        made = OPTIMIZERS[self.spec.optimizer.name].sized(self.spec.bucket_elements or self.bucket_elements)
+        return made(
             params,
             group=group,
             overlap=self.spec.overlap,
             topology=self.spec.topology,
-            bucket_elements=self.spec.bucket_elements or self.bucket_elements,
             **hyperparameters(self.spec),
         )
 

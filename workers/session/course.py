@@ -29,11 +29,10 @@ from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import regroup
-from thinwire.optim.variance.run_length import has_scheduler
 from thinwire.workers.build import kept_bucket
 from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
 from thinwire.workers.data.feed import Feed, Share
-from thinwire.workers.plan.job_like import job_like, length_of, lr_warmup_of, settings_of
+from thinwire.workers.plan.job_like import has_scheduler, job_like, length_of, lr_warmup_of, settings_of
 from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.session.registered import Registered, State

@@ -155,7 +155,7 @@ class CudaLamb:
         b = self._bounds
         of_r = b.least_factor, b.most_factor, b.slower, b.faster
         of_steps = b.least_coeff, b.most_coeff, b.longest, h.lr
-        flags = isfinite(b.longest), b.weighs and h.weight_decay != 0, b.follows, 0
+        flags = isfinite(b.longest), h.weight_decay != 0, b.follows, 0
         return np.array([(*of_r, *of_steps, *flags)], BOUNDS)
 
     def _launch(self, kernel: str, blocks: int, arguments: tuple[Argument, ...], shared_floats: int = 0) -> None:

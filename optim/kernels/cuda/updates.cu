@@ -113,15 +113,13 @@ descend_narrow(float* p, const unsigned short* v, const float* values, const byt
     descend_by(p, v, values, bits, eps, rate, keep, blocks, dead);
 }
 
-// 0/1 Adam's divisor: sqrt(v + inside) + outside.
-__device__ __forceinline__ float divisor_of(float v, float inside, float outside) {
-    return __fadd_rn(__fsqrt_rn(__fadd_rn(v, inside)), outside);
-}
+// 0/1 Adam's divisor: sqrt(v) + eps.
+__device__ __forceinline__ float divisor_of(float v, float eps) { return __fadd_rn(__fsqrt_rn(v), eps); }
 
 // m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d.
 extern "C" __global__ void __launch_bounds__(THREADS)
-local(float* p, const float* g, float* m, float* u, const float* v, float weight, float keep, float rate, float inside,
-      float outside, long long numel) {
+local(float* p, const float* g, float* m, float* u, const float* v, float weight, float keep, float rate, float eps,
+      long long numel) {
     float4 p4[2], g4[2], m4[2], u4[2], v4[2];
     long long first = (long long)blockIdx.x * SPAN;
     in_pairs(
@@ -133,7 +131,7 @@ local(float* p, const float* g, float* m, float* u, const float* v, float weight
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
                 float mean = lerp(at(g4[r], k), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
-                float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), inside, outside));
+                float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), eps));
                 at(m4[r], k) = mean;
                 at(u4[r], k) = __fadd_rn(__fmul_rn(keep, at(u4[r], k)), moved);
                 at(p4[r], k) = __fsub_rn(__fmul_rn(keep, at(p4[r], k)), step);
@@ -145,7 +143,7 @@ local(float* p, const float* g, float* m, float* u, const float* v, float weight
 // begun <- p, and local of u = 0; u is not read.
 extern "C" __global__ void __launch_bounds__(THREADS)
 first_local(float* p, const float* g, float* m, float* u, float* begun, const float* v, float weight, float keep,
-            float rate, float inside, float outside, long long numel) {
+            float rate, float eps, long long numel) {
     float4 p4[2], g4[2], m4[2], v4[2];
     long long first = (long long)blockIdx.x * SPAN;
     in_pairs(
@@ -159,7 +157,7 @@ first_local(float* p, const float* g, float* m, float* u, float* begun, const fl
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
                 float mean = lerp(at(g4[r], k), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
-                float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), inside, outside));
+                float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), eps));
                 at(m4[r], k) = mean, at(u4, k) = moved;
                 at(p4[r], k) = __fsub_rn(__fmul_rn(keep, at(p4[r], k)), step);
             }
@@ -210,7 +208,7 @@ __device__ __forceinline__ float cut(float x, float longest, float d) {
 // z <- cut(sign z, longest d); m <- z / divisor; p <- keep start - z / d. z is not written; start may be p.
 extern "C" __global__ void __launch_bounds__(THREADS)
 receive(float* p, const float* start, const float* z, const float* v, float* m, float sign, float divisor,
-        float longest, float keep, float inside, float outside, long long numel) {
+        float longest, float keep, float eps, long long numel) {
     float4 s4[2], z4[2], v4[2];
     long long first = (long long)blockIdx.x * SPAN;
     in_pairs(
@@ -219,7 +217,7 @@ receive(float* p, const float* start, const float* z, const float* v, float* m, 
             float4 m4;
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
-                float d = divisor_of(at(v4[r], k), inside, outside), x = cut(__fmul_rn(sign, at(z4[r], k)), longest, d);
+                float d = divisor_of(at(v4[r], k), eps), x = cut(__fmul_rn(sign, at(z4[r], k)), longest, d);
                 at(m4, k) = __fdiv_rn(x, divisor);
                 at(s4[r], k) = __fsub_rn(__fmul_rn(keep, at(s4[r], k)), __fdiv_rn(x, d));
             }
@@ -230,8 +228,7 @@ receive(float* p, const float* start, const float* z, const float* v, float* m, 
 // receive of what the rows say; 0 where dead.
 extern "C" __global__ void __launch_bounds__(THREADS)
 receive_rows(float* p, const float* start, const float* v, float* m, const float* values, const byte* bits, float sign,
-             float divisor, float longest, float keep, float inside, float outside, const Block* blocks,
-             const long long* dead) {
+             float divisor, float longest, float keep, float eps, const Block* blocks, const long long* dead) {
     Block b = blocks[blockIdx.x];
     unsigned minus = __float_as_uint(__fmul_rn(sign, values[b.scale])) ^ SIGN;
     for (long long from = 0; from < b.size; from += SPAN) {
@@ -247,7 +244,7 @@ receive_rows(float* p, const float* start, const float* v, float* m, const float
                 float4 m4;
 #pragma unroll
                 for (unsigned k = 0; k < FOUR; ++k) {
-                    float d = divisor_of(at(v4[r], k), inside, outside);
+                    float d = divisor_of(at(v4[r], k), eps);
                     float x = cut(__uint_as_float(minus ^ ((signs[r] << k) & SIGN)), longest, d);
                     at(m4, k) = __fdiv_rn(x, divisor);
                     at(s4[r], k) = __fsub_rn(__fmul_rn(keep, at(s4[r], k)), __fdiv_rn(x, d));

@@ -23,7 +23,7 @@ def make(group, kind, dtype=torch.float32, wire="int8", layout=LAYOUT):
     if kind == "plain":
         return CompressedAllReduce(group, layout, SignCodec(64), like, full=wire)
     if layout is not LAYOUT:
-        return default_reducer(group, layout, like, 64, bucket_elements=256, full=wire)
+        return default_reducer(group, layout, like, codec=SignCodec(64), bucket_elements=256, full=wire)
     return make_bucketed(group, dtype, full=wire)
 
 

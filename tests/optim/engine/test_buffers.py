@@ -9,6 +9,7 @@ import torch
 
 from tests.comm.gloo_ranks import said, start
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.written_out import CLASSES, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, WireMismatch, run_threads
@@ -52,7 +53,7 @@ def made(name, net, group, **more):
     more |= {} if name in ("adam", "lamb", "sgd") else {"block": 64}
     more |= {"warmup": 3} if name in ("onebit_adam", "onebit_lamb") else {}
     more |= {"var_freeze_step": 3, "local_step_scaler": 2} if name == "zero_one_adam" else {}
-    return CLASSES[name](net.parameters(), lr=1e-2, group=group, model=net, **more)
+    return construct(CLASSES[name], net.parameters(), lr=1e-2, group=group, model=net, **more)
 
 
 @every_value({"overlap": [False, True], "name": CLASSES})
@@ -254,7 +255,9 @@ def test_a_layer_that_one_rank_does_not_use_keeps_the_order_of_what_is_sent():
         net = seeded(0, Sometimes)
         net.norm = torch.nn.BatchNorm1d(8)
         net.first = torch.nn.Linear(8, 8)
-        optimizer = OneBitAdam(net.parameters(), group=group, model=net, warmup=2, overlap=True, bucket_elements=32)
+        optimizer = construct(
+            OneBitAdam, net.parameters(), group=group, model=net, warmup=2, overlap=True, bucket_elements=32
+        )
         for step in range(1, 7):
             optimizer.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -316,7 +319,7 @@ if rank == 0:
     for a, b in zip(ours.norm.buffers(), theirs.module.norm.buffers()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 compressed = seeded(0, Net)
-optimizer = OneBitAdam(compressed.parameters(), lr=1e-2, model=compressed, overlap=True, warmup=2, bucket_elements=16)
+optimizer = OneBitAdam.sized(16)(compressed.parameters(), lr=1e-2, model=compressed, overlap=True, warmup=2)
 for step in range(1, 9):
     optimizer.zero_grad()
     compressed(inputs(step, rank)).square().mean().backward()

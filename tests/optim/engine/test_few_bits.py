@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.engine.test_resume import everything, network, through_a_file, train, two_groups
 from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import Rank, new_ranks, together, until
@@ -19,13 +20,13 @@ from thinwire.optim.regroup import hand_over
 
 BF16 = torch.bfloat16
 FREEZE = 5
-BOTH = {"variance": "bf16", "error_memory": "bf16"}
-OPTIONS = {"both": BOTH, "variance": {"variance": "bf16"}, "error memory": {"error_memory": "bf16"}}
+BOTH = {"narrow": ("variance", "error_memory")}
+OPTIONS = {"both": BOTH, "variance": {"narrow": ("variance",)}, "error memory": {"narrow": ("error_memory",)}}
 UNIT = 2.0**-7
 
 
 def made(net, group, **more):
-    return OneBitAdam(two_groups(net), group=group, **{"warmup": FREEZE, "bucket_elements": 64, **more})
+    return construct(OneBitAdam, two_groups(net), group=group, **{"warmup": FREEZE, "bucket_elements": 64, **more})
 
 
 def refreshing(net, group, **more):
@@ -44,11 +45,11 @@ def test_replicas_are_bit_equal_and_vectors_are_of_their_types_once_v_is_frozen(
         assert optimizer.vectors.v_N.dtype == torch.float32
         train(net, optimizer, 30, group.rank)
         assert optimizer.frozen_at in (FREEZE, 8)
-        assert (optimizer.vectors.v_N.dtype == BF16) == ("variance" in options)
+        assert (optimizer.vectors.v_N.dtype == BF16) == ("variance" in options["narrow"])
         assert optimizer.state[net[0].weight]["exp_avg_sq"].dtype == optimizer.vectors.v_N.dtype
         if size > 1:
             kept = optimizer.vectors.momentum_error.worker
-            assert {one.sum_c.dtype for one in kept} == {BF16 if "error_memory" in options else torch.float32}
+            assert {one.sum_c.dtype for one in kept} == {BF16 if "error_memory" in options["narrow"] else torch.float32}
         return bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
 
     first, *others = run_threads(size, work)
@@ -208,7 +209,7 @@ def maker(**more):
 @pytest.mark.law
 def test_t3_a_planned_change_keeps_r_to_4_ulp_and_newcomers_have_the_same_bits(before, after, steps):
     ranks = [
-        Rank(f"w{i}", lambda net: OneBitAdam(net.parameters(), warmup=FREEZE, bucket_elements=64, **BOTH), i)
+        Rank(f"w{i}", lambda net: construct(OneBitAdam, net.parameters(), warmup=FREEZE, bucket_elements=64, **BOTH), i)
         for i in range(max(before, after))
     ]
 
@@ -326,7 +327,7 @@ def test_freezing_and_unfreezing_parameters_keeps_v_in_its_type():
 def test_bytes_a_parameter_in_the_compressed_phase(size, options, held):
     def work(group):
         net = seeded(1, lambda: torch.nn.Linear(512, 512))
-        optimizer = OneBitAdam(net.parameters(), group=group, warmup=2, **options)
+        optimizer = construct(OneBitAdam, net.parameters(), group=group, warmup=2, **options)
         for _ in range(5):
             for param in net.parameters():
                 param.grad.normal_()
@@ -339,29 +340,24 @@ def test_bytes_a_parameter_in_the_compressed_phase(size, options, held):
 def test_what_is_not_built_is_refused_with_what_to_do():
     params = [torch.nn.Parameter(torch.ones(8))]
     for kind in (SGD, Adam, Lamb, OneBitLamb, ZeroOneAdam):
-        for name in BOTH:
-            if name not in kind.narrows:
-                with pytest.raises(ValueError, match=f'{name} = "bf16": must be None; {kind.__name__} cannot'):
-                    kind(params, lr=1e-3, **{name: "bf16"})
-    with pytest.raises(ValueError, match=r"variance = 'fp16': must be \"bf16\" or None"):
-        OneBitAdam(params, variance="fp16")
-    with pytest.raises(ValueError, match="scales = 'tensor', which parity has"):
-        OneBitAdam(params, variance="bf16", parity="deepspeed")
-    with pytest.raises(ValueError, match="must be None with scale = 'l1'"):
-        OneBitAdam(params, error_memory="bf16", scale="l1")
+        with pytest.raises(TypeError, match=f"{kind.__name__}.*'narrow'"):
+            kind(params, lr=1e-3, **BOTH)
+    for wrong in ("variance", ["momentum"]):
+        with pytest.raises(ValueError, match=r"narrow = .*: must be some of \('variance', 'error_memory'\)"):
+            OneBitAdam(params, narrow=wrong)
     for name, topology in (("variance", "node_first"), ("error_memory", "node_first"), ("error_memory", "auto")):
-        with pytest.raises(ValueError, match=f'{name} = "bf16": must be None with topology = "{topology}"'):
-            OneBitAdam(params, **{name: "bf16"}, topology=topology)
-    with pytest.raises(ValueError, match="must be None with parameters of float64"):
-        OneBitAdam([torch.nn.Parameter(torch.ones(8, dtype=torch.float64))], variance="bf16")
+        with pytest.raises(ValueError, match=f'must be empty with topology = "{topology}"'):
+            OneBitAdam(params, narrow=[name], topology=topology)
+    with pytest.raises(ValueError, match="must be empty with parameters of float64"):
+        OneBitAdam([torch.nn.Parameter(torch.ones(8, dtype=torch.float64))], narrow=["variance"])
 
 
 def test_ranks_that_keep_other_bits_are_told():
     def work(rank, group):
-        with pytest.raises(WireMismatch, match=r'keeps .* in "bf16"'):
+        with pytest.raises(WireMismatch, match=r"keeps .* in bfloat16"):
             rank.regroup(group)
         return True
 
-    ranks = [Rank("a", maker()), Rank("b", maker(variance=None))]
+    ranks = [Rank("a", maker()), Rank("b", maker(narrow=["error_memory"]))]
     ranks[0].has_state = ranks[1].has_state = True
     assert together(ranks, work) == [True, True]

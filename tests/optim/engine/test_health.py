@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.health import health
@@ -14,8 +15,8 @@ SHAPES = ((40, 30), (30,), (7,))
 COMPRESSED = {
     "onebit_adam": lambda params, group: OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup=3, group=group),
     "onebit_lamb": lambda params, group: OneBitLamb(params, lr=1e-2, betas=(0.9, 0.99), warmup=3, group=group),
-    "zero_one_adam": lambda params, group: ZeroOneAdam(
-        params, lr=1e-2, betas=(0.9, 0.99), var_freeze_step=3, local_step_scaler=50, group=group
+    "zero_one_adam": lambda params, group: construct(
+        ZeroOneAdam, params, lr=1e-2, betas=(0.9, 0.99), var_freeze_step=3, local_step_scaler=50, group=group
     ),
 }
 
@@ -154,7 +155,7 @@ def test_floored_elements_and_skipped_rounds_are_told():
     def make(params, group):
         params.append(torch.nn.Parameter(torch.zeros(64)))  # never gets a gradient
         models.append(params)
-        return ZeroOneAdam(params, lr=1e-2, var_freeze_step=2, local_step_scaler=2, group=group)
+        return construct(ZeroOneAdam, params, lr=1e-2, var_freeze_step=2, local_step_scaler=2, group=group)
 
     def of_the_three(params, group):
         return make(list(params), group)

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from tests.comm.gloo_ranks import said, start
-from thinwire.comm import PeerLost, SoloGroup, ThreadGroup, run_threads
+from tests.optim.constructing import construct
+from thinwire.comm import PeerLost, SoloGroup, ThreadGroup
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.engine.state import error_memories
 
 MAKERS = {
-    "onebit_adam": lambda params, group, **more: OneBitAdam(params, warmup=2, group=group, **more),
-    "onebit_lamb": lambda params, group, **more: OneBitLamb(params, warmup=2, group=group, **more),
-    "zero_one_adam": lambda params, group, **more: ZeroOneAdam(params, var_freeze_step=2, group=group, **more),
-    "adam": lambda params, group, **more: Adam(params, group=group, **more),
+    "onebit_adam": lambda params, group, **more: construct(OneBitAdam, params, warmup=2, group=group, **more),
+    "onebit_lamb": lambda params, group, **more: construct(OneBitLamb, params, warmup=2, group=group, **more),
+    "zero_one_adam": lambda params, group, **more: construct(
+        ZeroOneAdam, params, var_freeze_step=2, group=group, **more
+    ),
+    "adam": lambda params, group, **more: construct(Adam, params, group=group, **more),
 }
 INTERRUPTED = [
     ("onebit_adam", "finish"),  # at its commit parameters have moved: that is not undone
@@ -64,7 +67,7 @@ def test_one_rank_goes_on_after_an_interrupt_of_a_full_mean():
 def begun(group, rank):
     """1-bit Adam after step 3, its first compressed one, and a function that makes its next steps, up to this one."""
     layers = [torch.nn.Parameter(torch.linspace(-1, i, 24, dtype=torch.float64)) for i in range(1, 4)]
-    optimizer = OneBitAdam(layers, lr=1e-2, warmup=2, group=group, bucket_elements=32)
+    optimizer = construct(OneBitAdam, layers, lr=1e-2, warmup=2, group=group, bucket_elements=32)
 
     def go_on(to):
         while optimizer.num_steps < to:
@@ -235,20 +238,11 @@ def test_any_error_inside_an_exchange_leaves_it_whole_or_said_to_be_torn_and_no_
     assert went == {"whole", "torn"}
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
-def test_whoever_is_interrupted_in_an_exchange_of_whole_vectors_leaves(name):
-    def work(group):
-        with pytest.raises(PeerLost, match="it left: KeyboardInterrupt"):
-            trained(name, group, 6, "finish" if group.rank else None, scale="l1")
-
-    run_threads(2, work)
-
-
 PROCESSES = """
 from thinwire.optim import OneBitAdam
 join()
 x = torch.nn.Parameter(torch.linspace(-1, 1, 50_000))
-optimizer = OneBitAdam([x], warmup=2, bucket_elements=8192)
+optimizer = OneBitAdam.sized(8192)([x], warmup=2)
 
 def step():
     x.grad = torch.full_like(x, 1.0 + rank)

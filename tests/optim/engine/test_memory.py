@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -12,14 +13,20 @@ HELD = {
     "adam": (lambda p, g: Adam(p, group=g), lambda n: 8.25),
     "onebit_adam": (lambda p, g: OneBitAdam(p, group=g, warmup=2), lambda n: 8.5 + 4 / n),
     "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 12.5 + 4 / n),
-    "zero_one_adam": (lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1), lambda n: 12.5 + 4 / n),
+    "zero_one_adam": (
+        lambda p, g: construct(ZeroOneAdam, p, group=g, var_freeze_step=2, dense_steps=1),
+        lambda n: 12.5 + 4 / n,
+    ),
     "onebit_adam after 8 bits": (
         lambda p, g: OneBitAdam(p, group=g, warmup=2, refresh=0.9, full_exchange="int8"),
         lambda n: 8.5 + 4 / n,
     ),
-    "zero_one_adam before the freeze": (lambda p, g: ZeroOneAdam(p, group=g, dense_steps=1), lambda n: 16.5 + 4 / n),
+    "zero_one_adam before the freeze": (
+        lambda p, g: construct(ZeroOneAdam, p, group=g, dense_steps=1),
+        lambda n: 16.5 + 4 / n,
+    ),
     "zero_one_adam with local steps": (
-        lambda p, g: ZeroOneAdam(p, group=g, var_freeze_step=2, dense_steps=1, local_step_scaler=1),
+        lambda p, g: construct(ZeroOneAdam, p, group=g, var_freeze_step=2, dense_steps=1, local_step_scaler=1),
         lambda n: 20.5 + 4 / n,
     ),
 }

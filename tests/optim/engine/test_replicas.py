@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
@@ -11,9 +12,11 @@ from thinwire.optim.engine import replicas
 
 MAKE = {
     "adam": Adam,
-    "adam, overlap": lambda p, **k: Adam(p, overlap=True, **k),
-    "onebit_adam": lambda p, **k: OneBitAdam(p, warmup=3, **k),
-    "zero_one_adam": lambda p, **k: ZeroOneAdam(p, dense_steps=2, var_freeze_step=4, local_step_scaler=3, **k),
+    "adam, overlap": lambda p, **k: construct(Adam, p, overlap=True, **k),
+    "onebit_adam": lambda p, **k: construct(OneBitAdam, p, warmup=3, **k),
+    "zero_one_adam": lambda p, **k: construct(
+        ZeroOneAdam, p, dense_steps=2, var_freeze_step=4, local_step_scaler=3, **k
+    ),
 }
 
 

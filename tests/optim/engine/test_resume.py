@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
@@ -110,8 +111,8 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase
 AUTO = {
     "onebit_adam": lambda params, group: OneBitAdam(params, lr=1e-4, betas=(0.9, 0.9), group=group),
     "onebit_lamb": lambda params, group: OneBitLamb(params, lr=1e-4, betas=(0.9, 0.9), group=group),
-    "zero_one_adam": lambda params, group: ZeroOneAdam(
-        params, lr=1e-4, betas=(0.9, 0.9), local_step_scaler=4, group=group
+    "zero_one_adam": lambda params, group: construct(
+        ZeroOneAdam, params, lr=1e-4, betas=(0.9, 0.9), local_step_scaler=4, group=group
     ),
 }
 

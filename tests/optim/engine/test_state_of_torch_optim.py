@@ -6,21 +6,20 @@ import pickle
 import pytest
 import torch
 
+from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.workers.replicas import replicas_bit_equal
 
 MAKE = {
-    "adam": lambda p, **k: Adam(p, lr=1e-2, **k),
-    "lamb": lambda p, **k: Lamb(p, lr=1e-2, **k),
-    "sgd": lambda p, **k: SGD(p, lr=1e-2, **k),
-    "onebit_adam": lambda p, **k: OneBitAdam(p, lr=1e-2, warmup=3, **k),
-    "onebit_adam_auto": lambda p, **k: OneBitAdam(p, lr=1e-2, **k),
-    "onebit_adam_parity": lambda p, **k: OneBitAdam(p, lr=1e-2, warmup=3, parity="deepspeed", **k),
-    "onebit_lamb": lambda p, **k: OneBitLamb(p, lr=1e-2, warmup=3, **k),
-    "zero_one_adam": lambda p, **k: ZeroOneAdam(p, lr=1e-2, var_freeze_step=3, local_step_scaler=2, **k),
-    "zero_one_adam_parity": lambda p, **k: ZeroOneAdam(p, lr=1e-2, var_freeze_step=3, parity="deepspeed", **k),
+    "adam": lambda p, **k: construct(Adam, p, lr=1e-2, **k),
+    "lamb": lambda p, **k: construct(Lamb, p, lr=1e-2, **k),
+    "sgd": lambda p, **k: construct(SGD, p, lr=1e-2, **k),
+    "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, warmup=3, **k),
+    "onebit_adam_auto": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, **k),
+    "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, lr=1e-2, warmup=3, **k),
+    "zero_one_adam": lambda p, **k: construct(ZeroOneAdam, p, lr=1e-2, var_freeze_step=3, local_step_scaler=2, **k),
 }
 every_optimizer = pytest.mark.parametrize("name", MAKE)
 

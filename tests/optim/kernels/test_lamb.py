@@ -11,16 +11,15 @@ from thinwire.comm.layout import VectorLayout
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels.lamb import TILE, Bounds, Descent, Heard, Tiles
-from thinwire.optim.lamb_math import LambHyper, TensorSegments
-from thinwire.optim.onebit_lamb import OneBitLambState, _factors, _measured
-from thinwire.optim.onebit_settings import OURS
+from thinwire.optim.lamb_math import LambBounds, TensorSegments
+from thinwire.optim.onebit_lamb import LONGEST_STEP, OneBitLambState, _factors, _measured
 
 pytestmark = pytest.mark.law
 
 TYPES = [torch.float32, torch.float64]
 LENGTHS = [(5,), (8, 3, TILE + 1), (2 * TILE, 1, 17, 5 * TILE)]
 BLOCK = 1000
-LIMITS = LambHyper()
+LIMITS = LambBounds()
 BOUNDS = Bounds(
     LIMITS.factor_min,
     LIMITS.factor_max,
@@ -28,10 +27,8 @@ BOUNDS = Bounds(
     1 + LIMITS.factor_threshold,
     LIMITS.min_coeff,
     LIMITS.max_coeff,
-    OURS.longest_step,
-    OURS.weigh_ratio,
+    LONGEST_STEP,
 )
-RATIO = replace(OURS, follow_trust=False)
 
 
 class Rows:
@@ -67,8 +64,8 @@ class Floats(Rows):
 class Problem:
     """Tensors of these lengths, one segment, and what a step finds."""
 
-    def __init__(self, lengths, dtype, decay, eps=1e-8, settings=RATIO):
-        bounds, at, self.settings = [], 0, settings
+    def __init__(self, lengths, dtype, decay, eps=1e-8, follow=False):
+        bounds, at, self.follow = [], 0, follow
         for length in lengths:
             bounds.append((at, at + length))
             at += -(-length // 8) * 8
@@ -83,7 +80,7 @@ class Problem:
             x[self.layout.dead(0, at)] = 0
         self.factor = 1 + torch.rand(len(lengths), generator=random, dtype=dtype)
         self.coeff, self.before_r, self.r = self.factor / 3, self.factor.flip(0).contiguous(), self.factor.roll(1)
-        if settings.follow_trust:  # |u_0|^2 of exact momenta, from far below to above what will be found
+        if follow:  # |u_0|^2 of exact momenta, from far below to above what will be found
             sizes = torch.tensor(lengths, dtype=dtype)
             self.r.mul_(sizes * torch.linspace(0.01, 5, len(lengths), dtype=dtype))
         self.r[0] = 1  # not known yet
@@ -97,7 +94,7 @@ class Problem:
         count = len(self.layout.live)
         p, fresh_v, r = self.p.clone(), self.fresh_v.clone(), self.r.clone()
         heard = Heard(now, p, count), Heard(before, p, count)
-        bounds = replace(BOUNDS, follows=self.settings.follow_trust)
+        bounds = replace(BOUNDS, follows=self.follow)
         descent = Descent(p, self.v, fresh_v, self.coeff, r, *heard, bounds, room=room)
         descent.descend_(Tiles(self.layout.live, p), slice(0, count), self.h)
         descent.done()
@@ -112,16 +109,16 @@ class Problem:
         part = TensorSegments(self.h.span, slice(0, count), self.layout.live, lengths_t, None)
         p, ones = self.p.clone(), torch.ones(count)
         s = OneBitLambState(None, self.v, self.fresh_v.clone(), self.coeff, ones, self.r.clone(), None)
-        found, u = _measured(p, s, m_N, before_N, part, self.h, self.settings)
-        rate_t = _factors(s, found, part, self.h, LIMITS, self.settings)
+        found, u = _measured(p, s, m_N, before_N, part, self.h, follow=self.follow)
+        rate_t = _factors(s, found, part, self.h, LIMITS, follow=self.follow)
         return p.sub_(part.expand(rate_t) * u * self.h.lr), s.fresh_v_N, s.factor_T
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(("decay", "settings"), [(0.0, RATIO), (0.1, RATIO), (0.1, OURS)])
-def test_rows_give_what_floats_give_bit_for_bit_and_that_is_what_the_chain_gives(dtype, lengths, decay, settings):
-    problem = Problem(lengths, dtype, decay, settings=settings)
+@pytest.mark.parametrize(("decay", "follow"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_rows_give_what_floats_give_bit_for_bit_and_that_is_what_the_chain_gives(dtype, lengths, decay, follow):
+    problem = Problem(lengths, dtype, decay, follow=follow)
     now, before = problem.said(Rows, 0), problem.said(Rows, 1)
     due = problem.by_torch(now, before)
     as_values = problem.said(Floats, 0), problem.said(Floats, 1)

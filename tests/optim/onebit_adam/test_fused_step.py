@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, groups_of, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import run_threads
-from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.groups.pending import Blocking
@@ -24,8 +24,8 @@ HYPER = {"betas": (0.8, 0.95), "block": 64}
 class WholeVector(OneBitAdam):
     """The same optimizer on the exchange that keeps errors and float m."""
 
-    def make_reducer(self, group, block):
-        return CompressedAllReduce(group, self.space.layout, SignCodec(block), self.space.p_N)
+    def make_reducer(self, group, keeps=None):
+        return CompressedAllReduce(group, self.space.layout, self.codec, self.space.p_N)
 
 
 @every_value({"size": [2, 3]}, only=(1,))
@@ -36,7 +36,7 @@ def test_it_gives_the_numbers_of_the_exchange_of_whole_vectors(size):
         nets = [copy.deepcopy(NETS[0]).double() for _ in range(2)]
         kinds = (WholeVector, OneBitAdam)
         whole, fused = (
-            kind(net.parameters(), lr=1e-2, weight_decay=0.1, warmup=WARMUP, group=group, **HYPER)
+            construct(kind, net.parameters(), lr=1e-2, weight_decay=0.1, warmup=WARMUP, group=group, **HYPER)
             for kind, net in zip(kinds, nets, strict=True)
         )
         assert isinstance(whole.reduce, CompressedAllReduce)
@@ -158,7 +158,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on_with_many_b
 def test_the_divisor_follows_eps_and_a_loaded_variance():
     def work(group):
         net = copy.deepcopy(NETS[0]).double()
-        optimizer = OneBitAdam(groups_of(net), warmup=WARMUP, group=group, **HYPER)
+        optimizer = construct(OneBitAdam, groups_of(net), warmup=WARMUP, group=group, **HYPER)
         space, dead = optimizer.space, optimizer.space.layout.dead(0, optimizer.space.layout.numel)
         train(net, optimizer, WARMUP + 2, group.rank)
         state = optimizer.state_dict()
@@ -240,7 +240,9 @@ def test_a_step_makes_no_vector_after_the_first_compressed_one(kind, made_first,
     """
     net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     group = Mirror()
-    optimizer = kind(net.parameters(), warmup=2, group=group, overlap=overlap, bucket_elements=1 << 15, block=1 << 12)
+    optimizer = construct(
+        kind, net.parameters(), warmup=2, group=group, overlap=overlap, bucket_elements=1 << 15, block=1 << 12
+    )
     group.serving = True  # until here ranks compare what they are
     numel = optimizer.space.layout.numel
     least = numel // 8 // 16

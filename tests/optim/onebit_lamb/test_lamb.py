@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
+from tests.reference.exchange import TwoPhase, block_units, exact_mean
+from tests.reference.papers import Hyper, ReferenceLamb, ReferenceOneBitLamb, ReferenceSgd
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Lamb, OneBitLamb
-from thinwire.optim.onebit_settings import OURS
-from thinwire.optim.reference.exchange import TwoPhase, block_units, exact_mean
-from thinwire.optim.reference.papers import Hyper, ReferenceLamb, ReferenceOneBitLamb, ReferenceSgd
+from thinwire.optim.onebit_lamb import LONGEST_STEP
 
 SIZES = (1, 2, 3, 4, 8)
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
@@ -59,7 +60,9 @@ def follow(reference, results, steps):
 def test_lamb_equals_the_reference(size, decay):
     bounds = {"min_coeff": 0.05, "max_coeff": 2.0}
     results = run(
-        lambda net, group: Lamb(net.parameters(), weight_decay=decay, group=group, **HYPER, **bounds), 20, size
+        lambda net, group: construct(Lamb, net.parameters(), weight_decay=decay, group=group, **HYPER, **bounds),
+        20,
+        size,
     )
     reference = follow(ReferenceLamb(results[0][1], Hyper(weight_decay=decay, **HYPER), **bounds), results, 20)
     for got, expected in zip(parameters(results[0][0]), reference.x, strict=True):
@@ -69,7 +72,9 @@ def test_lamb_equals_the_reference(size, decay):
 @every_value({"size": SIZES, "decay": (0.0, 0.1)}, only=(1, 4))
 @pytest.mark.law
 def test_onebit_lamb_equals_the_reference_in_both_phases(size, decay):
-    make = lambda net, group: OneBitLamb(net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)  # noqa: E731
+    def make(net, group):
+        return construct(OneBitLamb, net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)
+
     results = run(make, 40, size)
     optimizer = results[0][0]
     assert optimizer.stats()["floored_elements"] == 0
@@ -81,7 +86,7 @@ def test_onebit_lamb_equals_the_reference_in_both_phases(size, decay):
         exchange=exchange,
         bias_correction=True,
         weigh_ratio=True,
-        longest_step=OURS.longest_step,
+        longest_step=LONGEST_STEP,
     )
     follow(reference, results, 40)
     for rank in range(size):
@@ -165,7 +170,7 @@ def test_a_layer_that_never_moved_and_one_at_zero_neither_explode_nor_die():
 )
 def test_bounds_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} = .*must be"):
-        OneBitLamb(model().parameters(), **bad)
+        construct(OneBitLamb, model().parameters(), **bad)
 
 
 def test_momentum_out_of_range_is_refused():

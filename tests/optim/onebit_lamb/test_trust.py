@@ -1,11 +1,10 @@
 """Where the variance is brought up to date 1-bit LAMB's trust ratio is too: the rule, written out, and its estimate."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import gradients, start
 from thinwire.comm import run_threads
@@ -13,7 +12,6 @@ from thinwire.optim import OneBitLamb
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.lamb_math import CHANCE, LEAST, LEAST_NOISE, MOST, exact_squares, lengthened, tensor_segments
 from thinwire.optim.onebit_lamb import SQUARES
-from thinwire.optim.onebit_settings import OURS
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.01
 FREEZE, REFRESHES, STEPS = 10, [20, 30, 40], 45
@@ -22,7 +20,7 @@ FREEZE, REFRESHES, STEPS = 10, [20, 30, 40], 45
 def made(group, **more):
     parameters = as_parameters(start())
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "block": 16, "total_steps": 50, **more}
-    return OneBitLamb(parameters, group=group, **options), parameters
+    return construct(OneBitLamb, parameters, group=group, **options), parameters
 
 
 def exact_squared(g, decoded, d):
@@ -79,10 +77,9 @@ def test_after_a_refresh_a_tensor_moves_by_its_trust_ratio_of_now_and_what_one_b
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("more", [{"warmup": FREEZE}, {"settings": replace(OURS, follow_trust=False)}])
-def test_where_v_stays_or_it_is_not_asked_for_the_factor_is_the_papers(more):
+def test_where_v_stays_the_factor_is_the_papers():
     def work(group):
-        optimizer, parameters = made(group, **more)
+        optimizer, parameters = made(group, warmup=FREEZE)
         kept = None
         for step in range(1, STEPS + 1):
             feed(optimizer, parameters, gradients(step, group.size)[group.rank])

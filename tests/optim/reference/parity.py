@@ -3,12 +3,10 @@
 import torch
 
 from tests.optim.small_problem import gradients, start
+from tests.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
+from tests.reference.papers import Hyper
 from thinwire.comm import run_threads
-from thinwire.comm.layout import Buckets, Partition
-from thinwire.optim.engine.scales import Scales
-from thinwire.optim.reference.deepspeed import DeepSpeedExchange
-from thinwire.optim.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
-from thinwire.optim.reference.papers import Hyper
+from thinwire.comm.layout import Buckets
 
 
 def as_parameters(tensors):
@@ -98,20 +96,11 @@ def ordered_hypers():
     return [Hyper(**choice) for members, choice in zip(GROUPS, CHOICES, strict=True) for _ in members]
 
 
-def exchange_of(scales, size, space, parameters):
+def exchange_of(size, space, parameters):
     """The reference of the exchange of tensors in the order of `parameters`."""
-    lengths = [parameter.numel() for parameter in parameters]
-    total, split = sum(lengths), sum(lengths[: len(GROUPS[0])])
-    if scales is Scales.BLOCK:
-        buckets = Buckets.cut(space.layout, cuts=space.cuts).spans
-        ours = TwoPhase(block_units(space.layout, size, BLOCK, buckets)) if size > 1 else exact_mean
-        return FlatOrder(ours, space, parameters)
-    if scales is Scales.WHOLE:
-        bounds = [Partition(-(-total // 8) * 8, size).bounds(rank) for rank in range(size)]
-        chunks = [(min(a, total), min(b, total)) for a, b in bounds]
-        return TwoPhase(None, [(a, b) for a, b in chunks if a < b]) if size > 1 else exact_mean
-    vectors = {Scales.TENSOR: lengths, Scales.GROUP: [split, total - split], Scales.FUSED: [total]}[scales]
-    return DeepSpeedExchange(vectors, size, keep_padding=scales is Scales.FUSED)
+    buckets = Buckets.cut(space.layout, cuts=space.cuts).spans
+    ours = TwoPhase(block_units(space.layout, size, BLOCK, buckets)) if size > 1 else exact_mean
+    return FlatOrder(ours, space, parameters)
 
 
 class FlatOrder:
@@ -148,9 +137,9 @@ def flat_order(space, parameters):
     return torch.cat([pieces[at] for at in flat_tensor_order(space, parameters)])
 
 
-def follow(size, settings, make, make_reference):
+def follow(size, make, make_reference):
     """The largest difference of x, m and v from the reference at any step on any rank; replicas are bit-equal."""
-    of = silent_gradients(settings.floor)
+    of = silent_gradients(silent=True)
     made = {}
 
     def remembering(parameters, group):
@@ -163,9 +152,9 @@ def follow(size, settings, make, make_reference):
     space, parameters = made["space"], made["parameters"]
     shared = {
         "warmup": WARMUP,
-        "exchange": exchange_of(settings.scales, size, space, parameters),
-        "bias_correction": settings.bias_correction,
-        "floor": floor_in_flat_order(space, parameters) if settings.floor else None,
+        "exchange": exchange_of(size, space, parameters),
+        "bias_correction": True,
+        "floor": floor_in_flat_order(space, parameters),
     }
     reference = make_reference(ordered_start(), ordered_hypers(), shared)
     worst = 0.0

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.optim.small_problem import EXACT, HYPER, always, assert_same, gradients, never, run, start
-from thinwire.optim.reference.deepspeed import DeepSpeedExchange, zero_one_schedule
-from thinwire.optim.reference.exchange import exact_mean
-from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceOneBitLamb, ReferenceZeroOneAdam
+from tests.reference.deepspeed import DeepSpeedExchange, zero_one_schedule
+from tests.reference.exchange import exact_mean
+from tests.reference.papers import Fresh, Hyper, ReferenceOneBitLamb, ReferenceZeroOneAdam
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])

@@ -7,9 +7,9 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.reference.deepspeed_traces import CASES, Trace, load_trace
-from thinwire.optim.reference.deepspeed import DeepSpeedExchange, zero_one_schedule
-from thinwire.optim.reference.exchange import TwoPhase, tensor_units
-from thinwire.optim.reference.papers import (
+from tests.reference.deepspeed import DeepSpeedExchange, zero_one_schedule
+from tests.reference.exchange import TwoPhase, tensor_units
+from tests.reference.papers import (
     Fresh,
     Hyper,
     ReferenceOneBitAdam,

@@ -12,9 +12,9 @@ from tests.covering import every_value
 from tests.optim import test_properties
 from tests.optim.reference.written_out import COMPRESSED, buckets_of, in_pieces, parameters_of, reference_of
 from tests.optim.test_properties import problems
+from tests.reference.exchange import Errors, TwoPhase, laid_end_to_end, split_like
 from thinwire.comm import run_threads
 from thinwire.comm.layout import Partition
-from thinwire.optim.reference.exchange import Errors, TwoPhase, laid_end_to_end, split_like
 
 EPS = torch.finfo(torch.float32).eps
 NEAR_ZERO = 1e-6
@@ -62,7 +62,7 @@ def state_of(optimizer):
             found[name] = getattr(s, name).tolist()
     if hasattr(optimizer, "_rounds"):
         found["rounds"], found["at_sync"] = list(optimizer._rounds), optimizer.at_sync
-        found["divisors"], found["updates"] = list(optimizer.saved["divisors"]), optimizer.saved["variance_updates"]
+        found["updates"] = optimizer.saved["variance_updates"]
         found["last_sync"] = optimizer.saved["last_sync"]
     return found
 
@@ -85,7 +85,7 @@ def put(reference, name, states, optimizer, before):
         reference.u = new if first["at_sync"] else [state["u_N"] for state in states]
         begun = first["x"] if first["at_sync"] else first["x_s_N"]
         reference.x_s = [r.kept * x for r, x in zip(rounds, begun, strict=True)]
-        reference.S, reference.divisor = [r.weight for r in rounds], [first["divisors"][at] for at in groups]
+        reference.S = [r.weight for r in rounds]
         reference.variance_updates, reference.synced_at = first["updates"], first["last_sync"]
         return
     reference.x, reference.m = first["x"], first["m_N"]

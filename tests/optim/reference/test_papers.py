@@ -6,14 +6,10 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.written_out import buckets_of
 from tests.optim.small_problem import EXACT, HYPER, SHAPES, SHARED, SIZES, assert_same, gradients, run, start
-from thinwire.comm import run_threads
-from thinwire.comm.exchange.simulate import SimulatedErrors
-from thinwire.comm.exchange.simulate import compressed_mean as simulated_mean
-from thinwire.comm.layout import VectorLayout
-from thinwire.optim import OneBitAdam
-from thinwire.optim.reference.exchange import (
+from tests.reference.exchange import (
     Errors,
     TwoPhase,
     block_units,
@@ -23,7 +19,7 @@ from thinwire.optim.reference.exchange import (
     laid_end_to_end,
     tensor_units,
 )
-from thinwire.optim.reference.papers import (
+from tests.reference.papers import (
     Hyper,
     ReferenceAdam,
     ReferenceLamb,
@@ -31,7 +27,12 @@ from thinwire.optim.reference.papers import (
     ReferenceOneBitLamb,
     ReferenceSgd,
 )
-from thinwire.optim.reference.state import mean_gradient
+from tests.reference.state import mean_gradient
+from thinwire.comm import run_threads
+from thinwire.comm.exchange.simulate import SimulatedErrors
+from thinwire.comm.exchange.simulate import compressed_mean as simulated_mean
+from thinwire.comm.layout import VectorLayout
+from thinwire.optim import OneBitAdam
 
 
 def of_their_mean(num_workers):
@@ -303,7 +304,7 @@ def test_onebit_adam_follows_the_reference_in_float64(size, block):
 
     def make(net, group=None):
         groups = [{"params": list(net[at].parameters()), **chosen} for at, chosen in zip((0, 2), choices, strict=True)]
-        return OneBitAdam(groups, warmup=warmup, group=group, block=block)
+        return construct(OneBitAdam, groups, warmup=warmup, group=group, block=block)
 
     def work(group):
         trained = copy.deepcopy(base)

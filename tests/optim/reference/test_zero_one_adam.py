@@ -5,9 +5,9 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.small_problem import HYPER, SHAPES, SHARED, SIZES, always, assert_same, gradients, never, run, start
-from thinwire.optim.reference.exchange import TwoPhase, exact_mean, floor_of, tensor_units
-from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceAdam, ReferenceZeroOneAdam
-from thinwire.optim.reference.state import mean_gradient
+from tests.reference.exchange import TwoPhase, exact_mean, floor_of, tensor_units
+from tests.reference.papers import Fresh, Hyper, ReferenceAdam, ReferenceZeroOneAdam
+from tests.reference.state import mean_gradient
 
 
 def test_zero_one_adam_synchronised_at_every_step_is_adam_with_the_variance_of_the_step_before():

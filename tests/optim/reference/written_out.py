@@ -5,11 +5,9 @@ Its tensors are in the order of the flat vector, so that blocks are the same spa
 
 import torch
 
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine.schedule import is_variance_step
-from thinwire.optim.onebit_settings import OURS as ONEBIT
-from thinwire.optim.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
-from thinwire.optim.reference.papers import (
+from tests.optim.constructing import construct
+from tests.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
+from tests.reference.papers import (
     Fresh,
     Hyper,
     ReferenceAdam,
@@ -19,7 +17,9 @@ from thinwire.optim.reference.papers import (
     ReferenceSgd,
     ReferenceZeroOneAdam,
 )
-from thinwire.optim.zero_one_settings import OURS
+from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.engine.schedule import is_variance_step
+from thinwire.optim.onebit_lamb import LONGEST_STEP
 
 CLASSES = {
     "adam": Adam,
@@ -37,9 +37,7 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     """Our optimizer; warmup: the steps until the freeze, block: values that share a scale, both where it has them."""
     if name == "sgd":
         param_groups = [{k: v for k, v in g.items() if k not in ("betas", "eps")} for g in param_groups]
-    given = {}
-    if name in COMPRESSED:
-        given["block"] = block
+    given = {"block": block}
     if name in ("onebit_adam", "onebit_lamb"):
         given["warmup"] = warmup
     if name == "zero_one_adam":
@@ -50,7 +48,7 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
             local_step_scaler=LOCAL_STEP_SCALER,
             local_step_clipper=LOCAL_STEP_CLIPPER,
         )
-    return CLASSES[name](param_groups, group=group, **given, **more)
+    return construct(CLASSES[name], param_groups, group=group, **given, **more)
 
 
 def sync_steps(warmup, steps):
@@ -105,7 +103,7 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
             warmup=warmup,
             weigh_ratio=True,
             ratio_without_floored=True,
-            longest_step=ONEBIT.longest_step,
+            longest_step=LONGEST_STEP,
             **ours,
         )
     return ReferenceZeroOneAdam(
@@ -117,10 +115,9 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
         eps_outside=True,
         fresh=Fresh.AT_FIRST,
         freeze_at=warmup,
-        slowest_fall=OURS.slowest_fall,
-        longest_step=OURS.longest_step,
+        longest_step=ZeroOneAdam.longest_step,
         skip_idle=True,
-        as_momentum=OURS.as_momentum,
+        as_momentum=True,
         **ours,
     )
 

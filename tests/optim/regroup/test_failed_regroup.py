@@ -51,7 +51,7 @@ def residual_after(ranks):
 
 
 @every_value(
-    {"name, more": [*((name, {}) for name in SYNC), ("onebit_adam", {"error_memory": "bf16"})], "at": (1, 0, 2, 3)}
+    {"name, more": [*((name, {}) for name in SYNC), ("onebit_adam", {"narrow": ["error_memory"]})], "at": (1, 0, 2, 3)}
 )
 @pytest.mark.law
 def test_who_turns_out_to_be_behind_after_a_regroup_that_failed_has_kept_its_part_of_the_step(name, at, more):

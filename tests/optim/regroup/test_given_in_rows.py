@@ -86,8 +86,8 @@ def test_where_somebody_has_asked_for_floats_who_comes_is_given_floats():
 
 
 def test_a_rank_that_has_let_go_of_its_vectors_and_is_given_nothing_begins_anew():
-    ranks = begun("onebit_adam", 2, STEP, variance="bf16")
-    (new,) = new_ranks(1, maker("onebit_adam", variance="bf16"))
+    ranks = begun("onebit_adam", 2, STEP, narrow=["variance"])
+    (new,) = new_ranks(1, maker("onebit_adam", narrow=["variance"]))
     parameters_N = new.optimizer.space.p_N.clone()
 
     def dies(rank, group):

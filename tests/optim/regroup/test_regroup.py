@@ -231,8 +231,8 @@ def expected(held, survivors):
 
 
 @cache
-def undisturbed(name, size, steps, scale):
-    ranks = begun(name, size, steps, scale=scale)
+def undisturbed(name, size, steps):
+    ranks = begun(name, size, steps)
     return ranks[0].held(), shares(ranks)
 
 
@@ -247,20 +247,15 @@ FAULTS = {
 @every_value(
     {
         "where": FAULTS,
-        "name, size, scale": [
-            ("onebit_adam", 3, "l2"),
-            ("onebit_lamb", 3, "l2"),
-            ("onebit_adam", 3, "l1"),
-            ("onebit_adam", 4, "l2"),
-        ],
+        "name, size": [("onebit_adam", 3), ("onebit_lamb", 3), ("onebit_adam", 4)],
     },
     only=(1, 3),
 )
 @pytest.mark.law
-def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where, scale):
-    here, there = undisturbed(name, size, STEP, scale), undisturbed(name, size, STEP + 1, scale)
+def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where):
+    here, there = undisturbed(name, size, STEP), undisturbed(name, size, STEP + 1)
     fault = FAULTS[where]
-    ranks = new_ranks(size, maker(name, scale=scale))
+    ranks = new_ranks(size, maker(name))
 
     def work(rank, group):
         rank.regroup(group)
@@ -298,7 +293,7 @@ def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size
     for memory, r_N in expected(kept, survivors).items():
         for found in residuals:
             assert (found[memory] - r_N).abs().max() <= 64 * EPS * largest
-    goes_on([*stay, *new_ranks(1, maker(name, scale=scale))])
+    goes_on([*stay, *new_ranks(1, maker(name))])
 
 
 @pytest.mark.law

@@ -213,7 +213,8 @@ def test_another_cut_into_buckets_keeps_r():
 
 def test_saves_chooses_what_state_dict_gives():
     def work(group):
-        net, optimizer = made("onebit_adam", group, saves="rank")
+        net, optimizer = made("onebit_adam", group)
+        optimizer.saves = "rank"
         train(net, optimizer, 7, group.rank)
         collectives = group.stats.collectives
         if group.rank == 0:
@@ -228,7 +229,7 @@ def test_saves_chooses_what_state_dict_gives():
     assert run_threads(2, work) == ["together"] * 2
     net = network(0)
     with pytest.raises(ValueError, match="saves = 'alone'"):
-        OneBitAdam(net.parameters(), saves="alone")
+        OneBitAdam(net.parameters()).saves = "alone"
 
 
 def shares_of(name, size, steps, seed=0, wide=13):

@@ -8,6 +8,7 @@ import torch
 
 from tests.comm.exchange.test_plain import FailingGroup
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.parity import as_parameters, feed
 from tests.optim.small_problem import SIZES, gradients, start
 from thinwire.comm import PeerLost, run_threads
@@ -16,13 +17,12 @@ from thinwire.optim import OneBitAdam, OneBitLamb
 from thinwire.optim.variance.when_to_freeze import FrozenBy, VarianceStability
 
 CLASSES = {"adam": OneBitAdam, "lamb": OneBitLamb}
-SETTINGS = {"ours": {}, "deepspeed": {"parity": "deepspeed"}}
 COMMON = {"lr": 1e-2, "betas": (0.9, 0.9), "weight_decay": 0.01, "block": 16}
 
 
 def made(name, group=None, tensors=None, **more):
     parameters = as_parameters(tensors or start())
-    return CLASSES[name](parameters, group=group, **{**COMMON, "warmup": 6, **more}), parameters
+    return construct(CLASSES[name], parameters, group=group, **{**COMMON, "warmup": 6, **more}), parameters
 
 
 def go_on(optimizer, parameters, group, steps, silent=()):
@@ -33,12 +33,12 @@ def go_on(optimizer, parameters, group, steps, silent=()):
         feed(optimizer, parameters, grads)
 
 
-@every_value({"size": SIZES, "name": CLASSES, "setting": SETTINGS}, only=(0, 3))
-def test_what_compression_left_out_goes_into_the_momentum(size, name, setting):
+@every_value({"size": SIZES, "name": CLASSES}, only=(0, 3))
+def test_what_compression_left_out_goes_into_the_momentum(size, name):
     """One more step of the momentum's identity, without a gradient: m' = m + R, R' = 0, and v as it was."""
 
     def work(group):
-        optimizer, parameters = made(name, group, **SETTINGS[setting])
+        optimizer, parameters = made(name, group)
         optimizer.set_global_batch(32)
         go_on(optimizer, parameters, group, 15)
         s = optimizer.vectors
@@ -56,12 +56,12 @@ def test_what_compression_left_out_goes_into_the_momentum(size, name, setting):
     assert all(run_threads(size, work))
 
 
-@every_value({"setting": SETTINGS, "name": CLASSES})
-def test_replicas_stay_bit_equal_and_a_loaded_run_equals_the_one_that_went_on(name, setting):
+@every_value({"name": CLASSES})
+def test_replicas_stay_bit_equal_and_a_loaded_run_equals_the_one_that_went_on(name):
     """Saved in each part: before, at once after it began again, in the second warm-up, after the second freeze."""
 
     def work(group):
-        optimizer, parameters = made(name, group, **SETTINGS[setting])
+        optimizer, parameters = made(name, group)
         optimizer.set_global_batch(32)
         states = []
         for steps in (10, 0, 3, 8):
@@ -74,7 +74,7 @@ def test_replicas_stay_bit_equal_and_a_loaded_run_equals_the_one_that_went_on(na
         assert [frozen for _, frozen, _, _ in states] == [6, None, None, 16]
         ends = []
         for num_steps, frozen, tensors, state in states:
-            other, others = made(name, group, tensors, **SETTINGS[setting])
+            other, others = made(name, group, tensors)
             other.load_state_dict(state)
             assert (other.num_steps, other.frozen_at) == (num_steps, frozen)
             if num_steps == 10 and frozen == 6:
@@ -144,10 +144,9 @@ def test_in_warmup_the_size_is_only_noted():
     assert run_threads(1, work) == [[False, False, False, True]]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_size_is_in_the_state_and_goes_with_it_to_another_number_of_ranks(setting):
+def test_the_size_is_in_the_state_and_goes_with_it_to_another_number_of_ranks():
     def save(group):
-        optimizer, parameters = made("lamb", group, **SETTINGS[setting])
+        optimizer, parameters = made("lamb", group)
         optimizer.set_global_batch(32)
         go_on(optimizer, parameters, group, 10)
         return optimizer.state_dict(), [p.detach().clone() for p in parameters]
@@ -155,7 +154,7 @@ def test_the_size_is_in_the_state_and_goes_with_it_to_another_number_of_ranks(se
     state, tensors = run_threads(2, save)[0]
 
     def load(group):
-        optimizer, parameters = made("lamb", group, tensors, **SETTINGS[setting])
+        optimizer, parameters = made("lamb", group, tensors)
         optimizer.load_state_dict(state)
         assert optimizer.set_global_batch(64)
         go_on(optimizer, parameters, group, 12)

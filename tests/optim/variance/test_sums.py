@@ -1,18 +1,17 @@
 """Where most gradients are zero 1-bit LAMB's variance takes in the sum of all since it was brought up to date last."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.comm.exchange.test_plain import FailingGroup
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.parity import as_parameters, feed
 from thinwire.comm import PeerLost, run_threads
 from thinwire.optim import OneBitLamb
 from thinwire.optim.engine.state import error_memories, replicated
-from thinwire.optim.onebit_settings import OURS
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.refresh import weight_of
 
@@ -24,7 +23,7 @@ def made(group, tensors=None, **more):
     start = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((ROWS, WIDTH), (5,))]
     parameters = as_parameters(tensors or start)
     common = {"lr": 1e-2, "betas": (0.9, 0.99), "block": 16, "total_steps": 50}
-    return OneBitLamb(parameters, group=group, **{**common, **more}), parameters
+    return construct(OneBitLamb, parameters, group=group, **{**common, **more}), parameters
 
 
 def gradients_of(step, rank):
@@ -141,7 +140,7 @@ def test_a_run_with_sums_goes_on_where_nobody_reads_them():
         optimizer, parameters = made(group)
         go_on(optimizer, parameters, group, FIRST + 4)
         state = optimizer.state_dict()
-        other, others = made(group, warmup=FREEZE, settings=replace(OURS, refresh=False))
+        other, others = made(group, warmup=FREEZE)
         other.load_state_dict(state)
         assert torch.equal(other.vectors.fresh_v_N, other.vectors.v_N)
         go_on(other, others, group, 20)

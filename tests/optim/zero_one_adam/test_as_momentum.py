@@ -1,7 +1,6 @@
-"""0/1 Adam sends momenta: rates of 0 in one group, checkpoints of sums, replicas after a dense start in 8 bits."""
+"""0/1 Adam sends momenta: rates of 0 in one group, and replicas after a dense start in 8 bits."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,6 @@ from tests.optim.zero_one_adam.problem import FREEZE, HYPER, bits, everywhere, m
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.keeps import Keeps
 from thinwire.optim.regroup import regroup
-from thinwire.optim.zero_one_settings import OURS
-
-SUMS = replace(OURS, as_momentum=False, slowest_fall=0.95)
-"""What older versions did, who knew no as_momentum."""
 
 
 @pytest.mark.law
@@ -38,39 +33,6 @@ def test_a_group_whose_rate_is_0_for_whole_rounds_stays_and_its_momentum_takes_w
 
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
-
-
-def as_older(state):
-    """What an older version would have saved."""
-    state = copy.deepcopy(state)
-    del state["saved"]["settings"]["as_momentum"]
-    return state
-
-
-@pytest.mark.parametrize("steps", [8, 14, 30])  # intervals 1, 2, 4
-@pytest.mark.law
-def test_r_of_an_older_checkpoint_counts_over_the_mean_rate_of_its_last_round(steps):
-    """r R stays, so that the run goes on as it would have gone; also where other ranks take over before a step."""
-
-    def work(group):
-        model, optimizer = make(group, settings=SUMS)
-        train(model, optimizer, steps, group.rank)
-        state, weights = as_older(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        other, resumed = make(group, seed=1)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        expected = state["residuals"]["update_error"] / HYPER["lr"]
-        assert expected.any()
-        torch.testing.assert_close(resumed.vectors.update_error.residual(), expected, rtol=1e-12, atol=0)
-        regroup(resumed, group, has_state=True)
-        torch.testing.assert_close(resumed.vectors.update_error.residual(), expected, rtol=1e-12, atol=0)
-        train(model, optimizer, 3, group.rank)
-        train(other, resumed, 3, group.rank)
-        optimizer.prepare_to_save()
-        resumed.prepare_to_save()
-        torch.testing.assert_close(resumed.space.p_N, optimizer.space.p_N, rtol=0, atol=1e-12)
-
-    run_threads(3, work)
 
 
 def test_r_of_sums_is_of_gradients_where_the_dense_start_goes_on_after_a_load():

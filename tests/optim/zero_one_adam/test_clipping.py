@@ -1,13 +1,10 @@
 """0/1 Adam: max_grad_norm shortens each rank's own gradient, at every step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.optim.zero_one_adam.problem import FREEZE, backward, make
 from thinwire.comm import run_threads
-from thinwire.optim.zero_one_settings import OURS
 
 BOUND = 0.6
 
@@ -48,24 +45,3 @@ def test_a_gradient_of_a_thousand_times_the_size_moves_and_weighs_no_more_than_a
     spiked = run_threads(3, lambda group: work(group, 1e5))
     for a, b in zip(usual, spiked, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-def test_in_the_gradient_stage_the_mean_is_shortened_where_it_is_exchanged_in_full_and_else_each_ranks_own():
-    def work(group):
-        _, optimizer = make(group, max_grad_norm=BOUND, settings=replace(OURS, gradient_stage=True))
-        lengths = []
-        for _ in range(FREEZE):
-            for p in optimizer.param_groups[0]["params"]:
-                p.grad = torch.full_like(p, 1.0 if group.rank else -0.5)
-            optimizer.step()
-            lengths.append((optimizer.saved["variance_updates"], float(optimizer.space.g_N.norm())))
-        return lengths
-
-    full = {1: 1, 2: 2, 3: 3, 5: 4}  # variance steps and the updates made by then
-    for lengths in run_threads(2, work):
-        for step, (updates, norm) in enumerate(lengths, start=1):
-            if step in full:
-                assert updates == full[step]
-                assert norm == pytest.approx(BOUND, rel=1e-5)
-            else:
-                assert norm < 2 * BOUND

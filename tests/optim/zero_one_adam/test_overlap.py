@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.engine.test_overlap import NETS, backward, groups_of, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
@@ -28,7 +29,7 @@ FIRST = "the first step finds out whether a GradScaler calls it"
 
 def make(net, group, **more):
     given = {**SPARSE, "bucket_elements": 40, "block": 64, **more}
-    return ZeroOneAdam(groups_of(net), group=group, **given)
+    return construct(ZeroOneAdam, groups_of(net), group=group, **given)
 
 
 def everything(optimizer):

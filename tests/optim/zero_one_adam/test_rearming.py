@@ -1,7 +1,6 @@
 """0/1 Adam: after a large change of the global batch the variance moves again, and is frozen anew."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import backward, bits, everywhere, make, synced, train
 from thinwire.comm import run_threads
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, VarianceFreeze
-from thinwire.optim.zero_one_settings import DEEPSPEED, OURS
 
 BETA2 = 0.95  # v remembers 20 steps
 GIVEN = {"var_freeze_step": 12, "betas": (0.9, BETA2)}
@@ -88,13 +86,6 @@ def test_a_run_loaded_in_or_after_its_second_warmup_equals_the_one_that_went_on(
 
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("settings", [DEEPSPEED, replace(OURS, gradient_stage=True)], ids=["deepspeed", "gradients"])
-def test_a_first_stage_of_gradients_does_not_come_again(settings):
-    _, optimizer = rearmed(None, settings=settings)
-    assert not optimizer.set_global_batch(32)
-    assert optimizer.frozen_at == 12
 
 
 def test_a_second_warmup_lasts_for_a_window_of_what_is_left_or_as_long_as_the_first():

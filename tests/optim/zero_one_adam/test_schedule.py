@@ -8,12 +8,10 @@ from thinwire.optim.engine.schedule import (
     Phase,
     Wire,
     counted_interval,
-    is_aligned_variance_step,
     is_variance_step,
     rate_interval,
     zero_one_adam_plan,
 )
-from thinwire.optim.reference.deepspeed import zero_one_schedule
 
 
 @pytest.mark.parametrize(
@@ -32,34 +30,6 @@ def test_variance_steps_of_the_paper_are_153_in_12500():
     steps = [step for step in range(1, 12501) if is_variance_step(step, 16)]
     assert [b - a for a, b in itertools.pairwise(steps)] == [2 ** (j // 16) for j in range(152)]
     assert len(steps) == 153
-
-
-@pytest.mark.parametrize("scaler", [1, 2, 3, 4, 5, 16, 17])
-def test_aligned_variance_steps_are_those_that_deepspeed_counts(scaler):
-    counted = zero_one_schedule(2000, var_freeze_step=2000, var_update_scaler=scaler).variance
-    assert {step for step in range(1, 2001) if is_aligned_variance_step(step, scaler)} == counted
-
-
-def test_aligned_variance_steps_and_syncs_of_the_example_are_those_of_deepspeed():
-    """var_freeze_step=20, var_update_scaler=4, local steps doubled every 8 up to 4."""
-    variance, syncs = [], []
-    for step in range(1, 41):
-        plan = zero_one_adam_plan(
-            step,
-            freeze=step >= 20,
-            var_update_scaler=4,
-            variance_updates=step - 1,
-            frozen_at=20 if step > 20 else None,
-            last_sync=0,
-            interval=counted_interval(step, 20, 8, 4) if step > 20 else 1,
-            gradient_stage=True,
-            aligned=True,
-        )
-        variance += [step] if plan.update_variance else []
-        syncs += [step] if plan.momentum is Wire.COMPRESSED else []
-        assert (plan.gradient is Wire.COMPRESSED) == (step <= 20 and step not in variance)
-    assert variance == [1, 2, 3, 4, 5, 7, 9, 11, 15, 19]
-    assert syncs == [21, 22, 23, 24, 25, 26, 27, 28, 29, 31, 33, 35, 39]
 
 
 def test_the_counted_interval_doubles_every_scaler_steps_up_to_the_clipper():

@@ -1,6 +1,5 @@
 """0/1 Adam against the paper's recursion, and the laws that follow from it."""
 
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -19,11 +18,12 @@ from tests.optim.zero_one_adam.problem import (
     make,
     synced,
     train,
+    weight_of,
 )
+from tests.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
+from tests.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.comm import run_threads
-from thinwire.optim.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
-from thinwire.optim.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
-from thinwire.optim.zero_one_settings import OURS
+from thinwire.optim import ZeroOneAdam
 
 
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1), "dense": (0, 3, FREEZE + 1)}, only=(1, 3))
@@ -75,9 +75,8 @@ def test_follows_the_reference_in_float64(size, weight_decay, dense):
         fresh=Fresh.AT_FIRST,
         bias_correction=True,
         freeze_at=FREEZE,
-        slowest_fall=OURS.slowest_fall,
-        as_momentum=OURS.as_momentum,
-        longest_step=OURS.longest_step,
+        as_momentum=True,
+        longest_step=ZeroOneAdam.longest_step,
         skip_idle=True,
         floor=floor_of(block_units(optimizer.space.layout, 1)),
     )
@@ -93,14 +92,16 @@ def test_follows_the_reference_in_float64(size, weight_decay, dense):
 @pytest.mark.parametrize("longest", [0.25, 4.0])
 def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(longest):
     def work(group):
-        model, optimizer = make(group, settings=replace(OURS, longest_step=longest))
+        model, optimizer = make(group)
+        optimizer.longest_step = longest
         s, cut = optimizer.vectors, 0
         for step in range(1, 39):  # ends with a sync
             start = optimizer.space.p_N.clone() if optimizer.at_sync else s.x_s_N.clone()
             backward(model, optimizer, step, group.rank)
+            weight = weight_of(optimizer)
             optimizer.step()
             if synced(optimizer):
-                bound = longest * optimizer.saved["divisors"][0]
+                bound = longest * weight
                 moves = (optimizer.space.p_N - start).abs()
                 assert float(moves.max()) <= bound * (1 + 1e-12)
                 if step > FREEZE:  # the divisor of this step is still there
@@ -123,7 +124,8 @@ def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged
     """
 
     def work(group):
-        model, optimizer = make(group, weight_decay=weight_decay, settings=replace(OURS, longest_step=inf))
+        model, optimizer = make(group, weight_decay=weight_decay)
+        optimizer.longest_step = inf
         s, worst = optimizer.vectors, 0.0
         lr, beta1 = HYPER["lr"], HYPER["betas"][0]
         train(model, optimizer, FREEZE, group.rank)
@@ -133,10 +135,9 @@ def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged
             m = beta1 * s.m_N + (1 - beta1) * optimizer.space.g_N
             x = (1 - lr * weight_decay) * optimizer.space.p_N - lr * m / divisor
             group.mean_(x)
-            residual, since = s.update_error.residual(), optimizer.saved["last_sync"]
+            residual, since, weight = s.update_error.residual(), optimizer.saved["last_sync"], weight_of(optimizer)
             optimizer.step()
             if synced(optimizer):
-                (weight,) = optimizer.saved["divisors"]
                 given = (residual - s.update_error.residual()) * weight / (step - since) / divisor
                 worst = max(worst, float((optimizer.space.p_N - (x - given)).abs().max()))
         return worst

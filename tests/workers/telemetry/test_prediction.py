@@ -28,8 +28,8 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def optimizer():
-    params, how = [torch.nn.Parameter(torch.zeros(ELEMENTS))], {"bucket_elements": 1 << 20, "full_exchange": "fp32"}
-    return OneBitAdam(params, group=MirroredGroup(2), **how)
+    params = [torch.nn.Parameter(torch.zeros(ELEMENTS))]
+    return OneBitAdam.sized(1 << 20)(params, group=MirroredGroup(2), full_exchange="fp32")
 
 
 def sample(seconds, sent=FULL, phase="warmup", world_size=2, step=1):

@@ -1,4 +1,4 @@
-"""The exchange of optim.reference.papers: a mean over workers through one bit, with both error memories, in the open.
+"""The exchange of papers.py: a mean over workers through one bit, with both error memories, in the open.
 
     worker i   a_i = z_i + d_i;             q_i = C(a_i);   d_i <- a_i - q_i
     servers    b   = (1/n) sum_i q_i + E;   out = C(b);     E   <- b - out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.optim.reference.exchange import Exchange, Floor, Vectors, laid_end_to_end, mean, split_like
+from tests.reference.exchange import Exchange, Floor, Vectors, laid_end_to_end, mean, split_like
 
 
 @dataclass(slots=True)

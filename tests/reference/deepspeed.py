@@ -21,7 +21,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from thinwire.optim.reference.exchange import Errors, compressed_mean
+from tests.reference.exchange import Errors, compressed_mean
 
 
 class DeepSpeedExchange:

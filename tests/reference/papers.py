@@ -9,7 +9,7 @@
 Of the three one-bit papers no page was at hand when this was written: their recursions come from DeepSpeed's code,
 published summaries and memory. So no line numbers are given, "recalled" marks what rests on memory alone, and it
 should be checked before a claim is built on it. Where we do otherwise on purpose, and where DeepSpeed does, the switch
-is an argument, off by default; docs/algorithms.md has the reasons, optim/reference/deepspeed.py the settings.
+is an argument, off by default; docs/algorithms.md has the reasons, deepspeed.py the settings.
 
 A model is a list of tensors, one a parameter; `gradients[i][l]` is worker i's gradient of tensor l. Every dtype works;
 float64 is what the laws are tested in. Steps count from 1. Nothing that is passed in is modified.
@@ -18,14 +18,14 @@ float64 is what the laws are tested in. Steps count from 1. Nothing that is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from thinwire.optim.reference.exchange import Exchange, Floor, TwoPhase, Vectors, laid_end_to_end, mean, split_like
-from thinwire.optim.reference.state import Hyper, Moments, copies, hypers, mean_gradient, zeros
-from thinwire.optim.zero_one_settings import Fresh
+from tests.reference.exchange import Exchange, Floor, TwoPhase, Vectors, laid_end_to_end, mean, split_like
+from tests.reference.state import Hyper, Moments, copies, hypers, mean_gradient, zeros
 
 __all__ = [
     "Fresh",
@@ -37,6 +37,14 @@ __all__ = [
     "ReferenceSgd",
     "ReferenceZeroOneAdam",
 ]
+
+
+class Fresh(StrEnum):
+    """When 0/1 Adam updates v before using it: never as in the paper, at the first update only (ours), DeepSpeed's."""
+
+    NEVER = "never"
+    AT_FIRST = "at_first"
+    ALWAYS = "always"
 
 
 class ReferenceSgd:
