@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,8 +35,8 @@ from thinwire.comm.exchange import narrow_mean
 from thinwire.comm.kernels import int8_reference
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.optim import Adam
-from thinwire.optim.engine.exchanges import MeanGradient
-from thinwire.optim.engine.sending import SendingOptimizer
+from thinwire.optim.engine.exchanges import Exchange, mean_gradient
+from thinwire.optim.engine.optimizer import FlatOptimizer
 
 RESULTS = ROOT / "benchmarks" / "results" / "few-bits"
 TASKS = {"lstm": 1.6e-2, "rows": 1.6e-2, "saddle": 1.6e-2, "curriculum": 1.6e-2}
@@ -107,14 +108,14 @@ def sent_so(way: Way, seed: int) -> Iterator[None]:
         if not way.at_random and not way.forgets:
             yield
             return
-        begin = SendingOptimizer.begin_mean
+        begin = FlatOptimizer.begin_mean
         if way.forgets:
 
-            def begin(self: SendingOptimizer) -> MeanGradient:
-                return MeanGradient(self.reduce, self.space.g_N, None, self.full_exchange)
+            def begin(self: FlatOptimizer[Any]) -> Exchange:
+                return mean_gradient(self.reduce, self.space.g_N, None, self.full_exchange)
 
         with ExitStack() as patched:
-            patched.enter_context(mock.patch.object(SendingOptimizer, "begin_mean", begin))
+            patched.enter_context(mock.patch.object(FlatOptimizer, "begin_mean", begin))
             if way.at_random:  # by the reference, whose passes all go through its encode
                 encode = rounded_at_random(torch.Generator().manual_seed(seed))
                 patched.enter_context(mock.patch.object(int8_reference, "encode", encode))

@@ -32,6 +32,7 @@ from benchmarks.convergence.study import RATES, ROOT, STEPS, case
 from benchmarks.convergence.turns import Turns, run_in_turns
 from thinwire.comm import Keeps
 from thinwire.comm.exchange.rebuild import SERVER, WORKER
+from thinwire.optim.engine import changing
 from thinwire.optim.engine.state import error_memories
 from thinwire.workers.build import build
 from thinwire.workers.step import train_step
@@ -101,7 +102,7 @@ def probed(task: str, method: str, size: int, batch: int, steps: Sequence[int]) 
         training, meter = build(spec, group, torch.device("cpu")), Meter(group.stats)
         optimizer = training.optimizer
         optimizer.keeps = Keeps.ROWS
-        optimizer.connect(group, optimizer.bucket_elements)
+        changing.connect(optimizer, group, optimizer.bucket_elements)
         history: deque[Seen] = deque(maxlen=max(*AGES, *KEPT) + 1)
         exchanges = 0
         for step in range(1, max(steps) + 1):

@@ -17,11 +17,10 @@ from typing import Literal, Unpack, get_args
 import torch
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.momentum import Descent, Momentum, next_momentum_
-from thinwire.optim.engine.options import CheckedOptions
+from thinwire.optim.engine.momentum import Descent, Momentum
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
@@ -87,13 +86,13 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         self.narrow = tuple(name for name in get_args(Narrow) if name in narrow)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
 
-    def take_exchange(self, asked: CheckedOptions) -> None:
-        """As FlatOptimizer.take_exchange. Raises: ValueError also where nothing can be kept in bfloat16."""
-        super().take_exchange(asked)
+    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
+        """As FlatOptimizer.choose_full_exchange. Raises: ValueError also where nothing can be kept in bfloat16."""
         if self.narrow and compute_dtype(self.param_groups) != torch.float32:
             raise ValueError(f"narrow = {self.narrow}: must be empty with parameters of float64")
         if self.narrow and self.topology != "flat":
             raise ValueError(f'narrow = {self.narrow}: must be empty with topology = "{self.topology}"')
+        return super().choose_full_exchange(given)
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""
@@ -123,21 +122,3 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             self.reduce.result.read(Descent(p_N, s.v_N, h), h.span.start, h.span.stop)
         self.reduce.commit()
         s.momentum.received()
-
-    def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """The mean gradient in warm-up; then the momentum, from what was received last where that is what m is."""
-        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
-        if plan.momentum is not Wire.COMPRESSED:
-            return super().begin_exchange(plan)
-        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
-        if all(len(betas) == 1 for betas in betas_K):
-            s.momentum.refuse_written()
-            m_N = None if s.momentum.is_last_result else s.momentum.floats()
-            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N)
-        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)  # groups of several betas in one bucket
-
-        def form(at: slice, runs: LeftGradients) -> None:
-            for part, group in self.groups_in(at):
-                next_momentum_(z_N[part], m_N[part], g_N[part], group["betas"][0])
-
-        return CompressedSum(reduce, s.momentum_error, z_N, form)

@@ -38,9 +38,8 @@ from thinwire.comm.kernels.blocks import on_device, spread
 from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FusedMomentum, LeftGradients
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.momentum import Momentum, OverFactors, next_momentum_
+from thinwire.optim.engine.momentum import Momentum, OverFactors
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
@@ -315,24 +314,11 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         self.saved[SUMMED_FROM] = now
         return None if since is None else sums.root_mean_square(sum_N, g_N, now - since, zeros_t, live)
 
-    def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """The mean gradient in warm-up, then k times the momentum, from what was received last where that is it."""
-        s, g_N, reduce, layout = self.vectors, self.space.g_N, self.reduce, self.space.layout
-        if plan.momentum is not Wire.COMPRESSED:
-            return super().begin_exchange(plan)
-        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
-        if all(len(betas) == 1 for betas in betas_K):
-            s.momentum.refuse_written()
-            m_N = None if s.momentum.is_last_result else s.momentum.floats()
-            return FusedMomentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N, s.scaling_T)
-        m_N, z_N = s.momentum.floats(), torch.zeros_like(g_N)  # groups of several betas in one bucket
-
-        def form(at: slice, runs: LeftGradients) -> None:
-            for part, group in self.groups_in(at):
-                next_momentum_(z_N[part], m_N[part], g_N[part], group["betas"][0])
-                z_N[part].mul_(spread(s.scaling_T, layout, part.start, part.stop))
-
-        return CompressedSum(reduce, s.momentum_error, z_N, form)
+    @property
+    def exchanged_per_m(self) -> Tensor:
+        """Momenta are exchanged times k."""
+        k_T: Tensor = self.vectors.scaling_T
+        return k_T
 
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""

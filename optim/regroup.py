@@ -33,7 +33,7 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine import saving
+from thinwire.optim.engine import changing, saving, state_dicts
 from thinwire.optim.engine.giving import (
     GradientAsRoom,
     Room,
@@ -142,7 +142,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
         errors = error_memories(optimizer.vectors)
         if errors:
-            optimizer.refuse_to_be_alone()
+            state_dicts.refuse_to_be_alone(optimizer)
         optimizer.prepare_to_hand_over()
         with gradient_as_room(optimizer) as gradient:
             residuals = {name: memory.residual(gradient.take()) for name, memory in errors.items()}
@@ -189,7 +189,7 @@ def _regroup(
     all_n = [_Standing.from_text(text) for text in gather_texts(group, own.to_text(), device)]
     holders = [rank for rank, one in enumerate(all_n) if one.has_state]
     if not holders:
-        optimizer.connect(group, bucket_elements or all_n[0].bucket_elements)
+        changing.connect(optimizer, group, bucket_elements or all_n[0].bucket_elements)
         optimizer.reduce.broadcast_(optimizer.space.p_N)
         optimizer.space.write_back()
         optimizer.send_frozen(optimizer.param_groups)
@@ -218,7 +218,10 @@ def _regroup(
             give_vectors(optimizer, room, group, (source, *received), in_rows)
             for vector in _tensors(parked):
                 give(group, vector, (source, *received))
-            given = [*(optimizer.buffers.all() if buffers is None else buffers), *optimizer.others()]  # frozen ones too
+            given = [
+                *(optimizer.buffers.all() if buffers is None else buffers),
+                *changing.others(optimizer),
+            ]  # frozen ones too
             for buffer in filter(Tensor.numel, given):
                 passed = buffer.detach().contiguous()  # a copy only where it was not
                 give(group, passed.view(-1).view(torch.uint8), (source, *received))
@@ -235,8 +238,8 @@ def _regroup(
             (all_n[source].plain, room.vectors),
             gradient.take if is_free else lambda: None,
         )
-        with optimizer.awaiting_vectors():
-            optimizer.connect(group, all_n[source].bucket_elements)
+        with changing.awaiting_vectors(optimizer):
+            changing.connect(optimizer, group, all_n[source].bucket_elements)
     except BaseException:
         if not has_state:
             begin_anew(optimizer)
@@ -378,7 +381,7 @@ def _go_on(
     ]
     saving.go_on(optimizer, {**plain, "param_groups": groups}, residuals, parked)
     optimizer.resumed()
-    optimizer.trust_load()  # all of it has come from one rank
+    optimizer.loaded = None  # all of it has come from one rank
 
 
 def _norm(residuals: dict[str, Tensor]) -> float:

@@ -36,9 +36,10 @@ from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
 from thinwire.optim import adam_math
 from thinwire.optim.engine import schedule as plans
-from thinwire.optim.engine.exchanges import CompressedSum, Exchange, FormedSum, LeftGradients, LeftInPlace
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum, whole_sum
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import BY_DEFAULT, StepPlan, Wire, ZeroOneSchedule
+from thinwire.optim.engine.state_dicts import refuse_to_be_alone
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
@@ -137,8 +138,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             lost=torch.zeros((), dtype=torch.bool, device=self.space.p_N.device),
         )
 
-    def _step_once(self) -> None:
-        super()._step_once()
+    def after_step(self) -> None:
+        """As FlatOptimizer.after_step: between syncs parameters are to stay as they are now."""
         self._marks = (self.num_steps, None if self.at_sync else self.space.marks())
 
     def _refuse_written(self) -> None:
@@ -147,10 +148,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if marks is not None and step == self.num_steps and not self.at_sync:
             self.space.refuse_written(marks, WRITTEN_BETWEEN_SYNCS.format(step=step))
 
-    def _prepare_gradients(self) -> None:
+    def before_gradients(self) -> None:
+        """As FlatOptimizer.before_gradients: parameters are as the last step left them, and rates as they were sent."""
         self._refuse_written()
         self._heed_rates()
-        super()._prepare_gradients()
 
     def _heed_rates(self) -> None:
         """Undo what hooks have sent, where that was of other rates than those of now: it is sent anew in step()."""
@@ -184,7 +185,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self._sent_at = groups = self._groups()
         # Without the loops a gradient is read several times: better in one place.
         where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
-        return FormedSum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
+        return formed_sum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
 
     def _formed(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of what this rank gives to a sync, new."""
@@ -319,7 +320,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self._sync_in_full(torch.empty_like(self.space.p_N) if u_N is None else u_N)
 
     def _sync_in_full(self, u_N: Tensor) -> None:
-        self.refuse_to_be_alone()
+        refuse_to_be_alone(self)
         s = self.vectors
         try:
             m_N = self._round_means(u_N)
@@ -390,7 +391,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     @property
     def common_parameters(self) -> Tensor:
-        """As ChangingOptimizer.common_parameters: those of the last sync."""
+        """As FlatOptimizer.common_parameters: those of the last sync."""
         return self.space.p_N if self.at_sync else self.vectors.of_round()[1]
 
     def common_vectors(self) -> dict[str, Tensor]:
@@ -491,12 +492,12 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, unit)
         # Not mean_gradient_: it would shorten once more.
         reduce.full_(g_N, self.mean_wire)
-        self._first.look_at_mean(g_N)
+        self.first.look_at_mean(g_N)
         if early:
             self.derive_used(g_N)
         if exchange:
             spoil_lost_(z_N, s)
-            kept = CompressedSum(reduce, s.update_error, z_N, lambda at, runs: None)
+            kept = whole_sum(reduce, s.update_error, z_N)
             for k in range(len(reduce.buckets)):
                 kept.launch(k)
             kept.finish()

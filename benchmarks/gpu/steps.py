@@ -19,7 +19,6 @@ from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.exchange.bucketed import BucketedAllReduce
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
-from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import Group, Reducer
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
@@ -52,7 +51,7 @@ def fused_adam(numel: int, device: torch.device) -> Call:
 class OverAnyGroup:
     """Mixin: the exchange in buckets also where there is one rank, which else exchanges nothing."""
 
-    def make_reducer(self, group: Group, keeps: Keeps = Keeps.NOTHING) -> Reducer:
+    def make_reducer(self, group: Group) -> Reducer:
         """As the optimizer would over several ranks."""
         space = self.space  # type: ignore[attr-defined]
         most, cuts = self.bucket_elements, space.cuts  # type: ignore[attr-defined]

@@ -61,6 +61,13 @@ class FlatSpace:
         """The part of a flat vector that belongs to each of `tensors`, in the parameter's shape."""
         return [vector_N[tensor.start : tensor.stop].view(tensor.param.shape) for tensor in self.tensors]
 
+    def spread(self, values: Sequence[float]) -> Tensor:
+        """The value of its parameter group at each element: float[N], 0 where none is."""
+        out_N = torch.zeros_like(self.p_N)
+        for value, span in zip(values, self.spans, strict=True):
+            out_N[span] = value
+        return out_N
+
     @property
     def cuts(self) -> list[int]:
         """Where one parameter group ends and another begins."""

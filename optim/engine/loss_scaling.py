@@ -13,11 +13,14 @@ left out as under DDP. So what all have decided is written where update() looks.
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 
 def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
@@ -37,16 +40,11 @@ def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
         g_N[:1].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
 
 
-class Owing(Protocol):
-    """An optimizer. owes_scaler: between two steps all have found a gradient not to be finite, and no scaler knows."""
-
-    owes_scaler: bool
-
-
-def tell_scaler(optimizer: Owing, *, left_out: bool) -> None:
+def tell_scaler(optimizer: FlatOptimizer[Any], *, left_out: bool) -> None:
     """Let the scaler that is calling step(), if one is, lower its scale where all ranks leave the step out, and only
     there. It gives the optimizer a copy of what it has found and not itself, so it is looked for among the callers. A
-    scaler that is not torch's keeps what it has found. Does not wait.
+    scaler that is not torch's keeps what it has found. optimizer.owes_scaler: between two steps all have found a
+    gradient not to be finite, and no scaler knows. Does not wait.
     """
     if not hasattr(optimizer, "found_inf"):
         return

@@ -8,53 +8,50 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Self, TypeVar, Unpack
+from functools import partial
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.calls import calls_of, refuse_other_calls
-from thinwire.comm.default import given_or_default, refuse_late_process_group
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.calls import calls_of
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.default import default_reducer, given_or_default
+from thinwire.comm.errors import CommError
+from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.layout import default_bucket
-from thinwire.comm.protocol import Group
-from thinwire.optim.engine import saving, shares
-from thinwire.optim.engine.ages import Age
+from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
+from thinwire.optim.engine import changing, saving, shares, state_dicts, stepping
+from thinwire.optim.engine.ages import Age, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.claims import refuse_wrapped
-from thinwire.optim.engine.exchanges import Exchange
+from thinwire.optim.engine.exchanges import Exchange, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
-from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
-from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
+from thinwire.optim.engine.loss_scaling import forget_scaler
 from thinwire.optim.engine.memory import bytes_per_parameter
-from thinwire.optim.engine.options import CheckedOptions, Options, Saves
-from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
+from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of
+from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.overlap import Overlap
-from thinwire.optim.engine.parameters import compute_dtype, without_gradient
+from thinwire.optim.engine.parameters import without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
-from thinwire.optim.engine.replicas import Replicas, settings
+from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.sending import SendingOptimizer
-from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.engine.state import is_field, put, replicated, sizes
+from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.engine.undone import heeded
 
 logger = logging.getLogger(__name__)
-
-LOAD_EVERYWHERE = "call load_state_dict() on every rank, of the model and then of the optimizer, before the first step"
-SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
 
 
-class FlatOptimizer(SendingOptimizer, Generic[State]):
+class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
@@ -63,16 +60,33 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     group, max_grad_norm, non_finite, overlap, model, full_exchange, topology: as in CheckedOptions
     (optim.engine.options).
 
-    Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
-    ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
+    Attributes for readers: group (the ranks), space (FlatSpace), reduce (Reducer), vectors (the algorithm's state),
+    num_steps, frozen_at, ages and runs (what the moments of each tensor have seen), parked (the state of frozen ones),
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
     """
 
     bucket_elements: int = 0
-    """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of them all, from 4 Mi to 64 Mi. See sized().
-    """
+    """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
+
+    codec: ClassVar[SignCodec] = SignCodec()
+    """How what is compressed is written."""
+
+    narrow: tuple[str, ...] = ()
+    """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
+
+    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
+    """What torch.optim calls the vectors that `state` shows, by field."""
+
+    fresh: ClassVar[Mapping[str, float]] = {}
+    """What a tensor that was never trained begins with, by field, where that is not 0."""
+
+    undone: Callable[[CommError], None] | None = None
+    """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (optim.engine.undone)."""
+
+    error_lost: dict[str, float] | None = None
+    """What the last regroup() after a death has lost of the error memory (optim.regroup); None before one."""
 
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
@@ -83,29 +97,31 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
         checked = CheckedOptions.of(self, options)
         super().__init__(params, defaults)
-        self.bucket_elements = self.bucket_elements or _bucket_of(p for g in self.param_groups for p in g["params"])
+        self.bucket_elements = self.bucket_elements or bucket_of(p for g in self.param_groups for p in g["params"])
         self.overlaps = checked.overlap
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
         self.saves = "together"
         self.model = checked.model
-        self.take_exchange(checked)
-        self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
-        self._scaled: bool | None = None  # not known before a step
-        self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
-        self.ages, self.parked = [], {}
-        self._has_misfits = False
+        self.topology: Topology = checked.topology
+        self.full_exchange = self.choose_full_exchange(checked.full_exchange)
+        self.steps_skipped = self.steps_without_gradient = 0  # the latter in a row, on this rank
+        self.scaled: bool | None = None  # does a GradScaler call step()? Not known before a step
+        self.shown_steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
+        self.ages: list[Age] = []
+        self.parked: dict[Tensor, TensorState] = {}
+        self.has_misfits = self.awaits_vectors = False
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
-        self._loaded: shares.Loaded | None = None
-        self._group = given_or_default(checked.group)
-        self._calls = calls_of(self._group)
+        self.loaded: shares.Loaded | None = None
+        self.group = given_or_default(checked.group)
+        self.calls = calls_of(self.group)
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
-        self._first = FirstStep(self)
+        self.first = FirstStep(self)
         with self.calling("__init__()"):
-            self._lay_out("__init__()")
+            changing.lay_out(self, "__init__()")
 
     @classmethod
     def sized(cls, bucket_elements: int) -> type[Self]:
@@ -157,6 +173,134 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def note_evidence(self) -> None:
         """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
 
+    def new_vector(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros, float[N], for a replicated vector; where another takes its place at once, in memory of one of them."""
+        p_N = self.space.p_N
+        made = p_N.new_zeros(1 if self.awaits_vectors else p_N.numel(), dtype=dtype)
+        return made.expand_as(p_N) if self.awaits_vectors else made
+
+    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
+        """Of a replicated vector, by field, where the variance was frozen then. That of the parameters for most."""
+        return self.space.p_N.dtype
+
+    def fit_vectors(self) -> None:
+        """Have replicated vectors of the type that they are in now, where `frozen_at` was set from outside: zeros."""
+        for name in sizes(self.vectors, 0):
+            if is_field(self.vectors, name):
+                vector, dtype = getattr(self.vectors, name), self.dtype_of(name, self.frozen_at)
+                if vector.dtype != dtype:
+                    put(self.vectors, name, torch.zeros_like(vector, dtype=dtype))
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the variance has had: what Age.unseen is counted in."""
+        return self.num_steps
+
+    @property
+    def common_age(self) -> Age:
+        """The age of a tensor that has been trained from the first step on."""
+        return Age()
+
+    def set_ages(self, ages: Sequence[Age]) -> None:
+        """Keep the age of each tensor, and find the runs of equal ones."""
+        self.ages = list(ages)
+        self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
+
+    def misfits(self) -> bool:
+        """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
+        return False
+
+    def take_in(self) -> None:
+        """Bring tensors that do not fit to the phase of the run, before its next step. Collective.
+
+        Raises: PeerLost, and then nothing has changed.
+        """
+
+    def relaid(self, residuals: dict[str, Tensor]) -> None:
+        """After the vectors were laid out anew: what to do with R of each error memory, which holds it. Local."""
+        self.handed_over = residuals
+
+    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
+        longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
+        return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
+
+    def resumed(self) -> None:
+        """After vectors, ages and saved values were set from outside: derive what follows from them. Local."""
+        self.set_ages(self.ages)
+        self.has_misfits = self.misfits()
+        changing.show(self)
+
+    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
+        """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""
+        every = [param for group in self.param_groups for param in group["params"]]
+        return given or ("bf16" if all(param.dtype == torch.bfloat16 for param in every) else "fp32")
+
+    def make_reducer(self, group: Group) -> Reducer:
+        """What exchanges the vectors of self.space. Collective."""
+        return default_reducer(
+            group,
+            self.space.layout,
+            self.space.p_N,
+            codec=self.codec,
+            bucket_elements=self.bucket_elements,
+            cuts=self.space.cuts,
+            keeps=self.kept_of_others,
+            full=self.full_exchange,
+            # Where ranks have come or gone boxes may differ.
+            topology="auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology,
+            sums=torch.bfloat16 if "error_memory" in self.narrow else None,
+        )
+
+    @property
+    def kept_of_others(self) -> Keeps:
+        """What ranks keep of each other's error memory: nothing where there is none, or it is of gradients."""
+        return Keeps.NOTHING
+
+    @property
+    def gradient_memory(self) -> ErrorMemory | None:
+        """What 8 bits leave out of the next mean gradient, in units of it; None where nothing is kept."""
+        return None
+
+    @property
+    def mean_wire(self) -> FullWire:
+        """How the mean gradient of the next step is sent, where it is.
+
+        In place of 8 bits 16 where no error memory is of gradients: what is exchanged then goes into a variance that is
+        seldom updated. That wants the size of small values too, and would find an error of long ago in a memory.
+        """
+        return "bf16" if self.full_exchange == "int8" and self.gradient_memory is None else self.full_exchange
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
+        return None
+
+    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
+        spans = zip(self.param_groups, self.space.spans, strict=True)
+        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
+        return [(part, group) for part, group in parts if part.start < part.stop]
+
+    def gradient_weight(self, group: dict[str, Any]) -> float:
+        """What a gradient counts in the momentum of this group: 1 - beta1."""
+        return float(1 - group["betas"][0])
+
+    def gradient_weights(self) -> Tensor:
+        """The same of every element: float[N], 0 where none is."""
+        return self.space.spread([self.gradient_weight(group) for group in self.param_groups])
+
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+        """part <- this rank's part of R in the unit of ranks that have made a step more, which it is given. Local.
+
+        plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
+        """
+
+    def before_gradients(self) -> None:
+        """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
+
+    def after_step(self) -> None:
+        """Last in a step that was taken, or left out. Local."""
+
     def send_beside(self) -> None:
         """First in a step that sends: buffers, at times what ranks hold. Collective. Raises: as equalise_buffers."""
         self.equalise_buffers()
@@ -168,7 +312,11 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
         """
         self.note_evidence()
-        self.agree_on_load()
+        state_dicts.agree_on_load(self)
+
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(); gradients may be written. Collective. Raises: as prepare_to_save."""
+        self.prepare_to_save()
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
@@ -182,6 +330,11 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
         """Hold what own_state() gave; where it is not in_round, as if the round had ended there. Local."""
 
+    @property
+    def common_parameters(self) -> Tensor:
+        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
+        return self.space.p_N
+
     def common_vectors(self) -> dict[str, Tensor]:
         """What all ranks hold alike now, the parameters among it; not copies."""
         return {"parameters": self.space.p_N, **replicated(self.vectors)}
@@ -189,34 +342,23 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     def end_round_as(self, src: int) -> None:
         """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
 
-    def trust_load(self) -> None:
-        """All ranks are known to have loaded the same: there is nothing to agree on. Local, on every rank."""
-        self._loaded = None
-
-    def agree_on_load(self) -> None:
-        """Once after a load, see that all ranks have loaded what belongs together. Collective, a few bytes.
-
-        Raises: ValueError, alike on every rank, where they do not; PeerLost.
-        """
-        if self._loaded is not None:
-            self.space.take_changes()
-            with self.calling(f"load_state_dict() of step {self.num_steps}", LOAD_EVERYWHERE):
-                shares.agree(self, self._loaded)
-            self._loaded = None
-
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
         return self.begin_mean()
 
+    def begin_mean(self) -> Exchange:
+        """The mean gradient, opened."""
+        return mean_gradient(self.reduce, self.space.g_N, self.gradient_memory, self.mean_wire)
+
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return "one rank sends nothing"
-        if self._loaded is not None:
+        if self.loaded is not None:
             return "the first step after a load finds out whether the ranks have loaded what belongs together"
-        if self._scaled is None:
+        if self.scaled is None:
             return "the first step finds out whether a GradScaler calls it"
-        if self._scaled:
+        if self.scaled:
             return "a GradScaler's gradients are divided by their scale in step()"
         if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
             return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
@@ -227,15 +369,15 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
 
         RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
         """
-        self.overlap.complete(self.begin_mean, self._send_beside)
-        if self._steps_without_gradient > 1 and not self.space.g_N.any():
+        self.overlap.complete(self.begin_mean, partial(stepping.send_due, self))
+        if self.steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
-        self._first.look_at_mean(self.space.g_N)
+        self.first.look_at_mean(self.space.g_N)
         self.space.shorten_gradient(self.max_grad_norm)
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
-        self.overlap.complete(lambda: self.begin_exchange(plan), self._send_beside)
+        self.overlap.complete(lambda: self.begin_exchange(plan), partial(stepping.send_due, self))
 
     @property
     def num_steps(self) -> int:
@@ -245,7 +387,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        for missed, count in self._steps.items():
+        for missed, count in self.shown_steps.items():
             count.fill_(value - missed)
 
     def set_global_batch(self, size: int) -> bool:
@@ -260,7 +402,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     @property
     def skips_non_finite(self) -> bool:
         """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
-        return self.non_finite == "skip" or bool(self._scaled)
+        return self.non_finite == "skip" or bool(self.scaled)
 
     @property
     def saves(self) -> Saves:
@@ -299,7 +441,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         with heeded(self):
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
-                    self._step_once()
+                    stepping.step(self)
             except BaseException:
                 forget_scaler(self)
                 raise
@@ -324,7 +466,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
                 self.overlap.abandon()
         else:
             self.overlap.abandon()
-        for param in self.others():
+        for param in changing.others(self):
             param.grad = None
         if self.overlaps and set_to_none:
             self.space.drop_gradients()
@@ -336,7 +478,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
 
         Raises: PeerLost, WireMismatch, ValueError where they are others than rank 0's; then none is written.
         """
-        self.buffers.equalise_(self._group, self.space.p_N.device)
+        self.buffers.equalise_(self.group, self.space.p_N.device)
 
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
@@ -355,24 +497,9 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         """
         if not hasattr(self, "space"):  # torch's constructor is adding the groups that it was given
             super().add_param_group(param_group)
-            self._listed = listed(self.param_groups)
+            self.listed = listed(self.param_groups)
             return
-        self.overlap.refuse_between("add_param_group")
-        before = dict(self.__dict__)
-        super().add_param_group(param_group)
-        self._listed = listed(self.param_groups)
-        try:
-            with self.calling("add_param_group()"):
-                if self.num_steps:
-                    self.check_group(self.param_groups[-1])
-                    self._lay_out_anew("add_param_group()")
-                    self.send_frozen(self.param_groups[-1:])
-                else:
-                    self._lay_out("add_param_group()")
-        except (ValueError, CommError):
-            self.__dict__.update(before)
-            self.param_groups.pop()
-            raise
+        changing.add_group(self, param_group, super().add_param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copy and pickle: the copy would step the same parameters. Raises: TypeError."""
@@ -409,8 +536,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         """
         if self.saves == "rank":
             return self.rank_state_dict()
-        with self.calling(f"state_dict() after step {self.num_steps}", SAVE_EVERYWHERE):
-            return self._saved_by("state_dict", self._prepare_together, saving.collect)
+        return state_dicts.together(self)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's share of state_dict(), without a word to the others. Local: any rank may call it at any step.
@@ -423,7 +549,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         of rank 0 alone may be loaded by every rank of any number of them: whole but for R, which is said in the log.
         Raises: RuntimeError where gradients are on their way (overlap).
         """
-        return self._saved_by("rank_state_dict", self.note_evidence, saving.collect_share)
+        return state_dicts.of_rank(self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -433,13 +559,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         ranks have loaded what belongs together, and raises a ValueError on all of them where not.
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
-        self.overlap.refuse_between("load_state_dict")
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        self._loaded = saving.apply(self, state_dict)
-        self.resumed()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        state_dicts.load(self, state_dict)
 
     @property
     def common_steps(self) -> int:
@@ -448,16 +568,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
 
     def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
         """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
-        return self._calls.within(f"{type(self).__name__}.{call}", remedy)
-
-    def refuse_to_be_alone(self) -> None:
-        """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
-
-        For calls that could else be taken for a part of a step(), whose collectives are as long. Raises: CallMismatch,
-        alike on every rank; PeerLost.
-        """
-        calls = self._calls
-        refuse_other_calls(self._group, calls.now, self.space.p_N.device, remedy=calls.remedy)
+        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
 
     def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part
@@ -471,146 +582,19 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
         return saving.plain(self)
 
-    def connect(self, group: Group, bucket_elements: int) -> None:
-        """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
-
-        Raises: PeerLost, WireMismatch; then everything is as before.
-        """
-        before = dict(self.__dict__)
-        self._group, self._calls, self.bucket_elements = group, calls_of(group), bucket_elements
-        try:
-            self._refuse_other_models("regroup()")
-            self.connect_space()
-            self._show()
-        except BaseException:  # a signal's too, which is handled where others are waited for
-            self.__dict__.update(before)
-            raise
-
-    def _lay_out(self, call: str) -> None:
-        """Space, exchange and state for the groups as they are. Raises before any parameter is touched."""
-        for param_group in self.param_groups:
-            self.check_group(param_group)
-        compute_dtype(self.param_groups)
-        self._refuse_other_models(call, [f"{name} = {value}" for name, value in settings(self).items()])
-        self.parked = {}
-        self.space = FlatSpace(self.param_groups)
-        self.ages = [Age()] * len(self.space.tensors)
-        self.connect_space()
-        self._show()
-        self.reduce.broadcast_(self.space.p_N)
-        self.space.write_back()
-        self.send_frozen(self.param_groups)
-        self.equalise_buffers()
-
     def connect_space(self) -> None:
         """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
         self.set_ages(self.ages)
-        self.reduce = self.make_reducer(self._group)
-        self.saved, self.evidence, self.owes_scaler = {}, {}, False
-        self.buffers, self._beside_due, self._replicas = Buffers(self.model), False, Replicas()
-        self.vectors = self.make_state()
+        self.reduce = self.make_reducer(self.group)
+        self.saved: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
+        self.owes_scaler = False
+        self.buffers, self.beside_due, self._replicas = Buffers(self.model), False, Replicas()
+        self.vectors: Any = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
-        self._laid_out = laid_out_ids(self.param_groups, self.space)
+        self.laid_out = laid_out_ids(self.param_groups, self.space)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
-    def _saved_by(
-        self, call: str, prepare: Callable[[], None], collect: Callable[[saving.Saved], dict[str, Any]]
-    ) -> dict[str, Any]:
-        self.overlap.refuse_between(call)
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        self.space.take_changes()
-        prepare()
-        self.space.write_back()
-        state_dict = collect(self)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
-
-    def _prepare_together(self) -> None:
-        if error_memories(self.vectors):  # else all of it is local
-            self.refuse_to_be_alone()
-        self.prepare_to_save()
-
     def _begin_early(self) -> Exchange | str:
-        """What hooks of the backward that begins now may send, or why they may not."""
-        refuse_edited(self.state, self.param_groups, self._listed)
-        if self._has_misfits or not self._is_laid_out:
-            return "other parameters are trained than in the step before: step() lays them out anew"
-        plan = self.plan(self.num_steps + 1)
-        self.reduce.draw = self.num_steps
-        return self.waits_for(plan) or self.begin_exchange(plan)
-
-    def _step_once(self) -> None:
-        refuse_late_process_group(self._group)
-        refuse_edited(self.state, self.param_groups, self._listed)
-        self.agree_on_load()
-        self._follow_changes()
-        try:
-            self._prepare_gradients()
-            plan = self.plan(self.num_steps + 1)
-            self.reduce.draw = self.num_steps
-            self._begin_beside(plan)
-            self._first.look(self, plan)
-            if plan.gradient is Wire.LOCAL:
-                self.space.shorten_gradient(self.max_grad_norm)
-            self.update(plan, self.hypers(self.num_steps + 1))
-        except NonFiniteInput as error:
-            self.overlap.abandon()
-            self.space.clear_dead()
-            if isinstance(error, Refused):
-                self._refuse_other_models("step()")  # raises, for they have changed there and not here
-            if not self.skips_non_finite:
-                raise
-            self.steps_skipped += 1
-            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
-            tell_scaler(self, left_out=True)
-            return
-        except BaseException as error:
-            self.overlap.undo(error, self.reduce, self._group)
-            raise
-        self.overlap.abandon()  # of a local step: nothing of it was sent
-        self.num_steps += 1
-        if self.at_sync:
-            self.handed_over = None
-        self.space.write_back()
-        tell_scaler(self, left_out=False)
-
-    def _begin_beside(self, plan: StepPlan) -> None:
-        """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
-
-        So that on the group all ranks have one order, however many buckets the hooks of each have launched.
-        """
-        self._beside_due = plan.gradient is not Wire.LOCAL or plan.momentum is Wire.COMPRESSED
-        if not self.overlaps or self.waits_for(plan) is not None:
-            self._send_beside()
-
-    def _send_beside(self) -> None:
-        if self._beside_due:
-            self._beside_due = False
-            self.send_beside()
-
-    def _prepare_gradients(self) -> None:
-        """Bring together what step() is given. Raises: ValueError, RuntimeError."""
-        self.space.take_changes()
-        self._scaled = scaled = is_scaled(self)
-        if scaled and self.overlap.exchange is not None:
-            raise RuntimeError(
-                "a GradScaler calls step() for the first time after gradients have been sent as they were, scaled: "
-                "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
-            )
-        if not scaled:
-            self.overlap.refuse_written()
-        self._steps_without_gradient = self._steps_without_gradient + 1 if self.space.is_untouched else 0
-        if self._steps_without_gradient in (1, 10, 100):
-            logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self._group.rank}"))
-        self.space.gather_gradients(self.overlap.taken)
-        refuse_orphans([self.space.tensors[i] for i in self.space.quiet], self)
-        unscale_(self.space.g_N, self)
-
-
-def _bucket_of(params: Iterable[Tensor]) -> int:
-    """Elements of a bucket for these parameters, where none were asked for."""
-    known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
-    return default_bucket(sum(param.numel() for param in known), any(param.device.type == "cuda" for param in known))
+        return stepping.begin_early(self)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from thinwire.comm.groups.nodes import Topology
+from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.hyperparameters import refuse_no_number, refuse_out_of_range
 
@@ -89,3 +91,9 @@ class CheckedOptions:
                     f"its help shows, it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+
+def bucket_of(params: Iterable[Tensor]) -> int:
+    """Elements of a bucket for these parameters, where none were asked for."""
+    known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
+    return default_bucket(sum(param.numel() for param in known), any(param.device.type == "cuda" for param in known))

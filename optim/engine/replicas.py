@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.groups.texts import texts_if_they_differ
-from thinwire.comm.protocol import Group
-from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.shares import digest
+
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +32,6 @@ TO_DO = (
 _PARAMETERS = "parameters"
 
 
-class Replica(Protocol):
-    """What is read of an optimizer: see FlatOptimizer."""
-
-    defaults: dict[str, Any]
-    param_groups: list[dict[str, Any]]
-    max_grad_norm: float | None
-    non_finite: NonFinite
-    topology: Topology
-    narrow: tuple[str, ...]
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-
-    @property
-    def common_steps(self) -> int:
-        """The last step at which all held the same."""
-
-    @property
-    def common_parameters(self) -> Tensor:
-        """What the parameters were then."""
-
-
 class Replicas:
     """Compared over the ranks of one exchange: the first time EVERY steps after it was made, or loaded."""
 
@@ -62,7 +39,7 @@ class Replicas:
         self._compared: int | None = None
         self._said = False
 
-    def compare(self, optimizer: Replica) -> None:
+    def compare(self, optimizer: FlatOptimizer[Any]) -> None:
         """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost."""
         now = optimizer.common_steps // EVERY
         if self._compared is None:
@@ -79,7 +56,7 @@ class Replicas:
             logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, told, TO_DO)
 
 
-def settings(optimizer: Replica) -> dict[str, Any]:
+def settings(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     """What every rank must step with alike, by name: plain numbers and lists."""
     found: dict[str, Any] = {
         "max_grad_norm": optimizer.max_grad_norm,

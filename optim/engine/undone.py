@@ -5,21 +5,18 @@ A loop that outlives its peers (workers/session) has its body run to the end als
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost
+from thinwire.comm.errors import NonFiniteInput, PeerLost
 
-
-class Undoing(Protocol):
-    """An optimizer whose steps may be lost. undone: who is told of one, in place of the caller; None: nobody."""
-
-    undone: Callable[[CommError], None] | None
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 
 @contextmanager
-def heeded(optimizer: Undoing) -> Iterator[None]:
+def heeded(optimizer: FlatOptimizer[Any]) -> Iterator[None]:
     """A step that is undone inside, for want of a peer or of a finite gradient, is told to optimizer.undone.
 
     Raises: what is raised inside, where nobody is to be told, and all other errors.

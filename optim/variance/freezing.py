@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.momentum import Momentum, next_momentum_
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import replicated
@@ -35,6 +38,7 @@ HELD_OFF_AT = "held_off_at"
 class HasMoments(Protocol):
     """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
 
+    momentum: Momentum
     v_N: Tensor
     momentum_error: ErrorMemory
 
@@ -108,6 +112,35 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState]):
     def finds_freeze(self) -> bool:
         """With the automatic rule."""
         return self.warmup == "auto"
+
+    @property
+    def exchanged_per_m(self) -> Tensor | None:
+        """How many times the momentum of each tensor is what is exchanged, float[tensors]; None: it is the momentum."""
+        return None
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """The mean gradient in warm-up; then the momentum, from what was received last where that is what m is."""
+        s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
+        if plan.momentum is not Wire.COMPRESSED:
+            return super().begin_exchange(plan)
+        factor_T = self.exchanged_per_m
+        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
+        if all(len(betas) == 1 for betas in betas_K):
+            s.momentum.refuse_written()
+            m_N = None if s.momentum.is_last_result else s.momentum.floats()
+            return fused_momentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N, factor_T)
+        m_N = s.momentum.floats()  # groups of several betas in one bucket
+
+        def form(at: slice, runs: LeftGradients) -> Tensor:
+            z_b = torch.zeros_like(g_N[at])
+            for part, group in self.groups_in(at):
+                z = z_b[part.start - at.start : part.stop - at.start]
+                next_momentum_(z, m_N[part], g_N[part], group["betas"][0])
+                if factor_T is not None:
+                    z.mul_(spread(factor_T, self.space.layout, part.start, part.stop))
+            return z_b
+
+        return formed_sum(reduce, s.momentum_error, form)
 
     def as_momentum_(self, residual_N: Tensor) -> None:
         """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""

@@ -107,7 +107,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState]):
             "last_lrs": [0.0] * len(self.param_groups),
             "lr_rose_at": 0,
         }
-        if not self._awaits_vectors:  # then it is derived of what comes, in resumed()
+        if not self.awaits_vectors:  # then it is derived of what comes, in resumed()
             self.derive_used()
 
     def hypers(self, step: int) -> list[AdamHyper]:
@@ -269,9 +269,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[SparseState]):
 
     def _scale_errors_(self, weights: Sequence[float]) -> None:
         """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
-        weight_N = torch.zeros_like(self.space.p_N)
-        for weight, span in zip(weights, self.space.spans, strict=True):
-            weight_N[span] = weight
+        weight_N = self.space.spread(weights)
         self.vectors.update_error.scale_(weight_N)
         if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
             self.handed_over = {name: residual_N * weight_N for name, residual_N in self.handed_over.items()}

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
-from thinwire.comm.protocol import FullWire, Group, Reducer
+from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_no_count
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
@@ -197,9 +197,10 @@ class WarmupOptimizer(FlatOptimizer[State]):
         self.set_ages([replace(age, unseen=None) if i in seen else age for i, age in enumerate(self.ages)])
         return raised_N
 
-    def make_reducer(self, group: Group | None, keeps: Keeps = Keeps.NOTHING) -> Reducer:
-        """As FlatOptimizer.make_reducer, keeping what it is asked to of the others. Collective."""
-        return super().make_reducer(group, self.keeps)
+    @property
+    def kept_of_others(self) -> Keeps:
+        """What is asked for: the error memory is of what is compressed."""
+        return self.keeps
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """As FlatOptimizer.choose_full_exchange.

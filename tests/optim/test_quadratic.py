@@ -25,7 +25,7 @@ def of_rank(rank, size):
 class Exact(OneBitAdam):
     """Compresses nothing: what is left is Adam under a frozen variance."""
 
-    def make_reducer(self, group, keeps=None):
+    def make_reducer(self, group):
         return CompressedAllReduce(group, self.space.layout, DenseCodec(), self.space.p_N)
 
 
@@ -41,7 +41,7 @@ class ForgetfulAllReduce(CompressedAllReduce):
 class Forgetful(OneBitAdam):
     """On the exchange that forgets."""
 
-    def make_reducer(self, group, keeps=None):
+    def make_reducer(self, group):
         return ForgetfulAllReduce(group, self.space.layout, self.codec, self.space.p_N)
 
 

@@ -125,7 +125,7 @@ class _Way:
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
         wire = schedule.full_wire(spec, spec.var_freeze_step if name == ZERO_ONE else spec.warmup_steps)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
-        # What goes into a variance alone is not sent in 8 bits (optim/engine/sending.py).
+        # What goes into a variance alone is not sent in 8 bits (FlatOptimizer.mean_wire).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         bits = one_bit(network, found.elements, found.transport, bucket)
         early = found.backward_s if spec.overlap else 0.0

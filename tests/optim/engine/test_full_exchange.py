@@ -8,6 +8,7 @@ from tests.optim.constructing import construct
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.engine import changing, stepping
 from thinwire.optim.engine.state import error_memories
 
 STEPS, WARMUP = 14, 6
@@ -295,11 +296,11 @@ def test_freezing_and_unfreezing_keep_what_was_left_out_of_every_parameter(name)
         params[0].requires_grad_(requires_grad=False)
         params[0].grad = None
         optimizer.zero_grad()
-        optimizer._follow_changes()
+        stepping.follow_changes(optimizer)
         for tensor in optimizer.space.tensors:
             assert torch.equal(residual(optimizer)[tensor.start : tensor.stop], whole[tensor.param])
         params[0].requires_grad_(requires_grad=True)
-        optimizer._follow_changes()
+        stepping.follow_changes(optimizer)
         for tensor in optimizer.space.tensors:
             assert torch.equal(residual(optimizer)[tensor.start : tensor.stop], whole[tensor.param])
         return True
@@ -334,7 +335,7 @@ def test_replicas_of_server_errors_are_those_of_the_ranks_before_again_once_bits
     def work(group):
         params, optimizer = made(group, name)
         optimizer.keeps = Keeps.REPLICA
-        optimizer.connect(group, 128)
+        changing.connect(optimizer, group, 128)
         (memory,) = error_memories(optimizer.vectors).values()
         train(optimizer, params, group.rank, range(3))
         before = (group.rank - 1) % group.size
