@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Unpack
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import ErrorMemory
+from thinwire.contract import hyperparameters
+from thinwire.contract.hyperparameters import BETAS, EPS, LR, MOMENTUM, WEIGHT_DECAY
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
-from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, refuse_no_number, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, check_group
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.saving import GRADIENT_ERROR
@@ -63,10 +65,10 @@ class Adam(DenseOptimizer[AdamState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
@@ -96,10 +98,10 @@ class Lamb(DenseOptimizer[AdamState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         *,
         bounds: LambBounds = BOUNDS,
         **options: Unpack[Options],
@@ -155,22 +157,16 @@ class SGD(DenseOptimizer[SgdState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        momentum: float = MOMENTUM.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, **options)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""
-        for name in ("lr", "momentum", "weight_decay"):
-            refuse_no_number(name, group[name])
-        refuse_out_of_range(
-            ("lr", group["lr"], "at least 0", group["lr"] >= 0),
-            ("momentum", group["momentum"], "in [0, 1)", 0 <= group["momentum"] < 1),
-            ("weight_decay", group["weight_decay"], "at least 0", group["weight_decay"] >= 0),
-        )
+        check_group(group, hyperparameters.SGD)
 
     def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> SgdHyper:
         """The hyperparameters of a group, for this step. Its momentum takes no correction."""

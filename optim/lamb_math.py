@@ -14,10 +14,19 @@ from torch import Tensor
 
 from thinwire.comm.kernels.blocks import on_device
 from thinwire.comm.layout import BYTE, Span, round_up
+from thinwire.contract.hyperparameters import (
+    COEFF_BETA,
+    FACTOR_MAX,
+    FACTOR_MIN,
+    FACTOR_THRESHOLD,
+    MAX_COEFF,
+    MIN_COEFF,
+    TRUST_RATIO,
+)
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Run
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_out_of_range
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.cuda.lamb import CudaTiles
 from thinwire.optim.kernels.lamb import Tiles, tiles_of
@@ -31,21 +40,20 @@ class LambBounds:
     fresh variance; factor_threshold: how much that may change in a step.
     """
 
-    max_coeff: float = 10.0
-    min_coeff: float = 0.01
-    coeff_beta: float = 0.9
-    factor_max: float = 4.0
-    factor_min: float = 0.5
-    factor_threshold: float = 0.1
+    max_coeff: float = MAX_COEFF.default
+    min_coeff: float = MIN_COEFF.default
+    coeff_beta: float = COEFF_BETA.default
+    factor_max: float = FACTOR_MAX.default
+    factor_min: float = FACTOR_MIN.default
+    factor_threshold: float = FACTOR_THRESHOLD.default
 
     def __post_init__(self) -> None:
-        ratio, factor = f"above 0 and at most {self.max_coeff}", f"above 0 and at most {self.factor_max}"
-        refuse_out_of_range(
-            ("min_coeff", self.min_coeff, f"{ratio}, max_coeff", 0 < self.min_coeff <= self.max_coeff),
-            ("coeff_beta", self.coeff_beta, "in [0, 1)", 0 <= self.coeff_beta < 1),
-            ("factor_min", self.factor_min, f"{factor}, factor_max", 0 < self.factor_min <= self.factor_max),
-            ("factor_threshold", self.factor_threshold, "in (0, 1)", 0 < self.factor_threshold < 1),
-        )
+        for number in TRUST_RATIO:
+            number.check(getattr(self, number.name))
+        if self.min_coeff > self.max_coeff:
+            raise ValueError(f"min_coeff = {self.min_coeff}: must be at most {self.max_coeff}, max_coeff")
+        if self.factor_min > self.factor_max:
+            raise ValueError(f"factor_min = {self.factor_min}: must be at most {self.factor_max}, factor_max")
 
 
 BOUNDS = LambBounds()

@@ -18,12 +18,14 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import FullWire
+from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
-from thinwire.optim.engine.momentum import Descent, Momentum
+from thinwire.optim.engine.momentum import Momentum
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
+from thinwire.optim.kernels.descend import Descent
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 Narrow = Literal["variance", "error_memory"]
@@ -72,10 +74,10 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         *,
         narrow: Collection[Narrow] = (),
         **options: Unpack[OneBitOptions],

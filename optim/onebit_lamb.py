@@ -36,6 +36,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.blocks import on_device, spread
 from thinwire.comm.protocol import FullWire
+from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
@@ -243,10 +244,10 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         *,
         bounds: LambBounds = BOUNDS,
         **options: Unpack[OneBitOptions],

@@ -192,7 +192,7 @@ def _regroup(
         changing.connect(optimizer, group, bucket_elements or all_n[0].bucket_elements)
         optimizer.reduce.broadcast_(optimizer.space.p_N)
         optimizer.space.write_back()
-        optimizer.send_frozen(optimizer.param_groups)
+        changing.send_frozen(optimizer, optimizer.param_groups)
         optimizer.equalise_buffers()
         return Regrouped(0, None)
     _refuse_other_frozen(all_n)

@@ -34,6 +34,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
+from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math
 from thinwire.optim.engine import schedule as plans
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum, whole_sum
@@ -100,10 +101,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = LR.default,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS.default,
+        weight_decay: float = WEIGHT_DECAY.default,
         *,
         var_freeze_step: int | None = None,
         schedule: ZeroOneSchedule = BY_DEFAULT,

@@ -21,6 +21,7 @@ from torch import Tensor
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.start import Start
+from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.given import Given, StartRefused, fill, model_tensors, opened, refuse_misfits
@@ -198,7 +199,7 @@ class Origin:
                 f"{self._at} cannot be gone on from: {error}. To begin with its weights alone, with an optimizer that "
                 "has seen nothing, say start.what = weights"
             ) from error
-        training.optimizer.agree_on_load()
+        agree_on_load(training.optimizer)
         return which.step
 
 

@@ -33,6 +33,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import (
     AttemptSuperseded,
     CheckpointId,
@@ -131,7 +132,7 @@ class Saving:
         restore(content, training)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
         with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
-            training.optimizer.agree_on_load()
+            agree_on_load(training.optimizer)
         return which.step
 
     def _prove(self, training: Trained) -> None:

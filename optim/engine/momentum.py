@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.rows import Cut, Received
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory, spread
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import ErrorMemory, Reducer, Result
-from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.kernels.descend import descend_
-
-PIECE = 1 << 20
-"""Elements for which there is scratch, where a pass is a chain of operations."""
 
 
 class OverFactors:
@@ -163,35 +158,6 @@ class Momentum:
     def follow(self, other: Momentum) -> None:
         """m is what the other one is, in rows where it is there, which are no result of this one's reducer."""
         self._m_N, self._result, self._shown, self._version = other._m_N, other._result, other._shown, other._version
-
-
-class Descent:
-    """x <- x - lr (m / (sqrt v + eps) + wd x) along a received m, in one pass over what was received. A Reader.
-
-    p: float[N], modified where it is read. v: float[N].  Source: Tang et al. 2021, Alg. 1, l. 13.
-
-    The root of v is taken anew in each step. It could be kept in place of v, but v is saved, and goes on in a second
-    warm-up: two values of it have one root, so that it could not be had back. The pass waits for memory anyway.
-    """
-
-    def __init__(self, p_N: Tensor, v_N: Tensor, h: AdamHyper) -> None:
-        self._p_N, self._v_N = p_N, v_N
-        self._lr, self._decay, self._eps = h.lr, h.lr * h.weight_decay, h.eps
-
-    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
-        """m as rows of signs."""
-        descend_(self._p_N[at], self._v_N[at], rows, self._lr, self._decay, self._eps, table)
-
-    def values(self, at: slice, values: Tensor) -> None:
-        """m as floats, 0 where dead."""
-        for start in range(at.start, at.stop, PIECE):
-            part = slice(start, min(start + PIECE, at.stop))
-            step = torch.sqrt(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()
-            step.mul_(values[start - at.start : part.stop - at.start]).mul_(self._lr)
-            p = self._p_N[part]
-            if self._decay:
-                p.mul_(1 - self._decay)
-            p.sub_(step)
 
 
 def next_momentum_(z_N: Tensor, m_N: Tensor, g_N: Tensor, beta1: float) -> None:

@@ -25,13 +25,14 @@ from thinwire.comm.errors import CommError
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
+from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine import changing, saving, shares, state_dicts, stepping
 from thinwire.optim.engine.ages import Age, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
-from thinwire.optim.engine.hyperparameters import AdamHyper, check_adam_group
+from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.loss_scaling import forget_scaler
 from thinwire.optim.engine.memory import bytes_per_parameter
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of
@@ -67,6 +68,8 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
     """
 
+    space: FlatSpace
+
     bucket_elements: int = 0
     """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
 
@@ -86,7 +89,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (optim.engine.undone)."""
 
     error_lost: dict[str, float] | None = None
-    """What the last regroup() after a death has lost of the error memory (optim.regroup); None before one."""
+    """What the last regroup() after a death has lost of the error memory; None before one."""
 
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
@@ -156,7 +159,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
-        check_adam_group(group)
+        check_group(group, ADAM)
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""

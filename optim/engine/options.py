@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import FullWire, Group
-from thinwire.optim.engine.hyperparameters import refuse_no_number, refuse_out_of_range
+from thinwire.contract.hyperparameters import MAX_GRAD_NORM
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
@@ -65,9 +65,7 @@ class CheckedOptions:
     topology: Topology = "flat"
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is not None:
-            refuse_no_number("max_grad_norm", self.max_grad_norm)
-            refuse_out_of_range(("max_grad_norm", self.max_grad_norm, "above 0", self.max_grad_norm > 0))
+        MAX_GRAD_NORM.check(self.max_grad_norm)
         if self.non_finite not in ("raise", "skip"):
             raise ValueError(f'non_finite = {self.non_finite!r}: must be "raise" or "skip"')
         if self.full_exchange not in (None, "fp32", "bf16", "int8"):

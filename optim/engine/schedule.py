@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import floor, log2
 
-from thinwire.optim.engine.hyperparameters import refuse_no_count
+from thinwire.contract.hyperparameters import (
+    DENSE_STEPS,
+    LOCAL_STEP_CLIPPER,
+    LOCAL_STEP_SCALER,
+    VAR_UPDATE_SCALER,
+    ZERO_ONE_SCHEDULE,
+)
 
 LONGEST_INTERVAL = 16
 """Steps between two syncs of 0/1 Adam.  [Lu et al. 2022, sec. 6]"""
@@ -67,17 +73,14 @@ class ZeroOneSchedule:
     is not known, or local_step_scaler is given.
     """
 
-    dense_steps: int | None = None
-    var_update_scaler: int = 16
-    local_step_scaler: int | None = None
-    local_step_clipper: int | None = None
+    dense_steps: int | None = DENSE_STEPS.default
+    var_update_scaler: int = VAR_UPDATE_SCALER.default
+    local_step_scaler: int | None = LOCAL_STEP_SCALER.default
+    local_step_clipper: int | None = LOCAL_STEP_CLIPPER.default
 
     def __post_init__(self) -> None:
-        refuse_no_count("dense_steps", self.dense_steps, 0)
-        for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper"):
-            refuse_no_count(name, getattr(self, name), 1)
-        if self.var_update_scaler is None:
-            raise ValueError("var_update_scaler = None: must be a whole number, at least 1")
+        for number in ZERO_ONE_SCHEDULE:
+            number.check(getattr(self, number.name))
 
 
 BY_DEFAULT = ZeroOneSchedule()

@@ -6,11 +6,45 @@ bit, so that replicas stay equal.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded, root
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
+
+PIECE = 1 << 20
+"""Elements for which there is scratch, where a pass is a chain of operations."""
+
+
+class Descent:
+    """x <- x - lr (m / (sqrt v + eps) + wd x) along a received m, in one pass over what was received. A Reader.
+
+    p: float[N], modified where it is read. v: float[N].  Source: Tang et al. 2021, Alg. 1, l. 13.
+
+    The root of v is taken anew in each step. It could be kept in place of v, but v is saved, and goes on in a second
+    warm-up: two values of it have one root, so that it could not be had back. The pass waits for memory anyway.
+    """
+
+    def __init__(self, p_N: Tensor, v_N: Tensor, h: AdamHyper) -> None:
+        self._p_N, self._v_N = p_N, v_N
+        self._lr, self._decay, self._eps = h.lr, h.lr * h.weight_decay, h.eps
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """m as rows of signs."""
+        descend_(self._p_N[at], self._v_N[at], rows, self._lr, self._decay, self._eps, table)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """m as floats, 0 where dead."""
+        for start in range(at.start, at.stop, PIECE):
+            part = slice(start, min(start + PIECE, at.stop))
+            step = torch.sqrt(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()
+            step.mul_(values[start - at.start : part.stop - at.start]).mul_(self._lr)
+            p = self._p_N[part]
+            if self._decay:
+                p.mul_(1 - self._decay)
+            p.sub_(step)
 
 
 def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:

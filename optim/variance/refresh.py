@@ -51,13 +51,3 @@ def weight_of(gap: int, age: int, beta2: float, part: float = PART) -> float:
     if beta2 >= 1:
         return 0.0
     return min((1 - beta2**gap) / (1 - beta2**age), part)
-
-
-def checked_part(part: float | None) -> float | None:
-    """Raises: ValueError where that is no part of an age."""
-    if part is None or (isinstance(part, (int, float)) and not isinstance(part, bool) and 0 < part <= 1):
-        return part
-    raise ValueError(
-        f"refresh = {part!r}: the part of its age after which a frozen variance is brought up to date, above 0 and at "
-        "most 1; or None: 1/16 where the optimizer finds the freeze by itself, else never"
-    )

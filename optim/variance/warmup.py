@@ -19,13 +19,14 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
 from thinwire.comm.protocol import FullWire
+from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, REFRESH, TOTAL_STEPS
 from thinwire.optim import adam_math
-from thinwire.optim.engine.hyperparameters import AdamHyper, refuse_no_count
+from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.refresh import PART, checked_part, gap_after, weight_of
+from thinwire.optim.variance.refresh import PART, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,9 @@ class WarmupOptimizer(FlatOptimizer[State]):
         refresh: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.refresh = checked_part(refresh)
-        refuse_no_count("total_steps", total_steps, 1)
-        refuse_no_count("lr_warmup_steps", lr_warmup_steps, 0)
+        for number, value in ((REFRESH, refresh), (TOTAL_STEPS, total_steps), (LR_WARMUP_STEPS, lr_warmup_steps)):
+            number.check(value)
+        self.refresh = refresh
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
         super().__init__(params, defaults, **options)

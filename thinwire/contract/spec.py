@@ -1,7 +1,8 @@
 """What a user asks for: TrainSpec, a recipe of ours; ScriptSpec, a script of the user's own. Torch-free.
 
-The contract between the service and the workers: every default of a job lives here. The world size never changes the
-mathematics: the global batch is fixed by the spec and each worker's share is derived from it.
+The contract between the service and the workers: every default of a job lives here, those of hyperparameters in
+hyperparameters.py. The world size never changes the mathematics: the global batch is fixed by the spec and each
+worker's share is derived from it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from thinwire.contract import hyperparameters as declared
 from thinwire.contract import script, start, stores
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
@@ -109,6 +111,15 @@ class Digits(_Frozen):
     validation_fraction: Fraction = 1 / 3
 
 
+def _field(number: declared.Number, default: Any = None, **otherwise: float | None) -> Any:
+    """A field of a declared number. default: another one. otherwise: bounds that a job file has and the number not."""
+    bounds = {"ge": number.at_least, "gt": number.above, "le": number.at_most, "lt": number.below, **otherwise}
+    given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    if number.about:
+        given["description"] = number.about
+    return Field(number.default if default is None else default, **given)
+
+
 class _FullExchange(_Frozen):
     full_exchange: Literal["fp32", "bf16", "int8"] | None = Field(
         None,
@@ -119,15 +130,17 @@ class _FullExchange(_Frozen):
 
 
 class _AdamHyper(_FullExchange):
-    lr: float = Field(1e-3, gt=0.0)
-    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(gt=0.0, lt=1.0)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    betas: tuple[Annotated[float, _field(declared.BETA1, ...)], Annotated[float, _field(declared.BETA2, ...)]] = (
+        declared.BETAS
+    )
+    eps: float = _field(declared.EPS)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
 
 
 class _TrustRatio(_Frozen):
-    max_coeff: float = Field(10.0, gt=0.0, description="largest ratio ||x|| / ||u|| of a tensor")
-    min_coeff: float = Field(0.01, gt=0.0, description="smallest ratio ||x|| / ||u|| of a tensor")
+    max_coeff: float = _field(declared.MAX_COEFF)
+    min_coeff: float = _field(declared.MIN_COEFF)
 
 
 class _Freezing(_Frozen):
@@ -137,13 +150,7 @@ class _Freezing(_Frozen):
 
 
 class _Compressing(_Frozen):
-    refresh: float | None = Field(
-        None,
-        gt=0.0,
-        le=1.0,
-        description="part of its age after which a frozen variance is brought up to date, by one exchange in full; "
-        "null: 1/16 where the optimizer finds the freeze by itself, else never",
-    )
+    refresh: float | None = _field(declared.REFRESH)
 
     @model_validator(mode="before")
     @classmethod
@@ -172,10 +179,10 @@ class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing, _Compressing):
     """1-bit LAMB (arXiv 2104.06069): dense LAMB for `warmup`, then the momentum is exchanged in one bit."""
 
     name: Literal["onebit_lamb"]
-    coeff_beta: float = Field(0.9, ge=0.0, lt=1.0, description="how slowly the average trust ratio moves")
-    factor_max: float = Field(4.0, gt=0.0, description="bounds of the ratio of frozen to fresh variance")
-    factor_min: float = Field(0.5, gt=0.0)
-    factor_threshold: float = Field(0.1, gt=0.0, lt=1.0, description="how much that ratio may change in a step")
+    coeff_beta: float = _field(declared.COEFF_BETA)
+    factor_max: float = _field(declared.FACTOR_MAX)
+    factor_min: float = _field(declared.FACTOR_MIN)
+    factor_threshold: float = _field(declared.FACTOR_THRESHOLD)
 
 
 class ZeroOneAdamSpec(_AdamHyper, _Compressing):
@@ -187,22 +194,10 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
         description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup "
         "and dense_steps are over",
     )
-    dense_steps: Whole | None = Field(
-        None,
-        ge=0,
-        description="first steps, which are Adam's and uncompressed; null: 1 / (1 - beta2), or where that is fewer a "
-        "part of the run: six tenths in 8 bits, four in bf16, two in fp32",
-    )
-    var_update_scaler: Whole = Field(16, ge=1, description="updates of the variance until the gap between them doubles")
-    local_step_scaler: Whole | None = Field(
-        None, ge=1, description="steps after which the gap between syncs doubles; null: it follows the learning rate"
-    )
-    local_step_clipper: Whole | None = Field(
-        None,
-        ge=1,
-        description="longest gap between syncs, steps; null: a thousandth of the run, from 1 to 16, and 16 with "
-        "local_step_scaler",
-    )
+    dense_steps: Whole | None = _field(declared.DENSE_STEPS)
+    var_update_scaler: Whole = _field(declared.VAR_UPDATE_SCALER)
+    local_step_scaler: Whole | None = _field(declared.LOCAL_STEP_SCALER)
+    local_step_clipper: Whole | None = _field(declared.LOCAL_STEP_CLIPPER)
 
 
 class AdamSpec(_AdamHyper):
@@ -221,9 +216,9 @@ class SgdSpec(_FullExchange):
     """SGD with momentum and coupled decay, as torch.optim.SGD has it."""
 
     name: Literal["sgd"]
-    lr: float = Field(1e-3, gt=0.0)
-    momentum: float = Field(0.9, ge=0.0, lt=1.0)
-    weight_decay: float = Field(0.0, ge=0.0)
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    momentum: float = _field(declared.MOMENTUM)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
 
 
 class LrSchedule(_Frozen):

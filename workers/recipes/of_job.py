@@ -45,13 +45,14 @@ class OfJob(Recipe):
     def optimizer(self, params: Iterable[Any], group: Group) -> FlatOptimizer[Any]:
         """The one that the spec names."""
         made = OPTIMIZERS[self.spec.optimizer.name].sized(self.spec.bucket_elements or self.bucket_elements)
-        return made(
+        optimizer: FlatOptimizer[Any] = made(
             params,
             group=group,
             overlap=self.spec.overlap,
             topology=self.spec.topology,
             **hyperparameters(self.spec),
         )
+        return optimizer
 
     def lr(self, step: int) -> float:
         """As the spec's schedule has it."""

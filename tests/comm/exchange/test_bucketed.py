@@ -11,7 +11,7 @@ from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.fused_reference import root
 from thinwire.comm.layout import VectorLayout
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.engine.momentum import Descent
+from thinwire.optim.kernels.descend import Descent
 
 CUTS = (64, 200, 504, LAYOUT.numel)
 """Elements of a bucket: many, some, a few, one."""

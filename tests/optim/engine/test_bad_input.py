@@ -179,7 +179,7 @@ def damaged(state):
     yield {**state, "param_groups": [{}]}, r"param_groups\[0\] without \['lr'"
     yield {**state, "param_groups": [{**group, "lr": -1.0}]}, "lr = -1.0"
     yield {**state, "param_groups": [{**group, "lr": "fast"}]}, "'fast'"
-    yield {**state, "param_groups": [{**group, "lr": float("inf")}]}, "lr = inf: must be at least 0, and finite"
+    yield {**state, "param_groups": [{**group, "lr": float("inf")}]}, "lr = inf: must be a finite number, at least 0"
     yield {**state, "param_groups": [{**group, "betas": (0.9,)}]}, r"betas.*\(0.9,\)"
     yield {**state, "master": torch.ones(3)}, "master"
     for name, residual in state["residuals"].items():

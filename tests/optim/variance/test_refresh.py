@@ -203,5 +203,5 @@ def test_where_it_is_asked_to_v_is_brought_up_to_date_after_a_freeze_that_was_gi
 
 @pytest.mark.parametrize("part", [0, -1, 1.5, True, "often", float("nan")])
 def test_a_part_that_is_none_is_refused(part):
-    with pytest.raises(ValueError, match=r"refresh = .*: the part of its age"):
+    with pytest.raises(ValueError, match=r"refresh = .*: must be a finite number, above 0, at most 1, or None"):
         made("onebit_adam", refresh=part)
