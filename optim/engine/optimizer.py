@@ -32,6 +32,7 @@ from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
+from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.loss_scaling import forget_scaler
 from thinwire.optim.engine.memory import bytes_per_parameter
@@ -464,17 +465,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
         Raises: PeerLost.
         """
-        if self.overlap.exchange is not None:
-            with heeded(self), self.calling(f"zero_grad() after step {self.num_steps}"):
-                self.overlap.abandon()
-        else:
-            self.overlap.abandon()
-        for param in changing.others(self):
-            param.grad = None
-        if self.overlaps and set_to_none:
-            self.space.drop_gradients()
-        else:
-            self.space.zero_gradients(set_to_none)
+        stepping.clear_gradients(self, set_to_none)
 
     def equalise_buffers(self) -> None:
         """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.

@@ -23,6 +23,7 @@ from thinwire.optim.engine.orphans import refuse_edited, refuse_orphans
 from thinwire.optim.engine.parameters import without_gradient
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import error_memories
+from thinwire.optim.engine.undone import heeded
 
 if TYPE_CHECKING:  # it imports this module
     from thinwire.optim.engine.optimizer import FlatOptimizer
@@ -94,6 +95,21 @@ def _gather_gradients(optimizer: FlatOptimizer[Any]) -> None:
     space.gather_gradients(overlap.taken)
     refuse_orphans([space.tensors[i] for i in space.quiet], optimizer)
     unscale_(space.g_N, optimizer)
+
+
+def clear_gradients(optimizer: FlatOptimizer[Any], set_to_none: bool) -> None:
+    """As FlatOptimizer.zero_grad: what a backward has sent that no step() followed is undone first. Collective then."""
+    if optimizer.overlap.exchange is not None:
+        with heeded(optimizer), optimizer.calling(f"zero_grad() after step {optimizer.num_steps}"):
+            optimizer.overlap.abandon()
+    else:
+        optimizer.overlap.abandon()
+    for param in changing.others(optimizer):
+        param.grad = None
+    if optimizer.overlaps and set_to_none:
+        optimizer.space.drop_gradients()
+    else:
+        optimizer.space.zero_gradients(set_to_none)
 
 
 def begin_early(optimizer: FlatOptimizer[Any]) -> Exchange | str:

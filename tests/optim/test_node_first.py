@@ -16,6 +16,7 @@ from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim.engine import shares
 from thinwire.optim.engine.health import health
 from thinwire.optim.engine.state import error_memories
+from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.optim.regroup import hand_over
 from thinwire.optim.saves import together as of_all
 
@@ -86,7 +87,7 @@ def test_shares_go_from_either_topology_to_either_with_their_r(topology, name):
             loaded = one(name, again, group, topology=other)
             again.load_state_dict(weights)
             loaded.load_state_dict(share)
-            loaded.agree_on_load()
+            agree_on_load(loaded)
             for key, memory in error_memories(loaded.vectors).items():
                 assert (memory.residual() - due[key]).abs().max() <= 8 * EPS * due[key].abs().max()
                 assert not memory.is_behind
