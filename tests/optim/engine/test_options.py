@@ -56,6 +56,12 @@ def test_the_arguments_of_a_constructor_are_few_and_those_that_its_help_can_say(
 
 
 @pytest.mark.parametrize("made", TAKES)
+def test_three_classes_stand_between_an_optimizer_and_torchs(made):
+    between = [cls for cls in made.__mro__[1:] if issubclass(cls, torch.optim.Optimizer)]
+    assert len(between) - 1 <= 3, between
+
+
+@pytest.mark.parametrize("made", TAKES)
 def test_a_keyword_that_is_none_is_refused_by_name(made):
     with pytest.raises(TypeError, match=rf"{made.__name__}.*unexpected keyword argument 'overlaps'.*overlap"):
         made(parameters(), overlaps=True)
