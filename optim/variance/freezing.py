@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from math import inf
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.momentum import Momentum, next_momentum_
+from thinwire.optim.engine.momentum import next_momentum_
+from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import replicated
@@ -35,29 +36,17 @@ HELD_OFF_AT = "held_off_at"
 """Among the saved values: the step at which the warm-up would have ended, and did not."""
 
 
-class HasMoments(Protocol):
-    """A state with the variance that is going to be frozen, and the momentum that is exchanged then."""
-
-    momentum: Momentum
-    v_N: Tensor
-    momentum_error: ErrorMemory
-
-    @property
-    def m_N(self) -> Tensor:
-        """The momentum."""
-
-
-FreezingState = TypeVar("FreezingState", bound=HasMoments)
-
-
 class OneBitOptions(CompressedOptions, total=False):
     """The keywords of FreezingOptimizer, for the constructors that hand them on."""
 
     warmup: int | Literal["auto"]
 
 
-class FreezingOptimizer(WarmupOptimizer[FreezingState]):
+class FreezingOptimizer(WarmupOptimizer[State]):
     """A WarmupOptimizer whose variance is frozen, corrected and floored, at the end of its warm-up.
+
+    Its state has the momentum, which is exchanged from then on, and the error memory of that: momentum, m_N, v_N,
+    momentum_error.
 
     warmup: uncompressed steps, at least 1; the step after them is the first compressed one. "auto" ends the warm-up
     when the variance has become stable (when_to_freeze.py); total_steps and lr_warmup_steps of the run sharpen it.

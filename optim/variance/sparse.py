@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
+from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
@@ -53,25 +54,11 @@ OF_GRADIENTS = "errors_of_gradients"
 """Among the saved values while R is that of 8-bit gradients, in the dense start; else it is of sums."""
 
 
-class HasUsed(Protocol):
-    """A state with a variance, with that as it is used, which is derived from it, and with R of the sums."""
-
-    v_N: Tensor
-    used_N: Tensor | None
-    update_error: ErrorMemory
-
-    @property
-    def used(self) -> Tensor:
-        """v as it is used: v itself where used_N is None."""
-
-
-SparseState = TypeVar("SparseState", bound=HasUsed)
-
-
-class SparseVarianceOptimizer(WarmupOptimizer[SparseState]):
+class SparseVarianceOptimizer(WarmupOptimizer[State]):
     """A WarmupOptimizer that divides by v as it was at the last update of it, and from the freeze on for good.
 
-    var_freeze_step: as in VarianceFreeze. options: as in WarmupOptimizer.
+    var_freeze_step: as in VarianceFreeze. options: as in WarmupOptimizer. Its state has v_N, v as it is used (used_N,
+    where it is not v itself) and the error memory of the sums (update_error).
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -37,12 +37,6 @@ LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
 
-class HasVariance(Protocol):
-    """A state with the variance that is going to be frozen."""
-
-    v_N: Tensor
-
-
 class CompressedOptions(Options, total=False):
     """The keywords of WarmupOptimizer, for the constructors that hand them on."""
 
@@ -54,7 +48,8 @@ class CompressedOptions(Options, total=False):
 class WarmupOptimizer(FlatOptimizer[State]):
     """A FlatOptimizer whose warm-up ends with a frozen variance.
 
-    1-bit Adam and 1-bit LAMB compress from there on, 0/1 Adam before it too (engine/schedule.py).
+    1-bit Adam and 1-bit LAMB compress from there on, 0/1 Adam before it too (engine/schedule.py). Its state has the
+    variance, v_N.
 
     total_steps, lr_warmup_steps: of the run, where known.
     refresh: the part of its age after which a frozen variance is brought up to date (refresh.py), above 0, at most 1.
@@ -131,7 +126,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
 
     def keep_refreshed(self, step: int) -> None:
         """Floor the v that `step` has brought up to date, and note it."""
-        v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
+        v_N, layout = self.vectors.v_N, self.space.layout
         raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
         self.evidence["variance_refreshes"] = self.evidence.get("variance_refreshes", 0) + 1
@@ -183,7 +178,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
 
         seen: the updates that each has had, by its number.
         """
-        v_N, layout = cast(HasVariance, self.vectors).v_N, self.space.layout
+        v_N, layout = self.vectors.v_N, self.space.layout
         places = [slice(self.space.tensors[i].start, self.space.tensors[i].stop) for i in seen]
         for at, t in zip(places, seen.values(), strict=True):
             (group,) = [group for _, group in self.groups_in(at)]
