@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.kernels.blocks import on_device, spread
+from thinwire.comm.kernels.blocks import on_device
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math, lamb_math
@@ -239,6 +239,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
     """
 
     fresh: ClassVar[Mapping[str, float]] = {"scaling_T": 1.0, "factor_T": 1.0}
+    exchanged_times = "scaling_T"
     warmup_part = LAMB_WARMUP_PART
 
     def __init__(
@@ -315,12 +316,6 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         self.saved[SUMMED_FROM] = now
         return None if since is None else sums.root_mean_square(sum_N, g_N, now - since, zeros_t, live)
 
-    @property
-    def exchanged_per_m(self) -> Tensor:
-        """Momenta are exchanged times k."""
-        k_T: Tensor = self.vectors.scaling_T
-        return k_T
-
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
         s = self.vectors
@@ -392,14 +387,6 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
             at = slice(tensor.start, tensor.stop)
             s.fresh_v_N[at] = 0 if self.refreshes else torch.where(raised_N[at], torch.inf, s.v_N[at])
         return raised_N
-
-    def as_momentum_(self, residual_N: Tensor) -> None:
-        """Momenta are exchanged times k."""
-        residual_N.div_(spread(self.vectors.scaling_T, self.space.layout))
-
-    def as_exchanged_(self, momentum_N: Tensor, vectors: dict[str, Tensor]) -> None:
-        """Momenta are exchanged times k."""
-        momentum_N.mul_(spread(vectors["scaling_T"], self.space.layout))
 
     def _parts(self) -> list[TensorSegments]:
         return [part for parts in self.segments for part in parts]

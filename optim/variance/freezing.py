@@ -23,7 +23,6 @@ from thinwire.optim.engine.momentum import next_momentum_
 from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
-from thinwire.optim.engine.state import replicated
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
@@ -53,6 +52,9 @@ class FreezingOptimizer(WarmupOptimizer[State]):
     After a large change of the global batch (set_global_batch) the warm-up begins again.
     options: as in WarmupOptimizer.
     """
+
+    exchanged_times: ClassVar[str | None] = None
+    """The field of the state, float[tensors], that the momentum is exchanged times; None: as it is."""
 
     warmup_part: ClassVar[Mapping[FullWire, float]] = WARMUP_PART
     """Of a run that is shorter than what v remembers, by how full exchanges are sent."""
@@ -102,17 +104,12 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         """With the automatic rule."""
         return self.warmup == "auto"
 
-    @property
-    def exchanged_per_m(self) -> Tensor | None:
-        """How many times the momentum of each tensor is what is exchanged, float[tensors]; None: it is the momentum."""
-        return None
-
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """The mean gradient in warm-up; then the momentum, from what was received last where that is what m is."""
         s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
-        factor_T = self.exchanged_per_m
+        factor_T = self._exchanged_per_m
         betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
         if all(len(betas) == 1 for betas in betas_K):
             s.momentum.refuse_written()
@@ -130,15 +127,6 @@ class FreezingOptimizer(WarmupOptimizer[State]):
             return z_b
 
         return formed_sum(reduce, s.momentum_error, form)
-
-    def as_momentum_(self, residual_N: Tensor) -> None:
-        """residual <- what it is in units of m, in place. As it is, unless m is exchanged in another scale."""
-
-    def as_exchanged_(self, momentum_N: Tensor, vectors: dict[str, Tensor]) -> None:
-        """momentum <- what it is in the scale in which m is exchanged, in place: the inverse of as_momentum_.
-
-        vectors: replicated ones of the state whose scale it is.
-        """
 
     @property
     def common_age(self) -> Age:
@@ -210,18 +198,32 @@ class FreezingOptimizer(WarmupOptimizer[State]):
             return
         factor = self.saved[SHORTENED] = 1.0 if self.space.shortened_by is None else float(self.space.shortened_by)
         weight_N = self.gradient_weights().mul_(factor)
-        self.as_exchanged_(weight_N, replicated(self.vectors))
+        self._times_(weight_N, self._exchanged_per_m)
         self.vectors.momentum_error.scale_(weight_N)
         of_param = {param: group for group in self.param_groups for param in group["params"]}
         for param, state in self.parked.items():
             weight = self.gradient_weight(of_param[param]) * factor
             state.residuals["momentum_error"] = state.residuals["momentum_error"] * (_scale_of(state) * weight)
 
+    @property
+    def _exchanged_per_m(self) -> Tensor | None:
+        return None if self.exchanged_times is None else getattr(self.vectors, self.exchanged_times)
+
+    def _times_(self, x_N: Tensor, factor_T: Tensor | None) -> None:
+        """x <- x times the factor of each tensor."""
+        if factor_T is not None:
+            x_N.mul_(spread(factor_T, self.space.layout))
+
+    def as_momentum_(self, residual_N: Tensor) -> None:
+        """residual <- what it is in units of m, in place."""
+        if (factor_T := self._exchanged_per_m) is not None:
+            residual_N.div_(spread(factor_T, self.space.layout))
+
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""
         if self.full_exchange == "int8" and self.frozen_at is None and plain["frozen_at"] is not None:
             weight_N = self.gradient_weights().mul_(plain["saved"].get(SHORTENED, 1.0))
-            self.as_exchanged_(weight_N, vectors)
+            self._times_(weight_N, None if self.exchanged_times is None else vectors[self.exchanged_times])
             part_N.mul_(weight_N)
 
     def begin_again(self) -> None:
