@@ -22,13 +22,13 @@ SELDOM = {
         "optim.variance.freezing.FreezingOptimizer.update",
         "optim.variance.freezing.FreezingOptimizer._count_as_momentum_",
         "optim.onebit_lamb.OneBitLamb.on_freeze",
-        "optim.variance.sparse.StaleVariance.use_",
+        "optim.variance.sparse.SparseVarianceOptimizer._use_",
     },
     "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.sums.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
     | {
-        "optim.variance.sparse.StaleVariance.use_",
-        "optim.variance.sparse.StaleVariance.counts",
+        "optim.variance.sparse.SparseVarianceOptimizer._use_",
+        "optim.variance.sparse.SparseVarianceOptimizer._counts",
         "optim.variance.sparse.SparseVarianceOptimizer.count_as_sum_",
     },
     "the automatic rule tests": {
