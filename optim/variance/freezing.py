@@ -25,7 +25,6 @@ from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
@@ -70,10 +69,14 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         self.warmup = _checked_warmup(warmup, options.get("total_steps"))
         self.stability: VarianceStability | None = None
         super().__init__(params, defaults, **options)
-        self.outlook = Outlook()
-        self._tell_outlook()
-        if self.group.rank == 0 and self.group.size > 1:
-            self.outlook.told_at_the_end_of(self)
+
+    def compression_begins(self) -> tuple[int, int | None, str]:
+        """As WarmupOptimizer.compression_begins."""
+        by, rule = f"warmup={self.warmup}", self.stability
+        if rule is not None:
+            return rule.earliest_end + 1, None if rule.latest_end is None else rule.latest_end + 1, by
+        assert self.warmup != "auto"
+        return self.warmup + 1, self.warmup + 1, by
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -290,18 +293,6 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         """As FlatOptimizer.stats; with the automatic rule also its ratios as [step, ratio] and why it ended warm-up."""
         ratios = [] if self.stability is None else [list(pair) for pair in self.stability.evidence]
         return {**super().stats(), **({"variance_ratios": ratios} if ratios else {})}
-
-    def _tell_outlook(self) -> None:
-        """Work out when compression can begin, and say it in the log."""
-        rule = self.stability
-        earliest = latest = None if self.warmup == "auto" else self.warmup + 1
-        if rule is not None:
-            earliest = rule.earliest_end + 1
-            latest = None if rule.latest_end is None else rule.latest_end + 1
-        self.outlook.begins, self.outlook.certain = earliest or 0, self.total_steps is not None
-        if self.group.rank == 0 and self.group.size > 1:
-            log = "compression_begins earliest_step=%s latest_step=%s warmup=%s total_steps=%s"
-            logger.info(log, earliest, latest, self.warmup, self.total_steps)
 
     def _give_out(self, residual_N: Tensor) -> None:
         """m <- m + R, R <- 0. residual: R of the momentum, modified."""

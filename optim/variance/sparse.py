@@ -26,7 +26,6 @@ from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 
@@ -74,16 +73,11 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         self.freeze = VarianceFreeze(defaults["betas"][1], var_freeze_step, *of_run)
         self.schedule = schedule
         super().__init__(params, defaults, **options)
-        self.outlook = Outlook(begins=self._begins(), certain=self.total_steps is not None)
-        if self.group.rank == 0 and self.group.size > 1:
-            logger.info(
-                "compression_begins earliest_step=%d latest_step=%d dense_steps=%d total_steps=%s",
-                self.outlook.begins,
-                self.dense_until + 1,
-                self.dense_until,
-                self.total_steps,
-            )
-            self.outlook.told_at_the_end_of(self)
+
+    def compression_begins(self) -> tuple[int, int | None, str]:
+        """As WarmupOptimizer.compression_begins: after the dense start, or after a freeze that comes before its end."""
+        given, dense = self.freeze.var_freeze_step, self.dense_until
+        return 1 + (dense if given is None else min(given, dense)), dense + 1, f"dense_steps={dense}"
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -170,11 +164,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         """Updates of v that every tensor has had."""
         seen = [run.seen(self.num_updates) for run in self.runs]
         return min((t for t in seen if t is not None), default=self.num_updates)
-
-    def _begins(self) -> int:
-        """The first step that may be compressed: after the dense start, or after a freeze that comes before its end."""
-        given = self.freeze.var_freeze_step
-        return 1 + (self.dense_until if given is None else min(given, self.dense_until))
 
     @property
     def updates_early(self) -> bool:

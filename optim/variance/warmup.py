@@ -26,6 +26,7 @@ from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.refresh import PART, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 
@@ -73,6 +74,16 @@ class WarmupOptimizer(FlatOptimizer[State]):
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
         super().__init__(params, defaults, **options)
+        earliest, latest, by = self.compression_begins()
+        self.outlook = Outlook(begins=earliest, certain=total_steps is not None)
+        if self.group.rank == 0 and self.group.size > 1:
+            log = "compression_begins earliest_step=%s latest_step=%s %s total_steps=%s"
+            logger.info(log, earliest, latest, by, total_steps)
+            self.outlook.told_at_the_end_of(self)
+
+    @abstractmethod
+    def compression_begins(self) -> tuple[int, int | None, str]:
+        """The first step that may be compressed, the last step that may be the first, if known; by what, in words."""
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse steps that are none. Raises: ValueError."""
