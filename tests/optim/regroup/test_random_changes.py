@@ -35,7 +35,7 @@ class Story:
         if draw.random() < 0.4:
             more["full_exchange"] = draw.choice(["fp32", "bf16", "int8"])
         if name == "onebit_adam":
-            more |= {key: "bf16" for key in ("variance", "error_memory") if draw.random() < 0.35}
+            more["narrow"] = [one for one in ("variance", "error_memory") if draw.random() < 0.35]
         if name != "zero_one_adam" and draw.random() < 0.3:
             more["refresh"] = 0.4
         more |= {"overlap": draw.random() < 0.3, "max_grad_norm": draw.choice([None, None, 0.1])}

@@ -389,7 +389,7 @@ def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, s
     assert step == (STEP + 1 if forward else STEP)
     assert stay[0].told.lost == (dead,)
     assert stay[0].told.server_lost == ()
-    held, kept = undisturbed("onebit_adam", size, step, "l2")
+    held, kept = undisturbed("onebit_adam", size, step)
     assert torch.equal(stay[0].held(), held)
     mean_N = sum(kept[i][name][0] for i in range(dead)) / dead
     whole_N = mean_N + sum(own[name][1] for own in kept)
