@@ -1,17 +1,16 @@
-"""One cell of the matrix: a deed done to our optimizer and to torch's, and what is wrong with what came of it."""
+"""One cell: a case done to our optimizer and to torch's, and what is wrong with what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.optim.anyones_loop.deed import Cell, When
+from tests.optim.anyones_loop.cases import Cell, When
 from tests.optim.anyones_loop.loop import WARMUP, Loop, ours, theirs
 from tests.optim.seeded import seeded
 from thinwire.comm import CommError
@@ -19,22 +18,22 @@ from thinwire.comm.protocol import Group
 
 STEPS = 18
 DONE_AFTER = {When.UNMADE: 0, When.MADE: 0, When.WARMUP: WARMUP // 2, When.COMPRESSED: WARMUP + 5}
-"""Steps before the deed. The last is between two syncs of 0/1 Adam."""
+"""Steps before it is done. The last is between two syncs of 0/1 Adam."""
 EXACT = {"adam": 2e-6, "sgd": 2e-6}
 """Of optimizers that take torch's steps: how far a parameter may be from torch's, by rounding alone."""
 FALL = 0.4
-"""Of the others: how much of the fall of the logarithm of AdamW's loss, since the deed, theirs has at least."""
+"""Of the others: how much of the fall of the logarithm of AdamW's loss, since then, theirs has at least."""
 MOVED = 0.1
-"""How far each tensor has moved since the deed, at least, of the distance that torch's has."""
+"""How far each tensor has moved since then, at least, of the distance that torch's has."""
 CLEAR = (ValueError, TypeError, RuntimeError, CommError)
-"""What a user is told an error by."""
+"""What a user learns of an error by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a rank's user holds at last. values, moved: of each tensor that is trained, by name; moved since the deed.
+    """What a rank's user holds at last. values, moved: of each tensor that is trained, by name.
 
-    before: the loss when the deed had been done.
+    moved: since it was done. before: the loss when it had been done.
     """
 
     values: dict[str, Tensor]
@@ -43,15 +42,28 @@ class Trained:
     loss: float
 
 
-def trained(cell: Cell, group: Group, make: Callable[[Iterable[Any]], Any]) -> Trained:
-    """Train through the deed, on this rank."""
-    loop = Loop(seeded(0, cell.deed.net), group, make)
+def by_torch(cell: Cell, group: Group) -> Trained:
+    """The measure of this cell."""
+    none_is_zero = cell.case.none_is_zero
+    return _trained(cell, group, lambda params: theirs(cell.optimizer, params, group, none_is_zero=none_is_zero))
+
+
+def by_us(cell: Cell, group: Group) -> Trained | Exception:
+    """What our optimizer makes of it: the error where it raises one."""
+    try:
+        return _trained(cell, group, lambda params: ours(cell.optimizer, params, group, overlap=cell.overlap))
+    except CLEAR as error:
+        return error
+
+
+def _trained(cell: Cell, group: Group, make: Callable[[Iterable[Any]], Any]) -> Trained:
+    loop = Loop(seeded(0, cell.case.net), group, make)
     if cell.when is When.UNMADE:
-        cell.deed.do(loop)
+        cell.case.do(loop)
     loop.make_optimizer()
     loop.train(DONE_AFTER[cell.when])
     if cell.when is not When.UNMADE:
-        cell.deed.do(loop)
+        cell.case.do(loop)
     start = {name: param.detach().clone() for name, param in loop.net.named_parameters()}
     before = loop.evaluate()
     loop.train(STEPS - loop.step)
@@ -62,25 +74,6 @@ def trained(cell: Cell, group: Group, make: Callable[[Iterable[Any]], Any]) -> T
     values = {name: param.detach().clone() for name, param in loop.net.named_parameters() if param.requires_grad}
     moved = {name: float((value - start[name]).norm()) for name, value in values.items()}
     return Trained(values, moved, before, loop.evaluate())
-
-
-def by_torch(cell: Cell, group: Group) -> Trained:
-    """The measure of this cell."""
-    return trained(
-        cell, group, lambda params: theirs(cell.optimizer, params, group, none_is_zero=cell.deed.none_is_zero)
-    )
-
-
-def by_us(cell: Cell, group: Group) -> Trained | Exception:
-    """What our optimizer makes of it: the error where it raises one."""
-    try:
-        return trained(cell, group, partial(_ours, cell, group))
-    except CLEAR as error:
-        return error
-
-
-def _ours(cell: Cell, group: Group, params: Iterable[Any]) -> Any:
-    return ours(cell.optimizer, params, group, overlap=cell.overlap)
 
 
 def faults(cell: Cell, found: Trained | Exception, measure: Trained | None, group: Group) -> list[str]:
@@ -111,7 +104,7 @@ def _are_replicas(found: Trained, group: Group) -> bool:
 
 def _differences(cell: Cell, found: Trained, measure: Trained) -> Iterable[str]:
     idle = [name for name, moved in measure.moved.items() if not moved]
-    if idle and not cell.deed.idles:
+    if idle and not cell.case.idles:
         yield f"torch's optimizer does not train {idle}, and neither should ours without an error"
     for name, moved in found.moved.items():
         if name in idle and not moved:
