@@ -13,7 +13,8 @@ import torch
 
 import thinwire
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "tests" / "data" / "tinyshakespeare.txt"
 CODE = ("comm", "optim", "workers", "benchmarks", "tests/data/tinyshakespeare.txt", ":!benchmarks/results", ":!*.md")
 """What a figure depends on: local changes elsewhere do not mark a commit as changed."""
 
@@ -40,7 +41,7 @@ def provenance(code: Sequence[str] = CODE) -> Provenance:
     if imported != ROOT / "thinwire":
         raise ProvenanceError(
             f"thinwire is imported from {imported}, the benchmarks are in {ROOT}: start them with "
-            f"python -m benchmarks.convergence in {ROOT}"
+            f"python -m benchmarks... in {ROOT}"
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return Provenance(_commit(code), versions, _hardware())
