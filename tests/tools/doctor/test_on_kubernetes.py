@@ -12,11 +12,12 @@ from tests.kubeapi.faults import LoseAnswer
 from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS
 from tests.kubeapi.operator import Operator
 from tests.kubeapi.server import KubeApi
-from thinwire.cli.doctor_on_kubernetes import PodsNotExamined, examine_pods
 from thinwire.cli.main import main
 from thinwire.service.launch.kuberay.kube import Kube
-from thinwire.tools.doctor.examination import LOG_MARK, Examination, Patient
+from thinwire.tools.doctor.clusters import NotExamined, Order
+from thinwire.tools.doctor.examination import LOG_MARK, BoxReport, Examination
 from thinwire.tools.doctor.facts import Questions
+from thinwire.tools.doctor.pods import examine_pods
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def api() -> Iterator[KubeApi]:
     found.close()
 
 
-def look(api: KubeApi, operator: Operator, said: str | None, end: str = "SUCCEEDED", **how: Any) -> Examination:
+def look(api: KubeApi, operator: Operator, said: str | None, end: str = "SUCCEEDED") -> Examination:
     """Examine two pods. said: what the doctor prints on the head."""
 
     def sleep(seconds: float) -> None:
@@ -38,14 +39,12 @@ def look(api: KubeApi, operator: Operator, said: str | None, end: str = "SUCCEED
         for job in api.store.all(RAYJOBS):
             operator.jobs.end(job["metadata"]["name"], end, "its message")  # type: ignore[attr-defined]
 
-    options = {"spec": None, "template": None, "image": None, "ports": (), "seconds": 0.0, "limit_s": 60.0} | how
-    return examine_pods(
-        Kube(configuration(api), "default"), 2, Questions(), say=lambda what, done: None, sleep=sleep, **options
-    )
+    order = Order(Questions(), (), 0.0, 60.0, lambda what, done: None, sleep)
+    return examine_pods(Kube(configuration(api), "default"), 2, order, spec=None, template=None, image=None)
 
 
 def test_pods_are_examined_and_nothing_of_them_is_left(api: KubeApi) -> None:
-    expected = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    expected = Examination(boxes=(BoxReport(where="10.0.0.1:1"),))
     found = look(api, operator := Operator(api.store), f"head\n{LOG_MARK}{expected.model_dump_json()}\n")
     assert found == expected
     operator.settle()
@@ -54,16 +53,16 @@ def test_pods_are_examined_and_nothing_of_them_is_left(api: KubeApi) -> None:
 
 def test_a_create_without_an_answer_leaves_no_rayjob(api: KubeApi) -> None:
     api.faults.tell(LoseAnswer(), when=lambda request: request.verb == "create")
-    with pytest.raises(PodsNotExamined, match="does not answer, asked to create"):
+    with pytest.raises(NotExamined, match="does not answer, asked to create"):
         look(api, Operator(api.store), None)
     assert api.store.all(RAYJOBS) == []
 
 
 def test_an_end_without_an_examination_shows_the_end_of_the_output(api: KubeApi) -> None:
-    with pytest.raises(PodsNotExamined, match=r"(?s)FAILED: its message.*No module named thinwire") as raised:
+    with pytest.raises(NotExamined, match=r"(?s)FAILED: its message.*No module named thinwire") as raised:
         look(api, Operator(api.store), "a\nNo module named thinwire", "FAILED")
     assert "image must have thinwire" in str(raised.value)
-    with pytest.raises(PodsNotExamined, match="SUCCEEDED"):
+    with pytest.raises(NotExamined, match="SUCCEEDED"):
         look(api, Operator(api.store), "nothing of a doctor")
 
 
@@ -81,20 +80,9 @@ def test_pods_that_find_no_place_are_the_reason_when_the_time_is_up(api: KubeApi
         for pod in api.store.all(PODS):
             api.store.update(PODS, "default", pod["metadata"]["name"], unschedulable, "status")
 
-    with pytest.raises(PodsNotExamined, match=r"PENDING after 1 s \(pod .*Unschedulable: 0/3 nodes"):
-        examine_pods(
-            Kube(configuration(api), "default"),
-            2,
-            Questions(),
-            spec=None,
-            template=None,
-            image=None,
-            ports=(),
-            seconds=0.0,
-            limit_s=1.0,
-            say=lambda what, done: told.append(what),
-            sleep=sleep,
-        )
+    order = Order(Questions(), (), 0.0, 1.0, lambda what, done: told.append(what), sleep)
+    with pytest.raises(NotExamined, match=r"PENDING after 1 s \(pod .*Unschedulable: 0/3 nodes"):
+        examine_pods(Kube(configuration(api), "default"), 2, order, spec=None, template=None, image=None)
     operator.settle()
     assert api.store.all(RAYJOBS) == []
 
@@ -115,7 +103,7 @@ def test_the_command_says_what_is_missing(
 
 
 def test_a_server_that_is_busy_now_and_then_is_asked_again(api: KubeApi, capsys: Any) -> None:
-    expected = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    expected = Examination(boxes=(BoxReport(where="10.0.0.1:1"),))
     api.faults.refuse(429, times=2, when=lambda request: request.verb == "get" and request.resource == "rayjobs")
     api.faults.refuse(503, times=1, when=lambda request: request.subresource == "log")
     api.faults.refuse(500, times=1, when=lambda request: request.verb == "delete")
