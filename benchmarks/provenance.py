@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 import thinwire
+from thinwire.tools.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "tests" / "data" / "tinyshakespeare.txt"
@@ -44,7 +44,7 @@ def provenance(code: Sequence[str] = CODE) -> Provenance:
             f"python -m benchmarks... in {ROOT}"
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Provenance(_commit(code), versions, _hardware())
+    return Provenance(_commit(code), versions, hardware())
 
 
 def _commit(code: Sequence[str]) -> str:
@@ -60,16 +60,3 @@ def _git(*arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _hardware() -> dict[str, str]:
-    return {"cpu": _cpu_model(), "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.machine()}"}
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"

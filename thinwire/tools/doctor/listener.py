@@ -20,7 +20,7 @@ from typing import Any
 from thinwire.tools.doctor.facts import Facts, Questions, look
 from thinwire.tools.doctor.link import PATIENCE_S, Link
 from thinwire.tools.doctor.probe import SESSION_BYTES, Target, visit
-from thinwire.tools.doctor.streams import count, send
+from thinwire.tools.lab.streams import count, send
 
 logger = logging.getLogger(__name__)
 
