@@ -12,11 +12,12 @@ from tests.kubeapi.faults import Fault
 from tests.kubeapi.sequences import STARTS, pod, say
 from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import PODS, RAYCLUSTERS, RAYJOBS
-from thinwire.cli.doctor_on_kubernetes import PodsNotExamined, examine_pods
 from thinwire.cli.main import main
 from thinwire.service.launch.kuberay.kube import Kube
-from thinwire.tools.doctor.examination import LOG_MARK, Examination, Patient
+from thinwire.tools.doctor.clusters import NotExamined, Order
+from thinwire.tools.doctor.examination import LOG_MARK, BoxReport, Examination
 from thinwire.tools.doctor.facts import Questions
+from thinwire.tools.doctor.pods import examine_pods
 
 
 @pytest.fixture
@@ -41,23 +42,12 @@ def look(api: KubeApi, said: str | None, end: str = "SUCCEEDED", **how: Any) -> 
 
 
 def examine(api: KubeApi, sleep: Callable[[float], None], limit_s: float = 60.0) -> Examination:
-    return examine_pods(
-        Kube(configuration(api), "default"),
-        2,
-        Questions(),
-        spec=None,
-        template=None,
-        image=None,
-        ports=(),
-        seconds=0.0,
-        limit_s=limit_s,
-        say=lambda what, done: None,
-        sleep=sleep,
-    )
+    order = Order(Questions(), (), 0.0, limit_s, lambda what, done: None, sleep)
+    return examine_pods(Kube(configuration(api), "default"), 2, order, spec=None, template=None, image=None)
 
 
 def test_pods_are_examined_and_nothing_of_them_is_left(api: KubeApi) -> None:
-    expected = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    expected = Examination(boxes=(BoxReport(where="10.0.0.1:1"),))
     found = look(api, f"head\n{LOG_MARK}{expected.model_dump_json()}\n")
     assert found == expected
     assert (api.store.all(RAYJOBS), api.store.all(RAYCLUSTERS), api.store.all(PODS)) == ([], [], [])
@@ -65,16 +55,16 @@ def test_pods_are_examined_and_nothing_of_them_is_left(api: KubeApi) -> None:
 
 def test_a_create_without_an_answer_leaves_no_rayjob(api: KubeApi) -> None:
     api.faults.add(Fault("lose answer"), when=lambda request: request.verb == "create")
-    with pytest.raises(PodsNotExamined, match="does not answer, asked to create"):
+    with pytest.raises(NotExamined, match="does not answer, asked to create"):
         look(api, None)
     assert api.store.all(RAYJOBS) == []
 
 
 def test_an_end_without_an_examination_shows_the_end_of_the_output(api: KubeApi) -> None:
-    with pytest.raises(PodsNotExamined, match=r"(?s)FAILED: its message.*No module named thinwire") as raised:
+    with pytest.raises(NotExamined, match=r"(?s)FAILED: its message.*No module named thinwire") as raised:
         look(api, "a\nNo module named thinwire", "FAILED")
     assert "image must have thinwire" in str(raised.value)
-    with pytest.raises(PodsNotExamined, match="SUCCEEDED"):
+    with pytest.raises(NotExamined, match="SUCCEEDED"):
         look(api, "nothing of a doctor")
 
 
@@ -86,7 +76,7 @@ def test_pods_that_find_no_place_are_the_reason_when_the_time_is_up(api: KubeApi
         say(api.store, rayjob, "Initializing")
         pod(api.store, rayjob, "worker", phase="Pending", conditions=[why])
 
-    with pytest.raises(PodsNotExamined, match=r"PENDING after 1 s \(pod .*Unschedulable: 0/3 nodes"):
+    with pytest.raises(NotExamined, match=r"PENDING after 1 s \(pod .*Unschedulable: 0/3 nodes"):
         examine(api, sleep, limit_s=1.0)
     assert api.store.all(RAYJOBS) == []
 
@@ -107,7 +97,7 @@ def test_the_command_says_what_is_missing(
 
 
 def test_a_server_that_is_busy_now_and_then_is_asked_again(api: KubeApi, capsys: Any) -> None:
-    expected = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    expected = Examination(boxes=(BoxReport(where="10.0.0.1:1"),))
     api.faults.refuse(429, times=2, when=lambda request: request.verb == "get" and request.resource == "rayjobs")
     api.faults.refuse(503, times=1, when=lambda request: request.resource == "pods/log")
     api.faults.refuse(500, times=1, when=lambda request: request.verb == "delete")

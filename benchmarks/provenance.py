@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -12,8 +11,10 @@ from pathlib import Path
 import torch
 
 import thinwire
+from thinwire.tools.machine import hardware
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = ROOT / "tests" / "data" / "tinyshakespeare.txt"
 CODE = ("comm", "optim", "workers", "benchmarks", "tests/data/tinyshakespeare.txt", ":!benchmarks/results", ":!*.md")
 """What a figure depends on: local changes elsewhere do not mark a commit as changed."""
 
@@ -40,10 +41,10 @@ def provenance(code: Sequence[str] = CODE) -> Provenance:
     if imported != ROOT / "thinwire":
         raise ProvenanceError(
             f"thinwire is imported from {imported}, the benchmarks are in {ROOT}: start them with "
-            f"python -m benchmarks.convergence in {ROOT}"
+            f"python -m benchmarks... in {ROOT}"
         )
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Provenance(_commit(code), versions, _hardware())
+    return Provenance(_commit(code), versions, hardware())
 
 
 def _commit(code: Sequence[str]) -> str:
@@ -59,16 +60,3 @@ def _git(*arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _hardware() -> dict[str, str]:
-    return {"cpu": _cpu_model(), "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.machine()}"}
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.convergence.study import ROOT, TEXT
+from benchmarks.provenance import TEXT
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,7 +67,7 @@ class CharacterLstm(nn.Module):
 @cache
 def text() -> tuple[Tensor, list[int]]:
     """The text as numbers of its characters, and its characters."""
-    data = (ROOT / TEXT).read_bytes()
+    data = TEXT.read_bytes()
     characters = sorted(set(data))
     number = {character: at for at, character in enumerate(characters)}
     return torch.tensor([number[byte] for byte in data]), characters
@@ -107,4 +107,3 @@ def _classifier() -> nn.Module:
 
 LSTM = Problem("lstm", "LSTM, 0.09 M, characters", CharacterLstm, _windows, 32, 256, 400, 1.6e-2)
 ROWS = Problem("rows", "embedding rows, 0.13 M, tokens by Zipf's law", _classifier, _bags, 64, 2048, 600, 1.6e-2)
-PROBLEMS = {problem.name: problem for problem in (LSTM, ROWS)}
