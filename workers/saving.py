@@ -6,6 +6,7 @@ ranks are fixed one that rank 0 draws when they begin. What is of a newer genera
 What of a job is in a checkpoint: model, optimizer and meter as flat vectors and plain values.
 
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
+flat.master                those of frozen parameters that have been trained
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
 buffer.*                   whatever else the model's state_dict has: statistics, frozen parameters; rank 0's
 plain                      optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
@@ -267,8 +268,10 @@ def collect(
     """
     plain_registered, tensors = ({}, {}) if registered is None else registered.collected()
     state = optimizer.state_dict()
-    state.pop("master", None)  # is in P
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
+    in_p = sum(map(Tensor.numel, optimizer.space.masters().values()))
+    if (frozen := state.pop("master", torch.empty(0))[in_p:]).numel():  # the others are in P
+        flat["master"] = frozen
     parameters = _places(optimizer, _names(model) if registered is None else registered.parameter_names())
     named = {name for row in parameters for name in row["names"]}
     rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
@@ -289,29 +292,10 @@ def restore(content: Content, training: Trained) -> None:
     state, registered = restored(content), training.registered
     if training.model is not None:
         training.model.load_state_dict(state["model"])
-    else:
-        _set_parameters(content, training.optimizer)
-    training.optimizer.load_state_dict(state["optimizer"])
+    training.optimizer.load_state_dict({**state["optimizer"], "parameters": content.flat["parameters"]})
     if registered is not None:
         tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
         registered.load(content.plain.get("registered", {}), tensors)
-
-
-@torch.no_grad()
-def _set_parameters(content: Content, optimizer: FlatOptimizer[Any]) -> None:
-    """The optimizer's parameters <- those of the checkpoint, in flat order. Raises: ValueError for other shapes."""
-    rows: Any = content.plain["parameters"]
-    theirs, mine = [row["shape"] for row in rows], [list(tensor.param.shape) for tensor in optimizer.space.tensors]
-    if theirs != mine:
-        number = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), len(theirs))
-        raise ValueError(
-            f"the checkpoint is of another model: it has {len(theirs)} parameters and this one {len(mine)}, and the "
-            f"first that differs is number {number}: {theirs[number : number + 1]} there, {mine[number : number + 1]} "
-            "here; go back to the model that was saved, or name another folder for a new run"
-        )
-    for row, tensor in zip(rows, optimizer.space.tensors, strict=True):
-        part_N = content.flat["parameters"][row["start"] : row["start"] + math.prod(row["shape"])]
-        tensor.param.copy_(part_N.view(row["shape"]))
 
 
 def restored(content: Content) -> dict[str, Any]:
@@ -330,7 +314,7 @@ def restored(content: Content) -> dict[str, Any]:
         "vectors": _under("vectors.", content),
         "residuals": _under("residuals.", content),
     }
-    if masters:
+    if masters := [*masters, *([content.flat["master"]] if "master" in content.flat else [])]:
         optimizer["master"] = torch.cat(masters)
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 
