@@ -325,7 +325,7 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
 OF_FORMAT_5 = Path(__file__).parents[2] / "data" / "state-dicts-of-format-5.pt"
 
 
-@pytest.mark.parametrize("number, shares", [(5, False), (5, True), (4, False)])
+@pytest.mark.parametrize(("number", "shares"), [(5, False), (5, True), (4, False)])
 @pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam"])
 def test_a_state_dict_of_format_4_or_5_is_read_with_what_frozen_parameters_had(name, number, shares):
     """There their state stood apart. Of 1-bit Adam they are of bfloat16, and had a master."""
