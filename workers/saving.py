@@ -6,7 +6,6 @@ ranks are fixed one that rank 0 draws when they begin. What is of a newer genera
 What of a job is in a checkpoint: model, optimizer and meter as flat vectors and plain values.
 
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
-flat.master                those of frozen parameters that have been trained
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
 buffer.*                   whatever else the model's state_dict has: statistics, frozen parameters; rank 0's
 plain                      optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
@@ -33,6 +32,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
+from thinwire.optim.engine import states
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.workers.checkpoints import (
     AttemptSuperseded,
@@ -269,9 +269,7 @@ def collect(
     plain_registered, tensors = ({}, {}) if registered is None else registered.collected()
     state = optimizer.state_dict()
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
-    in_p = sum(map(Tensor.numel, optimizer.space.masters().values()))
-    if (frozen := state.pop("master", torch.empty(0))[in_p:]).numel():  # the others are in P
-        flat["master"] = frozen
+    state.pop("master", None)  # is in P
     parameters = _places(optimizer, _names(model) if registered is None else registered.parameter_names())
     named = {name for row in parameters for name in row["names"]}
     rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
@@ -284,7 +282,7 @@ def collect(
         **({} if registered is None else {"registered": plain_registered, "modules": registered.modules}),
     }
     named_tensors = {REGISTERED + name: tensor for name, tensor in tensors.items()}
-    return Content({"parameters": optimizer.space.p_N, **flat}, {**buffers, **named_tensors}, plain)
+    return Content({"parameters": states.parameters(optimizer), **flat}, {**buffers, **named_tensors}, plain)
 
 
 def restore(content: Content, training: Trained) -> None:
@@ -314,7 +312,7 @@ def restored(content: Content) -> dict[str, Any]:
         "vectors": _under("vectors.", content),
         "residuals": _under("residuals.", content),
     }
-    if masters := [*masters, *([content.flat["master"]] if "master" in content.flat else [])]:
+    if masters:
         optimizer["master"] = torch.cat(masters)
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 
@@ -341,7 +339,7 @@ def _names(model: nn.Module | None) -> dict[int, list[str]]:
 
 
 def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[dict[str, Any]]:
-    """Of each parameter of the optimizer, in flat order: its names, its dtype, shape and place in P."""
+    """Of each parameter that has a state, in the order of entries: its names, its dtype, shape and place in P."""
     return [
         {
             "names": names.get(id(tensor.param), []),
@@ -349,7 +347,7 @@ def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[
             "shape": list(tensor.param.shape),
             "start": tensor.start,
         }
-        for tensor in optimizer.space.tensors
+        for tensor in states.order_of(optimizer).tensors
     ]
 
 

@@ -47,17 +47,17 @@ def refuse_missing(what: str, found: Mapping[str, Any], needed: Iterable[str]) -
 
 def identity(loaded: Mapping[str, Any], mine: Mapping[str, Any], reads: Sequence[int]) -> Iterator[Row]:
     """It is of the same optimizer, and of the same shapes, in a format that is read."""
-    theirs, needed = loaded.get("format"), f"this optimizer reads {', '.join(map(str, reads))}"
-    yield "format", theirs, theirs in reads, f"{needed}; load an older one with the thinwire that saved it"
-    theirs = loaded.get("optimizer")
-    yield "optimizer", theirs, theirs == mine["optimizer"], f"this optimizer needs {mine['optimizer']!r}"
-    theirs, shapes = loaded.get("shapes"), mine["shapes"]
+    of, needed = loaded.get("format"), f"this optimizer reads {', '.join(map(str, reads))}"
+    yield "format", of, of in reads, f"{needed}; load an older one with the thinwire that saved it"
+    kind = loaded.get("optimizer")
+    yield "optimizer", kind, kind == mine["optimizer"], f"this optimizer needs {mine['optimizer']!r}"
+    theirs: Any = loaded.get("shapes")
     yield "shapes", theirs, isinstance(theirs, list), "must be a list of the shapes of all parameters"
     another = "it is of another model; go back to the one that was saved, or begin a new run"
-    for i, shape in enumerate(shapes[: len(theirs)]):
+    for i, shape in enumerate(mine["shapes"][: len(theirs)]):
         yield f"shapes[{i}]", theirs[i], theirs[i] == shape, f"this optimizer needs {shape}: {another}"
-    fits = len(theirs) == len(shapes)
-    yield f"{len(theirs)} shapes", ABSENT, fits, f"this optimizer has {len(shapes)} parameters: {another}"
+    num = len(mine["shapes"])
+    yield f"{len(theirs)} shapes", ABSENT, len(theirs) == num, f"this optimizer has {num} parameters: {another}"
 
 
 def plain_values(loaded: Mapping[str, Any], begun: Mapping[str, Any], names: Sequence[str]) -> Iterator[Row]:
@@ -99,10 +99,10 @@ def vectors(what: str, theirs: Any, needed: Mapping[str, int]) -> Iterator[Row]:
         yield vector(f"{what}[{name!r}]", theirs[name], size)
 
 
-def vector(where: str, x: object, size: int) -> Row:
-    """A floating vector of this length."""
-    fits = isinstance(x, Tensor) and x.dtype.is_floating_point and list(x.shape) == [size]
-    return where, x, fits, f"this optimizer needs a floating vector [{size}]"
+def vector(where: str, x: object, *lengths: int) -> Row:
+    """A floating vector of one of these lengths."""
+    fits = isinstance(x, Tensor) and x.dtype.is_floating_point and x.dim() == 1 and len(x) in lengths
+    return where, x, fits, f"this optimizer needs a floating vector of {' or '.join(map(str, lengths))}"
 
 
 def variance(v_N: Tensor | None) -> Iterator[Row]:

@@ -50,8 +50,8 @@ KEYS = (*PLAIN_KEYS, "vectors")
 
 shapes: of all parameters in flat order. frozen: the names of those that were not laid out. entries: the name of each
 that has a state, and what states.Entry says of it, in the order in which `vectors`, `residuals` and `master` have them:
-as they were laid out, then the frozen ones end to end. A share has of `residuals` only these. `parameters` is there
-where shares of the middle of a round were brought together: those that were laid out, as a flat vector.
+as they were laid out, then the frozen ones end to end. A share has of `residuals` only these. `parameters` may be there
+too, of all entries or of those that were laid out, as where shares of the middle of a round were brought together.
 """
 
 
@@ -233,7 +233,7 @@ def _refuse_other_vectors(optimizer: FlatOptimizer[Any], loaded: Mapping[str, An
     checking.refuse(checking.vectors("vectors", loaded["vectors"], lengths))
     checking.refuse(checking.variance(loaded["vectors"].get("v_N")))
     if "parameters" in loaded:
-        checking.refuse([checking.vector("parameters", loaded["parameters"], order.numel_live)])
+        checking.refuse([checking.vector("parameters", loaded["parameters"], order.numel_live, order.numel)])
 
 
 def _errors(
@@ -270,7 +270,7 @@ def _take_plain(optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any], groups
 def _take_parameters(space: FlatSpace, order: Order, parameters_N: Tensor) -> None:
     """Parameters <- these, which stand as they were laid out then."""
     now = {tensor.param: tensor for tensor in space.tensors}
-    for tensor in order.tensors[: order.num_live]:
+    for tensor in order.tensors if len(parameters_N) == order.numel else order.tensors[: order.num_live]:
         part = parameters_N[tensor.start : tensor.stop]
         if (place := now.get(tensor.param)) is not None:
             space.p_N[place.start : place.stop].copy_(part)

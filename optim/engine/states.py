@@ -27,6 +27,7 @@ from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import error_memories, replicated, sizes
 
 if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.flat import FlatSpace
     from thinwire.optim.engine.optimizer import FlatOptimizer
 
 MASTER = "master"
@@ -46,7 +47,7 @@ class Order:
     numel: int
 
     @classmethod
-    def of(cls, live: Places, frozen: Iterable[FlatTensor]) -> Order:
+    def of(cls, live: Places | FlatSpace, frozen: Iterable[FlatTensor]) -> Order:
         """The entries of what is laid out, and of those that are frozen."""
         found, at = list(live.tensors), live.layout.numel
         for one in frozen:
@@ -92,17 +93,34 @@ def frozen_names(optimizer: FlatOptimizer[Any]) -> list[str]:
     return [tensor.name for tensor in everything(optimizer) if tensor.name not in laid_out]
 
 
+def order_of(optimizer: FlatOptimizer[Any]) -> Order:
+    """Where the entries of now stand."""
+    return Order.of(optimizer.space, [one for one in everything(optimizer) if one.param in optimizer.frozen_states])
+
+
+@torch.no_grad()
+def parameters(optimizer: FlatOptimizer[Any]) -> Tensor:
+    """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
+    found = [optimizer.space.p_N]
+    for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
+        value = tensor.param.view(-1).to(optimizer.space.p_N)
+        if (master := optimizer.frozen_states[tensor.param].values.get(MASTER)) is not None:
+            value = torch.where(master.to(tensor.param.dtype) == tensor.param.view(-1), master, value)
+        found.append(value)
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
 def frozen_states(optimizer: FlatOptimizer[Any]) -> list[TensorState]:
     """Those of optimizer.frozen_states in the order of entries."""
-    return [found for one in everything(optimizer) if (found := optimizer.frozen_states.get(one.param)) is not None]
+    frozen = order_of(optimizer).tensors[len(optimizer.space.tensors) :]
+    return [optimizer.frozen_states[tensor.param] for tensor in frozen]
 
 
 def entries(optimizer: FlatOptimizer[Any]) -> list[Entry]:
     """Of each parameter that has a state."""
     counts = [age.counts(optimizer.num_steps, optimizer.num_updates) for age in optimizer.ages]
-    live = [(tensor.name, *count) for tensor, count in zip(optimizer.space.tensors, counts, strict=True)]
-    aside = [(one.name, optimizer.frozen_states.get(one.param)) for one in everything(optimizer)]
-    return [*live, *((name, state.steps, state.seen) for name, state in aside if state is not None)]
+    counts += [(state.steps, state.seen) for state in frozen_states(optimizer)]
+    return [(tensor.name, *count) for tensor, count in zip(order_of(optimizer).tensors, counts, strict=True)]
 
 
 def joined(x: Tensor, name: str, more: Sequence[TensorState]) -> Tensor:
