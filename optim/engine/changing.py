@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -27,14 +27,17 @@ from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained
 from thinwire.optim.engine.relayout import lay_out_anew, trained_ids
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import error_memories, is_field, put, show_state, sizes
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.states import TensorState
+
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 
 class ChangingOptimizer(torch.optim.Optimizer):
     """What FlatOptimizer knows of its parameters.
 
-    ages, runs: what the moments of each tensor have seen (optim.engine.ages). parked: the state of frozen parameters
-    that were trained before.
+    ages, runs: what the moments of each tensor have seen (optim.engine.ages). frozen_states: the state of frozen
+    parameters that were trained before.
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
@@ -62,8 +65,8 @@ class ChangingOptimizer(torch.optim.Optimizer):
     frozen_at: int | None
     ages: list[Age]
     runs: list[Run]
-    parked: dict[Tensor, TensorState]
     codec: ClassVar[SignCodec]
+    frozen_states: dict[Tensor, TensorState]
     bucket_elements: int
     model: torch.nn.Module | None
     _group: Group
@@ -138,11 +141,6 @@ class ChangingOptimizer(torch.optim.Optimizer):
         """Updates that the variance has had: what Age.unseen is counted in."""
         return self.num_steps
 
-    @property
-    def common_age(self) -> Age:
-        """The age of a tensor that has been trained from the first step on."""
-        return Age()
-
     def set_ages(self, ages: Sequence[Age]) -> None:
         """Keep the age of each tensor, and find the runs of equal ones."""
         self.ages = list(ages)
@@ -198,7 +196,7 @@ class ChangingOptimizer(torch.optim.Optimizer):
         """Go on with the parameters that are trained now. Collective. Raises: as relayout.lay_out_anew."""
         self._refuse_other_models(call)
         compute_dtype(self.param_groups)
-        lay_out_anew(self)
+        lay_out_anew(cast("FlatOptimizer[Any]", self))
 
     @property
     def common_parameters(self) -> Tensor:
@@ -220,8 +218,8 @@ class ChangingOptimizer(torch.optim.Optimizer):
         self._steps = {missed: torch.tensor(float(self.num_steps - missed)) for missed in {a.missed for a in self.ages}}
         steps = [self._steps[age.missed] for age in self.ages]
         show_state(self.state, self.space, self.vectors, self.shown, steps)
-        for param, state in self.parked.items():
-            parts = {told: state.vectors[name].view(param.shape) for name, told in self.shown.items()}
+        for param, state in self.frozen_states.items():
+            parts = {told: state.values[name].view(param.shape) for name, told in self.shown.items()}
             self.state[param] = {"step": torch.tensor(float(state.steps)), **parts}
 
     def _follow_changes(self) -> None:

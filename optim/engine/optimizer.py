@@ -64,7 +64,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
     (optim.engine.options).
 
     Attributes for readers: space (FlatSpace), reduce (Reducer), vectors (the algorithm's state), num_steps, frozen_at,
-    ages and runs (what the moments of each tensor have seen, optim.engine.ages), parked (the state of frozen ones),
+    ages and runs (what the moments of each tensor have seen, optim.engine.ages), frozen_states (optim.engine.states),
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
@@ -93,7 +93,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         self.steps_skipped = self._steps_without_gradient = 0  # the latter in a row, on this rank
         self._scaled: bool | None = None  # not known before a step
         self._steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
-        self.ages, self.parked = [], {}
+        self.ages, self.frozen_states = [], {}
         self._has_misfits = False
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -492,7 +492,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
             self.check_group(param_group)
         compute_dtype(self.param_groups)
         self._refuse_other_models(call, [f"{name} = {value}" for name, value in settings(self).items()])
-        self.parked = {}
+        self.frozen_states = {}
         self.space = FlatSpace(self.param_groups)
         self.ages = [Age()] * len(self.space.tensors)
         self.connect_space()
@@ -515,7 +515,7 @@ class FlatOptimizer(SendingOptimizer, Generic[State]):
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
     def _saved_by(
-        self, call: str, prepare: Callable[[], None], collect: Callable[[saving.Saved], dict[str, Any]]
+        self, call: str, prepare: Callable[[], None], collect: Callable[[FlatOptimizer[State]], dict[str, Any]]
     ) -> dict[str, Any]:
         self.overlap.refuse_between(call)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():

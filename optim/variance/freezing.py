@@ -15,12 +15,11 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
-from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import replicated
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.states import TensorState
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
@@ -118,11 +117,6 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState]):
         vectors: replicated ones of the state whose scale it is.
         """
 
-    @property
-    def common_age(self) -> Age:
-        """After the freeze, and where the warm-up began again, m and v are no longer biased towards zero."""
-        return Age(unseen=None if self.frozen_at is not None or self.warmup_from else 0)
-
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
         return onebit_adam_plan(step, self._warmup_end(), self.frozen_at, refresh=self.is_refresh_due(step))
@@ -191,9 +185,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState]):
         self.as_exchanged_(weight_N, replicated(self.vectors))
         self.vectors.momentum_error.scale_(weight_N)
         of_param = {param: group for group in self.param_groups for param in group["params"]}
-        for param, state in self.parked.items():
+        for param, state in self.frozen_states.items():
             weight = self.gradient_weight(of_param[param]) * factor
-            state.residuals["momentum_error"] = state.residuals["momentum_error"] * (_scale_of(state) * weight)
+            state.values["momentum_error"] = state.values["momentum_error"] * (_scale_of(state) * weight)
 
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
         """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""
@@ -210,9 +204,9 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState]):
         """
         self.overlap.refuse_between("set_global_batch")
         self._give_out(self.vectors.momentum_error.residual())
-        for state in self.parked.values():
-            residual = state.residuals["momentum_error"]
-            state.vectors["m_N"] = state.vectors["m_N"] + residual / _scale_of(state)
+        for state in self.frozen_states.values():
+            residual = state.values["momentum_error"]
+            state.values["m_N"] = state.values["m_N"] + residual / _scale_of(state)
             residual.zero_()
         self.frozen_at = None
         self._fit_variance()
@@ -323,7 +317,7 @@ class FreezingOptimizer(WarmupOptimizer[FreezingState]):
 
 def _scale_of(state: TensorState) -> float:
     """In which the momentum of a parameter that was set aside is exchanged: k of LAMB."""
-    return float(state.vectors["scaling_T"]) if "scaling_T" in state.vectors else 1.0
+    return float(state.values.get("scaling_T", 1.0))
 
 
 def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:
