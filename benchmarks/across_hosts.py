@@ -26,9 +26,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.across_figures import WORKERS, Told, cut_of, figures_of, gone_back, redone_by, table
-from benchmarks.convergence.provenance import provenance
-from benchmarks.convergence.study import ROOT
 from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_interfaces_share
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.wire.cases import LOADS, Load
 from thinwire.tools.lab import Lab, LabSpec
 from thinwire.tools.lab.cli import rate_mbit

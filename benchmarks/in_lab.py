@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from benchmarks.convergence.provenance import provenance
-from benchmarks.convergence.study import ROOT
+from benchmarks.provenance import ROOT, provenance
 from benchmarks.wire.cases import LOADS, Load
 from thinwire.tools.lab import Lab, Line
 

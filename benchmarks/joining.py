@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.convergence.study import ROOT
 from benchmarks.counted_turns import Reader, count, tell
 from benchmarks.in_lab import keep, load_named, run_ranks
+from benchmarks.provenance import ROOT
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import SoloGroup, TorchGroup

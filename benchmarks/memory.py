@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.convergence.provenance import provenance
-from benchmarks.convergence.study import ROOT
+from benchmarks.provenance import ROOT, provenance
 from thinwire.comm import SoloGroup, TorchGroup
 from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.convergence.provenance import provenance
+from benchmarks.provenance import provenance
 from benchmarks.wire.cases import LOADS, NETWORKS, ROOT, Case, Load, rate_text
 from benchmarks.wire.cases import Network as LabNetwork
 from benchmarks.wire.figures import step_seconds as measured_seconds

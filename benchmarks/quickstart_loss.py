@@ -4,8 +4,8 @@
     python -m benchmarks.quickstart_loss --size small  # half of its width, context and batch: twenty seconds a run
     python -m benchmarks.quickstart_loss --table-only
 
-The two workers are threads that compute in turns (convergence/turns.py): the same arithmetic and the same bytes as in
-the job, in less time. The rule is the convergence study's.
+The two workers are threads that compute in turns (turns.py): the same arithmetic and the same bytes as in
+the job, in less time. The rule is that of paired.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.convergence.paired import interval, judge
-from benchmarks.convergence.provenance import provenance
-from benchmarks.convergence.study import ROOT
-from benchmarks.convergence.turns import Turns, run_in_turns
+from benchmarks.defaults.runs import train_job
+from benchmarks.paired import interval, judge
+from benchmarks.provenance import ROOT, provenance
+from benchmarks.turns import run_in_turns
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.build import build
-from thinwire.workers.step import evaluate, train_step
-from thinwire.workers.telemetry.meter import Meter
 
 RESULTS = ROOT / "benchmarks" / "results" / "quickstart"
 JOB = ROOT / "examples" / "quickstart.yaml"
@@ -73,22 +70,9 @@ def ended(size: str, way: str, seed: int) -> Ended:
     torch.set_num_threads(1)
     spec = spec_of(size, way, seed)
 
-    def train(group: Turns) -> tuple[list[float], float]:
-        training, meter, sent = build(spec, group, torch.device("cpu")), Meter(group.stats), 0
-        curve: list[float] = []
-        for step in range(1, spec.steps + 1):
-            before = group.stats.sent_bytes
-            train_step(training, step, meter)
-            sent += group.stats.sent_bytes - before
-            if step == spec.steps:
-                training.optimizer.prepare_to_save()
-            if step % 50 == 0:
-                curve.append(evaluate(training, meter))
-        # A ring of two sends the vector once.
-        return curve, 4 * training.optimizer.space.layout.num_live * spec.steps / sent
-
-    curve, ratio = run_in_turns(2, train)[0]
-    return Ended(size, way, seed, [round(loss, 6) for loss in curve], round(ratio, 2))
+    seen = run_in_turns(2, lambda group: train_job(spec, group, every=50))[0]
+    ratio = seen.fp32_bytes(2, spec.steps) / sum(seen.sent.values())
+    return Ended(size, way, seed, [round(loss, 6) for loss in seen.curve], round(ratio, 2))
 
 
 def table(found: Sequence[Ended]) -> list[str]:

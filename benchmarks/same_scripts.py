@@ -7,8 +7,8 @@ spot, two processes over gloo. A script is the same for all methods but for the 
     adam            thinwire's Adam: nothing compressed
     onebit_adam     thinwire's 1-bit Adam, whose warm-up is a quarter of the run
 
-Final loss on the same held-out text; compared in pairs of one seed, by the rule of the convergence study
-(benchmarks/convergence/paired.py). Bytes are payload that rank 0 has sent: counted by the transport, together with the
+Final loss on the same held-out text; compared in pairs of one seed, by the rule of benchmarks/paired.py.
+ Bytes are payload that rank 0 has sent: counted by the transport, together with the
 parameters that it sends at the start; for DDP those of a ring for the gradients, computed. Times are not looked at.
 """
 
@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.convergence.paired import interval, judge
-from benchmarks.convergence.provenance import provenance
-from benchmarks.convergence.study import ROOT
+from benchmarks.paired import interval, judge
+from benchmarks.provenance import ROOT, provenance
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.workers.telemetry.report import ring_bytes
 
@@ -278,8 +277,8 @@ HEAD = """# The same scripts, by AdamW under DDP and by ours
 `{command}` at commit {commit}.
 Versions, hardware and every run are in [runs.json](runs.json); what is compared is in
 [same_scripts.py](../../same_scripts.py). Losses are those of the held-out text in nats a byte, means over seeds; the
-difference is of pairs of one seed, in per cent of the loss under DDP, with its 95 % interval. Verdicts are those of the
-convergence study: "same" needs an interval of at most 1 % to each side, which ends at or below +1 %.
+difference is of pairs of one seed, in per cent of the loss under DDP, with its 95 % interval. Verdicts are those of
+benchmarks/paired.py: "same" needs an interval of at most 1 % to each side, which ends at or below +1 %.
 
 """
 

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.convergence.study import ROOT
 from benchmarks.in_lab import keep, load_named, run_ranks
+from benchmarks.provenance import ROOT
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup

@@ -39,6 +39,7 @@ from thinwire.optim.engine.giving import (
     Room,
     begin_anew,
     give,
+    give_values,
     give_vectors,
     gradient_as_room,
     take,
@@ -47,6 +48,7 @@ from thinwire.optim.engine.giving import (
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.engine.state import error_memories
+from thinwire.optim.engine.states import bring_together, of_peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +142,11 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     """
     optimizer.overlap.refuse_between("hand_over")
     with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
-        errors = error_memories(optimizer.vectors)
-        if errors:
+        if error_memories(optimizer.vectors):
             state_dicts.refuse_to_be_alone(optimizer)
         optimizer.prepare_to_hand_over()
         with gradient_as_room(optimizer) as gradient:
-            residuals = {name: memory.residual(gradient.take()) for name, memory in errors.items()}
-            optimizer.handed_over = residuals
-            for name, memory in errors.items():  # as a save does: so R is not in memory twice
-                memory.restore(residuals[name])
+            bring_together(optimizer, gradient.take)
 
 
 @torch.no_grad()
@@ -205,23 +203,20 @@ def _regroup(
 
     takes_part = group.rank in level
     room = Room(optimizer.settled(group, taking_part=takes_part, num_ranks=len(level)))
-    parked = saving.parked_vectors(optimizer)
+    plain = all_n[source].plain
+    states = of_peer(optimizer, plain["entries"], {} if group.rank in received else optimizer.frozen_states)
     in_rows = all_n[source].in_rows
     if any(all_n[rank].layout != all_n[source].layout for rank in received):
         in_rows = {}  # connect() says what differs
     before = optimizer.vectors
     try:
         if group.rank in received:
-            parked = saving.room_for_parked(optimizer, all_n[source].plain["parked"])
-            room = Room.made(optimizer, has_state, all_n[source].plain["frozen_at"], in_rows)
+            room = Room.made(optimizer, has_state, plain["frozen_at"], in_rows)
         if received:
             give_vectors(optimizer, room, group, (source, *received), in_rows)
-            for vector in _tensors(parked):
-                give(group, vector, (source, *received))
-            given = [
-                *(optimizer.buffers.all() if buffers is None else buffers),
-                *changing.others(optimizer),
-            ]  # frozen ones too
+            give_values(states.values(), group, (source, *received))
+            kept = optimizer.buffers.all() if buffers is None else buffers
+            given = [*kept, *changing.others(optimizer)]  # frozen ones too
             for buffer in filter(Tensor.numel, given):
                 passed = buffer.detach().contiguous()  # a copy only where it was not
                 give(group, passed.view(-1).view(torch.uint8), (source, *received))
@@ -235,7 +230,7 @@ def _regroup(
             all_n,
             source,
             group.rank in behind,
-            (all_n[source].plain, room.vectors),
+            (plain, room.vectors),
             gradient.take if is_free else lambda: None,
         )
         with changing.awaiting_vectors(optimizer):
@@ -248,18 +243,14 @@ def _regroup(
     # From here on nothing can fail for want of a peer.
     take(optimizer, before, room)
     del before, room
-    _go_on(optimizer, all_n[source].plain, residuals, parked)
+    saving.go_on(optimizer, plain, states, residuals)
+    optimizer.resumed()
+    optimizer.loaded = None  # all of it has come from one rank
     gone = _gone([all_n[rank] for rank in holders])
     if told[0]:
         optimizer.error_lost = {"error_lost_norm": told[3], "error_lost_norm_unrebuilt": told[4], "error_norm": told[5]}
     lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
     return Regrouped(now, source, received, behind, lost_steps, *told)
-
-
-def _tensors(parked: dict[str, Any]) -> list[Tensor]:
-    """The tensors of saving.parked_vectors(), in one order on every rank."""
-    found = [parked[key] for key in sorted(parked)]
-    return [x for one in found for x in ([one[name] for name in sorted(one)] if isinstance(one, dict) else [one])]
 
 
 def _refuse_other_frozen(all_n: list[_Standing]) -> None:
@@ -268,7 +259,7 @@ def _refuse_other_frozen(all_n: list[_Standing]) -> None:
         mine, theirs = all_n[0].plain["frozen"], one.plain["frozen"]
         if mine != theirs:
             raise WireMismatch(
-                f"rank 0 was made with, or last stepped with, parameters {mine} frozen (their numbers in flat order), "
+                f"rank 0 was made with, or last stepped with, parameters {mine} frozen (group and place in it), "
                 f"rank {rank} with {theirs}: freeze the same ones in the model of a new rank before its optimizer is "
                 "made; nothing was changed"
             )
@@ -370,18 +361,6 @@ def _gone(holders: list[_Standing]) -> tuple[int, ...]:
     """
     sizes = {one.seat[1] for one in holders}
     return tuple(sorted(set(range(sizes.pop())) - {one.seat[0] for one in holders})) if len(sizes) == 1 else ()
-
-
-def _go_on(
-    optimizer: FlatOptimizer[Any], plain: dict[str, Any], residuals: dict[str, Tensor], parked: dict[str, Any]
-) -> None:
-    groups = [
-        {key: tuple(value) if isinstance(mine.get(key), tuple) else value for key, value in theirs.items()}
-        for mine, theirs in zip(optimizer.param_groups, plain["param_groups"], strict=True)
-    ]
-    saving.go_on(optimizer, {**plain, "param_groups": groups}, residuals, parked)
-    optimizer.resumed()
-    optimizer.loaded = None  # all of it has come from one rank
 
 
 def _norm(residuals: dict[str, Tensor]) -> float:

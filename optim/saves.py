@@ -1,4 +1,4 @@
-"""How do the shares that ranks saved alone become one state_dict, which any number of ranks can load?
+"""The shares that ranks saved alone, brought together as one state_dict, which any number of ranks can load.
 
     shares = [torch.load(f"optimizer-{rank}.pt") for rank in range(4)]
     optimizer.load_state_dict(together(shares))          # on every rank, however many there are now
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.engine.saving import COMMON_KEYS, PARKED_KEYS
-from thinwire.optim.engine.shares import Share, is_share, read
+from thinwire.optim.engine.shares import KEY, Share, is_share, read
 
 logger = logging.getLogger(__name__)
 
 IDENTITY = ("format", "optimizer", "shapes")
-ALIKE = (*IDENTITY, "num_steps", "frozen_at", "saved", "param_groups", "frozen", "ages", "parked")
+NEEDED = (*IDENTITY, "num_steps", "frozen_at", "saved", "param_groups", "frozen", "vectors")
+OF_RANK = (KEY, "evidence", "names", "state")
+"""What ranks may have saved otherwise. All else that is no tensor is alike."""
 
 
 def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -35,9 +36,9 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first_share, first = parts[0]
     _refuse_other_saves(parts)
     size, in_round = len(parts), bool(first_share.own)
-    state = {key: first[key] for key in (*IDENTITY, *COMMON_KEYS, *PARKED_KEYS, "names", "master") if key in first}
+    state = {key: value for key, value in first.items() if key != KEY}
     if in_round:
-        state["vectors"] = {**first["vectors"], "m_N": _mean([share.own["m_N"] for share, _ in parts])}
+        state["vectors"] = {**first["vectors"], "m_N": _mean([found["vectors"]["m_N"] for _, found in parts])}
         state["saved"] = {**first["saved"], "last_sync": first["num_steps"]}
         state["parameters"] = _mean([share.own["parameters"] for share, _ in parts])
         if "master" in first:
@@ -46,7 +47,9 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if lost:
             logger.warning("gradient_left_out step=%d ranks=%s reason=not finite", first["num_steps"], lost)
     residuals = {name: _sum([share.errors[name].part(size) for share, _ in parts]) for name in first_share.errors}
-    return {**state, "state": {}, "residuals": residuals}
+    for name, frozen in first.get("residuals", {}).items():  # of frozen parameters, whole on every rank
+        residuals[name] = torch.cat([residuals[name], frozen])
+    return {**state, "residuals": residuals}
 
 
 def _by_rank(shares: Sequence[dict[str, Any]]) -> list[tuple[Share, dict[str, Any]]]:
@@ -60,7 +63,7 @@ def _by_rank(shares: Sequence[dict[str, Any]]) -> list[tuple[Share, dict[str, An
         if not is_share(one):
             what = "state_dict() of all ranks: load it as it is" if isinstance(one, dict) else type(one).__name__
             raise ValueError(f"shares[{at}] is {what}; give what rank_state_dict() of all ranks gave")
-        missing = [key for key in (*IDENTITY, *COMMON_KEYS) if key not in one]
+        missing = [key for key in NEEDED if key not in one]
         if missing:
             raise ValueError(f"shares[{at}] lacks {missing}: it is not whole; load another file")
         share = read(one)
@@ -82,10 +85,10 @@ def _refuse_other_saves(parts: Sequence[tuple[Share, dict[str, Any]]]) -> None:
     first_share, first = parts[0]
     own = {"m_N", "master"} if first_share.own else set()
     for share, found in parts:
-        for key in ALIKE:
-            if found[key] != first[key]:
+        for key in filter(lambda key: _is_plain(first[key]) and key not in OF_RANK, first):
+            if found.get(key) != first[key]:
                 raise ValueError(
-                    f"rank 0 saved {key} = {first[key]!r} and rank {share.rank} {found[key]!r}: not of one save"
+                    f"rank 0 saved {key} = {first[key]!r} and rank {share.rank} {found.get(key)!r}: not of one save"
                 )
         mine, theirs = ({**one["vectors"], "master": one.get("master")} for one in (first, found))
         for name in mine:
@@ -98,10 +101,15 @@ def _refuse_other_saves(parts: Sequence[tuple[Share, dict[str, Any]]]) -> None:
         sizes = {name: held.numel for name, held in share.errors.items()}
         if sizes != {name: held.numel for name, held in first_share.errors.items()}:
             raise ValueError(f"rank {share.rank} has saved errors of {sizes} elements: not of one save")
-        for name in ("parameters", "m_N") if first_share.own else ():
-            x, first_x = share.own.get(name), first_share.own.get(name)
+        if first_share.own:
+            x, first_x = share.own.get("parameters"), first_share.own.get("parameters")
             if not (isinstance(x, Tensor) and isinstance(first_x, Tensor) and x.shape == first_x.shape):
-                raise ValueError(f"rank {share.rank} lacks {name} of its own between two syncs: it is not whole")
+                raise ValueError(f"rank {share.rank} lacks parameters of its own between two syncs: it is not whole")
+
+
+def _is_plain(value: object) -> bool:
+    """Without tensors."""
+    return not any(isinstance(one, Tensor) for one in (value.values() if isinstance(value, dict) else [value]))
 
 
 def _same(mine: Tensor | None, theirs: Tensor | None) -> bool:
@@ -120,4 +128,5 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _mean(parts: Sequence[Tensor]) -> Tensor:
-    return _sum(parts) / len(parts)
+    """Exact where all are equal, as of frozen parameters."""
+    return parts[0] + _sum([part - parts[0] for part in parts]) / len(parts)

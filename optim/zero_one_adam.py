@@ -15,7 +15,7 @@ sum is u_i / d where u_i decays as x_i does, so x_i = K x_s - u_i / d at every s
 mean, and the mean of x decays exactly once. a x itself never enters u; S decays alike, so u / S is a mean of momenta.
 
 The first steps are Adam's on the mean gradient, dense_steps of them: signs of a momentum that has hardly begun, under
-a variance of a few gradients, cost more loss than they save bytes (benchmarks/zero_one).
+a variance of a few gradients, cost more loss than they save bytes (benchmarks/results/zero-one).
 The error memory R is of momenta, and r / d comes after the exchange: a new v or rate leaves R as it is. A sync leaves
 y = mean_i x_i - r R / d unchanged. Deviations from the paper, with their reasons: docs/algorithms.md.
 """

@@ -1,13 +1,29 @@
-"""What routes of every kind ask of a request before they look at it: that its body is JSON, and its query known."""
+"""What routes of every kind ask of a request before they look at it, and what every route may answer."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any, Final
 
 from fastapi import Request
 
 from thinwire.contract.jobs import Problem
-from thinwire.service.errors import InvalidRequest, UnsupportedMediaType
+from thinwire.service.errors import (
+    Forbidden,
+    InvalidRequest,
+    TooManyWrongTokens,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMediaType,
+    documented,
+)
+
+ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable)
+"""What every route with a token may answer, for OpenAPI."""
+PLAIN_BYTES: Final = "application/octet-stream"
+_BYTES: Final[dict[str, Any]] = {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}
+TAKES_BYTES: Final[dict[str, Any]] = {"requestBody": {"required": True, "content": _BYTES}}
+GIVES_BYTES: Final[dict[int | str, dict[str, Any]]] = {200: {"content": _BYTES, "description": "the file"}}
 
 
 async def known_query(request: Request) -> None:
@@ -27,12 +43,31 @@ async def known_query(request: Request) -> None:
         raise InvalidRequest.of(problems)
 
 
+def _media(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _refuse(media: str, instead: str) -> UnsupportedMediaType:
+    return UnsupportedMediaType(f"the body came {f'as {media}' if media else 'without a Content-Type'}: {instead}")
+
+
 async def json_body(request: Request) -> None:
     """Dependency: a body is sent as JSON. `curl -d` says that it is a form. Raises UnsupportedMediaType."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = _media(request)
     if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
         return
     if not media and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return  # no body at all: that it is required is said better elsewhere
-    came = f"as {media}" if media else "without a Content-Type"
-    raise UnsupportedMediaType(f"the body came {came}: write it as JSON and send Content-Type: application/json")
+    raise _refuse(media, "write it as JSON and send Content-Type: application/json")
+
+
+async def plain_bytes(request: Request) -> None:
+    """Dependency: a body is sent as bytes. Raises UnsupportedMediaType."""
+    if (media := _media(request)) != PLAIN_BYTES:
+        raise _refuse(media, f"send Content-Type: {PLAIN_BYTES}")
+
+
+async def zip_bytes(request: Request) -> None:
+    """Dependency: a body is sent as bytes, or called a zip. Raises UnsupportedMediaType."""
+    if (media := _media(request)) not in (PLAIN_BYTES, "application/zip"):
+        raise _refuse(media, f"send the zip itself, with Content-Type: {PLAIN_BYTES}")

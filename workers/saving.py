@@ -32,6 +32,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
+from thinwire.optim.engine import states
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import (
@@ -268,8 +269,8 @@ def collect(
     """
     plain_registered, tensors = ({}, {}) if registered is None else registered.collected()
     state = optimizer.state_dict()
-    state.pop("master", None)  # is in P
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
+    state.pop("master", None)  # is in P
     parameters = _places(optimizer, _names(model) if registered is None else registered.parameter_names())
     named = {name for row in parameters for name in row["names"]}
     rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
@@ -282,7 +283,7 @@ def collect(
         **({} if registered is None else {"registered": plain_registered, "modules": registered.modules}),
     }
     named_tensors = {REGISTERED + name: tensor for name, tensor in tensors.items()}
-    return Content({"parameters": optimizer.space.p_N, **flat}, {**buffers, **named_tensors}, plain)
+    return Content({"parameters": states.parameters(optimizer), **flat}, {**buffers, **named_tensors}, plain)
 
 
 def restore(content: Content, training: Trained) -> None:
@@ -290,29 +291,10 @@ def restore(content: Content, training: Trained) -> None:
     state, registered = restored(content), training.registered
     if training.model is not None:
         training.model.load_state_dict(state["model"])
-    else:
-        _set_parameters(content, training.optimizer)
-    training.optimizer.load_state_dict(state["optimizer"])
+    training.optimizer.load_state_dict({**state["optimizer"], "parameters": content.flat["parameters"]})
     if registered is not None:
         tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
         registered.load(content.plain.get("registered", {}), tensors)
-
-
-@torch.no_grad()
-def _set_parameters(content: Content, optimizer: FlatOptimizer[Any]) -> None:
-    """The optimizer's parameters <- those of the checkpoint, in flat order. Raises: ValueError for other shapes."""
-    rows: Any = content.plain["parameters"]
-    theirs, mine = [row["shape"] for row in rows], [list(tensor.param.shape) for tensor in optimizer.space.tensors]
-    if theirs != mine:
-        number = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), len(theirs))
-        raise ValueError(
-            f"the checkpoint is of another model: it has {len(theirs)} parameters and this one {len(mine)}, and the "
-            f"first that differs is number {number}: {theirs[number : number + 1]} there, {mine[number : number + 1]} "
-            "here; go back to the model that was saved, or name another folder for a new run"
-        )
-    for row, tensor in zip(rows, optimizer.space.tensors, strict=True):
-        part_N = content.flat["parameters"][row["start"] : row["start"] + math.prod(row["shape"])]
-        tensor.param.copy_(part_N.view(row["shape"]))
 
 
 def restored(content: Content) -> dict[str, Any]:
@@ -358,7 +340,7 @@ def _names(model: nn.Module | None) -> dict[int, list[str]]:
 
 
 def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[dict[str, Any]]:
-    """Of each parameter of the optimizer, in flat order: its names, its dtype, shape and place in P."""
+    """Of each parameter that has a state, in the order of entries: its names, its dtype, shape and place in P."""
     return [
         {
             "names": names.get(id(tensor.param), []),
@@ -366,7 +348,7 @@ def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[
             "shape": list(tensor.param.shape),
             "start": tensor.start,
         }
-        for tensor in optimizer.space.tensors
+        for tensor in states.order_of(optimizer).tensors
     ]
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence.run_case import located
-from benchmarks.convergence.study import METHODS, Metric, case
-from benchmarks.convergence.turns import Turns, run_in_turns
-from benchmarks.defaults.tasks import RISE, DefaultsTask
-from benchmarks.zero_one.problems import Problem
+from benchmarks.defaults.problems import Problem
+from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric
+from benchmarks.turns import Turns, run_in_turns
 from thinwire.comm import NonFiniteInput
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -64,8 +62,8 @@ class Run:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What one rank saw."""
+class Seen:
+    """What one rank saw. sent: bytes of training steps, by kind of collective."""
 
     curve: list[float]
     sent: Counter[str]
@@ -75,8 +73,13 @@ class _Seen:
     evidence: dict[str, Any] | None = None
 
     def end(self, optimizer: FlatOptimizer[Any]) -> None:
+        """Note what the optimizer has found."""
         self.numel = optimizer.space.layout.num_live
         self.frozen_at, self.evidence = optimizer.frozen_at, dict(optimizer.evidence)
+
+    def fp32_bytes(self, ranks: int, steps: int) -> int:
+        """Of a ring all-reduce in fp32 in each step."""
+        return round(2 * (ranks - 1) / ranks * 4 * self.numel * steps)
 
 
 def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None = None) -> Run:
@@ -85,8 +88,8 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
     steps = steps or task.steps
     began = time.process_time()
     if task.problem is None:
-        spec = located(_spec(task, method, seed, steps, lr))
-        seen = run_in_turns(RANKS, lambda group: _of_study(task, spec, group))[0]
+        spec = task.spec({"name": method, "lr": lr}, seed, steps, RANKS)
+        seen = run_in_turns(RANKS, lambda group: train_job(spec, group, steps, task.metric))[0]
     else:
         seen = _of_problem(task, task.problem, method, seed, lr, steps)
     return Run(
@@ -99,25 +102,18 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
         seen.diverged,
         sum(seen.sent.values()),
         sum(seen.sent[kind] for kind in IN_FULL),
-        round(2 * (RANKS - 1) / RANKS * 4 * seen.numel * steps),
+        seen.fp32_bytes(RANKS, steps),
         seen.frozen_at,
         seen.evidence or {},
         round(time.process_time() - began, 1),
     )
 
 
-def _spec(task: DefaultsTask, method: str, seed: int, steps: int, lr: float) -> TrainSpec:
-    """The study's, without what it has chosen for the optimizer of a task, and on RANKS ranks."""
-    spec = case(task.name, method, seed, steps, lr).spec.model_dump(mode="json")
-    spec["optimizer"] = {**METHODS[method].optimizer, "lr": lr}
-    spec["workers"] = {"min": RANKS, "max": RANKS, "device": "cpu"}
-    return TrainSpec.model_validate(spec)
-
-
-def _of_study(task: DefaultsTask, spec: TrainSpec, group: Turns) -> _Seen:
+def train_job(spec: TrainSpec, group: Turns, every: int, metric: Metric = Metric.LOSS) -> Seen:
+    """Train a job from its first step to its last. every: steps from one value of the curve to the next."""
     meter = Meter(group.stats)
     training = build(spec, group, torch.device("cpu"))
-    seen = _Seen([], Counter())
+    seen = Seen([], Counter())
     try:
         for step in range(1, spec.steps + 1):
             before = group.stats.bytes_by_kind.copy()
@@ -125,15 +121,16 @@ def _of_study(task: DefaultsTask, spec: TrainSpec, group: Turns) -> _Seen:
             seen.sent += group.stats.bytes_by_kind - before
             if step == spec.steps:
                 training.optimizer.prepare_to_save()
+            if step % every == 0:
                 loss = evaluate(training, meter)
-                seen.curve.append(accuracy(training) if task.metric is Metric.ACCURACY else loss)
+                seen.curve.append(accuracy(training) if metric is Metric.ACCURACY else loss)
     except NonFiniteInput as error:  # alike on every rank
         seen.diverged = f"step {training.optimizer.num_steps + 1}: {error}"
     seen.end(training.optimizer)
     return seen
 
 
-def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> _Seen:
+def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> Seen:
     torch.manual_seed(seed)
     models = [problem.make() for _ in range(RANKS)]
     if task.start is not None:
@@ -142,8 +139,8 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
     validation = problem.validation_batch()
     told = {"total_steps": steps, "lr_warmup_steps": round(RISE * steps)} if method in BASELINES else {}
 
-    def work(group: Turns) -> _Seen:
-        model, seen = models[group.rank], _Seen([], Counter())
+    def work(group: Turns) -> Seen:
+        model, seen = models[group.rank], Seen([], Counter())
         optimizer = MAKE[method](model.parameters(), lr=lr, group=group, **told)
 
         def validate() -> None:

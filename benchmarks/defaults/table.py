@@ -1,4 +1,4 @@
-"""The table: each compressed method beside its dense one by the convergence study's rule, and the bytes of both."""
+"""The table: each compressed method beside its dense one by the rule of benchmarks/paired.py, and the bytes of both."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean
 
-from benchmarks.convergence.paired import Interval, Verdict, interval, judge
-from benchmarks.convergence.study import Metric
 from benchmarks.defaults.runs import BASELINES, Run
-from benchmarks.defaults.tasks import DEFAULTS_TASKS
+from benchmarks.defaults.tasks import DEFAULTS_TASKS, Metric
+from benchmarks.paired import Interval, Verdict, interval, judge
 
 SMALLER = 4 / (1 + 4 / 512)
 """An exchange in full in 8 bits, with a float32 scale for each block of 512 values, sends so many times less."""
@@ -17,9 +16,9 @@ BETTER = "better"
 COLUMNS = ("task", "method", "seeds", "lr", "dense", "compressed", "worse by", "verdict", "fp32 / sent", "in 8 bits")
 NOTE = (
     "dense, compressed: final validation loss, nats (resnet: accuracy), means over seeds. worse by: the paired "
-    "difference in per cent of the dense loss (resnet: points), with its 95 % interval. verdict: the convergence "
-    "study's; better: what is undecided there for the width of an interval that lies wholly on the better side. lr: "
-    "the dense method's best, between worse ones a factor of sqrt(2) away. fp32 / sent: bytes of a ring "
+    "difference in per cent of the dense loss (resnet: points), with its 95 % interval. verdict: by "
+    "benchmarks/paired.py; better: undecided there for its width, and wholly on the better side. lr: the dense "
+    "method's best, between worse ones a factor of sqrt(2) away. fp32 / sent: bytes of a ring "
     "all-reduce in fp32 in every step over bytes sent in all steps, the warm-up among them. in 8 bits: what that would "
     "be if exchanges in full were of 8 bits and a scale for each 512 values: computed, not run. Freeze and refreshes: "
     "steps after which the variance was frozen, and how often it was brought up to date since. Seeds beyond five were "

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence.provenance import ROOT, ProvenanceError, provenance
 from benchmarks.gpu import kernels, machine, report
 from benchmarks.gpu.clock import Gpu, Measured, Rehearsal
 from benchmarks.gpu.run import PARTS, Found, run
+from benchmarks.provenance import ROOT, ProvenanceError, provenance
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 REHEARSED = ROOT / "runs" / "gpu-rehearsal"

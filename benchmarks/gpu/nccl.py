@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.convergence.provenance import ROOT
 from benchmarks.gpu.steps import OURS, Ours
+from benchmarks.provenance import ROOT
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence.provenance import ROOT
 from benchmarks.gpu import chain, kernels, memory, nccl, steps
 from benchmarks.gpu.clock import Measured
 from benchmarks.gpu.echo import Echo
+from benchmarks.provenance import ROOT
 
 SIZES = (25_000_000, 340_000_000, 1_300_000_000)
 TINY_SIZES = (4_096, 20_000, 1_300_000_000)

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.convergence.provenance import ProvenanceError
-from benchmarks.convergence.study import ROOT
 from benchmarks.kernels.bench import run
+from benchmarks.provenance import ROOT, ProvenanceError
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernels"
 QUICK_RESULTS = ROOT / "runs" / "kernels-quick"

@@ -22,9 +22,9 @@ import numba
 import numpy as np
 import torch
 
-from benchmarks.convergence.provenance import provenance
 from benchmarks.kernels import table, traffic
 from benchmarks.kernels.cases import CORES, NUM_ROWS, Case, cases
+from benchmarks.provenance import provenance
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.optim.kernels.compiled import compile_all
 

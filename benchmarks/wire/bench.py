@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.convergence.provenance import ProvenanceError
+from benchmarks.provenance import ProvenanceError
 from benchmarks.wire import pictures, table
 from benchmarks.wire.cases import ROOT, Case
 from benchmarks.wire.figures import failures, rows

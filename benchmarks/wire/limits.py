@@ -50,7 +50,6 @@ def floor_bytes(method: str, ranks: int) -> float | None:
         "adam_int8": 13.0 + (9.0 + ranks) / ranks + 9.0 + 5.0 + ADAM,
         "ddp_bf16": 12.0 + ring(ranks, 2.0) + ADAM,  # cast there, and back
         "ddp_fp16": 12.0 + ring(ranks, 2.0) + ADAM,
-        "chain_tensor": one_bit,
         "chain_flat": one_bit,
         "onebit_adam": one_bit,
         "onebit_adam_rows": one_bit,

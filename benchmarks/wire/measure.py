@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.provenance import provenance
+from benchmarks.provenance import provenance
 from benchmarks.wire import child, machine
 from benchmarks.wire.cases import ROOT, Case
 from benchmarks.wire.loads import num_parameters

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.wire.cases import Load
 from benchmarks.wire.loads import Inputs
 from benchmarks.wire.phases import PhaseClock
+from thinwire.comm.protocol import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Family(Protocol):
 class Method:
     """vectors: memory it needs on a rank, in float32 vectors as long as the model; of its family where it has more.
 
-    ours: built on thinwire's exchange. title: as tables call it. by_name: runs only where --methods names it.
+    ours: it compresses by itself, so that its phases are known. title: as tables call it. by_name: runs only where
+    --methods names it.
     """
 
     name: str
@@ -83,8 +85,7 @@ METHODS = {
             Method(f"powersgd_{rank}", f"DDP + PowerSGD rank {rank}", "powersgd", str(rank), 10.5)
             for rank in POWERSGD_RANKS
         ),
-        Method("chain_tensor", "1-bit Adam, torch chain, per tensor", "chain_tensor", "", 9, ours=True),
-        Method("chain_flat", "1-bit Adam, torch chain, flat", "chain_flat", "", 9, ours=True),
+        Method("chain_flat", "1-bit Adam, torch chain, flat", "chain_flat", "", 10, ours=True),
         Method("adam", "Adam, our engine", "adam", "", 6, ours=True),
         Method("adam_int8", "Adam, our engine, 8 bits", "adam_int8", "", 8.5, ours=True, by_name=True),
         Method("onebit_adam", "1-bit Adam", "onebit_adam", "", 8, ours=True),
@@ -117,8 +118,7 @@ _MAKERS = {
     "ddp": ("benchmarks.wire.ddp", "PlainDdp"),
     "ddp_cast": ("benchmarks.wire.ddp", "CastDdp"),
     "powersgd": ("benchmarks.wire.ddp", "PowerSgdDdp"),
-    "chain_tensor": ("benchmarks.wire.ours", "ChainPerTensor"),
-    "chain_flat": ("benchmarks.wire.ours", "ChainFlat"),
+    "chain_flat": ("benchmarks.wire.chain", "ChainFlat"),
     "adam": ("benchmarks.wire.ours", "DenseAdam"),
     "adam_int8": ("benchmarks.wire.ours", "DenseAdamInt8"),
     "onebit_adam": ("benchmarks.wire.ours", "OneBit"),
@@ -152,9 +152,11 @@ def maker(family: str) -> Callable[[Setting], Family]:
     return found
 
 
-def forward_backward(model: nn.Module, arguments: tuple[Any, ...], clock: PhaseClock) -> None:
-    """Gradients of one step, counted."""
+def forward_backward(
+    model: nn.Module, arguments: tuple[Any, ...], clock: PhaseClock, stats: Stats | None = None
+) -> None:
+    """Gradients of one step, counted. stats: of what is exchanged meanwhile."""
     with clock.phase("forward"):
         loss = model(*arguments)
-    with clock.phase("backward"):
+    with clock.phase("backward", stats):
         loss.backward()

@@ -1,31 +1,24 @@
-"""What is built on thinwire's exchange: its optimizers, and the obvious way to do one bit, as a chain of torch ops.
+"""Thinwire's optimizers, each in the phase that is compared.
 
 Values and the inputs of the first steps are the same on every rank, so that nothing need be sent to make them so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.wire.loads import Inputs, build, num_parameters
 from benchmarks.wire.methods import Setting, forward_backward
-from benchmarks.wire.watched import watch_group, watch_reducer
 from thinwire.comm.bucket_size import measured_bucket
-from thinwire.comm.codecs import SignCodec
-from thinwire.comm.exchange.plain import CompressedAllReduce
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.layout import DEFAULT_BLOCK, VectorLayout
 from thinwire.optim import Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
-from thinwire.optim.engine.flat import FlatSpace
 
 LR = 1e-4
-BETA1, EPS = 0.9, 1e-8
 
 
 class SeededGroup(TorchGroup):
@@ -52,23 +45,21 @@ def _measured_bucket(group: TorchGroup, numel: int) -> int:
 
 
 class Optimized:
-    """A model under one of thinwire's optimizers."""
+    """A model under one of thinwire's optimizers. kind, options: what it is, and is told."""
 
+    kind: type[FlatOptimizer[Any]] = OneBitAdam
+    options: Mapping[str, Any] = {"warmup": 1}
     settle_steps = 3
     """One in full, after which the variance is frozen, and two in one bit."""
 
     def __init__(self, setting: Setting) -> None:
         self._model = build(setting.load)
         self._clock = setting.clock
-        self._group = SeededGroup(setting.process_group)
+        group = SeededGroup(setting.process_group)
         self.bucket_elements = _measured_bucket(TorchGroup(setting.process_group), num_parameters(setting.load))
-        watch_group(setting.clock, self._group)
-        self.optimizer: FlatOptimizer[Any] = self.make(list(self._model.parameters()), self._group)
-        watch_reducer(setting.clock, self.optimizer.reduce)
-
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """The optimizer."""
-        raise NotImplementedError
+        made = self.kind.sized(self.bucket_elements)
+        self.optimizer = made(list(self._model.parameters()), lr=LR, group=group, overlap=True, **self.options)
+        self._stats = self.optimizer.reduce.stats
 
     @property
     def overlap(self) -> bool | None:
@@ -86,14 +77,14 @@ class Optimized:
 
     def step(self, arguments: tuple[Any, ...]) -> None:
         """As in anybody's loop."""
-        forward_backward(self._model, arguments, self._clock)
-        with self._clock.phase("update"):
+        forward_backward(self._model, arguments, self._clock, self._stats)
+        with self._clock.phase("update", self._stats):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def sent_bytes(self) -> int:
         """As the group's statistics count them."""
-        return self.optimizer.reduce.stats.sent_bytes
+        return self._stats.sent_bytes
 
     def parameters(self) -> Sequence[Tensor]:
         """One flat vector."""
@@ -103,29 +94,17 @@ class Optimized:
 class DenseAdam(Optimized):
     """Adam with the full gradient, on our buffers and exchange."""
 
-    settle_steps = 1
-
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """As torch.optim.AdamW."""
-        return Adam.sized(self.bucket_elements)(params, lr=LR, group=group, overlap=True)
+    kind, options, settle_steps = Adam, {}, 1
 
 
 class DenseAdamInt8(Optimized):
     """Adam with the gradient in 8 bits, with error feedback."""
 
-    settle_steps = 1
-
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """As DenseAdam."""
-        return Adam.sized(self.bucket_elements)(params, lr=LR, group=group, overlap=True, full_exchange="int8")
+    kind, options, settle_steps = Adam, {"full_exchange": "int8"}, 1
 
 
 class OneBit(Optimized):
-    """1-bit Adam in its compressed phase."""
-
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """Frozen after one step."""
-        return OneBitAdam.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
+    """1-bit Adam in its compressed phase, frozen after one step."""
 
 
 class _KeptTwice(OneBitAdam):
@@ -139,25 +118,19 @@ class _KeptRows(OneBitAdam):
 class OneBitKeptRows(Optimized):
     """1-bit Adam in its compressed phase as jobs have it: from kept rows the others estimate what a death takes."""
 
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """Frozen after one step."""
-        return _KeptRows.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
+    kind = _KeptRows
 
 
 class OneBitKeptTwice(Optimized):
     """1-bit Adam in its compressed phase, with workers.shadow: replica of a job: a death loses no server error."""
 
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """Frozen after one step."""
-        return _KeptTwice.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
+    kind = _KeptTwice
 
 
 class OneBitLambFamily(Optimized):
     """1-bit LAMB in its compressed phase."""
 
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """Frozen after one step."""
-        return OneBitLamb.sized(self.bucket_elements)(params, lr=LR, warmup=1, group=group, overlap=True)
+    kind = OneBitLamb
 
 
 class ZeroOne(Optimized):
@@ -166,19 +139,13 @@ class ZeroOne(Optimized):
     It syncs at every step until the first `use`, so that every turn begins right after a sync.
     """
 
+    kind = ZeroOneAdam
+    options: Mapping[str, Any] = {
+        "var_freeze_step": 1,
+        "schedule": ZeroOneSchedule(local_step_scaler=1, local_step_clipper=1),
+    }
     settle_steps = 7
     """One that updates the variance, and so many more that the counted interval has reached the longest."""
-
-    def make(self, params: list[Tensor], group: TorchGroup) -> FlatOptimizer[Any]:
-        """With a sync at every step, until `use` says otherwise."""
-        return ZeroOneAdam.sized(self.bucket_elements)(
-            params,
-            lr=LR,
-            var_freeze_step=1,
-            schedule=ZeroOneSchedule(local_step_scaler=1, local_step_clipper=1),
-            group=group,
-            overlap=True,
-        )
 
     def use(self, variant: str) -> int:
         """variant: steps from one sync to the next. A turn ends with a sync, so the next one begins after one."""
@@ -187,80 +154,3 @@ class ZeroOne(Optimized):
             raise RuntimeError(f"step {self.optimizer.num_steps} was no sync: the turn before it was no whole round")
         self.optimizer.local_step_clipper = int(variant)
         return int(variant)
-
-
-class Chain:
-    """1-bit Adam under a fixed variance as a chain of torch operations: what is obvious, and what DeepSpeed does.
-
-    m_i <- beta1 m + (1 - beta1) g_i;  m <- compressed mean of m_i (exchange/plain.py); x <- x - lr m / (sqrt(v) + eps)
-    Kinder than DeepSpeed in one thing: scales are in the rows of the signs, two collectives instead of four.
-    """
-
-    overlap: bool | None = False
-
-    def __init__(self, setting: Setting) -> None:
-        self._model = build(setting.load)
-        self._clock = setting.clock
-        params = list(self._model.parameters())
-        self._space = FlatSpace([{"params": params}])
-        self._m_N = torch.zeros_like(self._space.p_N)
-        self._v_N = torch.full_like(self._space.p_N, 1e-6)
-        self._z_N = torch.zeros_like(self._space.p_N)
-        self._group = TorchGroup(setting.process_group)
-        watch_group(setting.clock, self._group)
-        codec = SignCodec(DEFAULT_BLOCK, "l2")
-        self._parts = []
-        for start, stop, layout in self.cut(self._space):
-            reducer = CompressedAllReduce(self._group, layout, codec, self._space.p_N)
-            watch_reducer(setting.clock, reducer)
-            self._parts.append((slice(start, stop), reducer, reducer.new_memory()))
-
-    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
-        """[start, stop) and layout of each vector that is exchanged by itself."""
-        raise NotImplementedError
-
-    def settle(self, inputs: Inputs) -> None:
-        """Once, for the memory."""
-        self.step(inputs.next())
-
-    def use(self, variant: str) -> int:
-        """It has no variants."""
-        return 1
-
-    def step(self, arguments: tuple[Any, ...]) -> None:
-        """The chain."""
-        forward_backward(self._model, arguments, self._clock)
-        with self._clock.phase("update"), torch.no_grad():
-            space = self._space
-            space.gather_gradients()
-            torch.lerp(self._m_N, space.g_N, 1 - BETA1, out=self._z_N)
-            for span, reducer, slot in self._parts:
-                reducer.compressed_(self._z_N[span], slot)
-            self._m_N.copy_(self._z_N)
-            space.p_N.sub_(self._m_N / (self._v_N.sqrt() + EPS) * LR)
-            space.zero_gradients()
-
-    def sent_bytes(self) -> int:
-        """As the group's statistics count them."""
-        return self._group.stats.sent_bytes
-
-    def parameters(self) -> Sequence[Tensor]:
-        """One flat vector."""
-        return [self._space.p_N]
-
-
-class ChainFlat(Chain):
-    """All parameters in one exchange."""
-
-    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
-        """The whole vector."""
-        return [(0, space.layout.numel, space.layout)]
-
-
-class ChainPerTensor(Chain):
-    """An exchange for each parameter, one after the other."""
-
-    def cut(self, space: FlatSpace) -> list[tuple[int, int, VectorLayout]]:
-        """Tensor by tensor."""
-        layouts = [(tensor.start, VectorLayout.single(tensor.stop - tensor.start)) for tensor in space.tensors]
-        return [(start, start + layout.numel, layout) for start, layout in layouts]

@@ -25,7 +25,6 @@ COLOURS = {
     "powersgd_1": "#e9a26b",
     "powersgd_2": "#d9822b",
     "powersgd_4": "#9a5a14",
-    "chain_tensor": "#c9a3a0",
     "chain_flat": "#b3261e",
     "adam": "#6a3d9a",
     "adam_int8": "#a98bc9",

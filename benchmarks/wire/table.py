@@ -39,9 +39,9 @@ ONLY_WIDE = ("steps/s", "payload MB", "wire limit ms", "CPU limit ms", "overlap"
 WIDE = 200
 NOTE = (
     "Methods take turns in one run; medians over turns; a step ends with its slowest rank. Phases: milliseconds a "
-    "step, mean over ranks, of what is not hidden behind something else; wire is waiting. Of DDP, wire is what its "
-    "backward takes longer than backward alone, the work of its hooks too. MB on the wire: frames that a host sent, as "
-    "the kernel counted them; payload: a rank's, by our ledger, for DDP by formula. Limits: wire = payload at "
+    "step, mean over ranks, in the thread that steps: compress is its encoding, wire its waiting. Of DDP, wire is what "
+    "its backward takes longer than backward alone, the work of its hooks too. MB on the wire: frames that a host "
+    "sent, as the kernel counted them; payload: a rank's, by our ledger, for DDP by formula. Limits: wire = payload at "
     f"{GOODPUT:g} of the rate; CPU = the least bytes of memory that all ranks must move at this machine's copy rate, "
     "plus forward and backward alone, the fastest turn; no such floor is worked out for PowerSGD. Spread: the middle "
     "half of the turns over their median. Emulated hosts share this machine's cores with the emulation of their links."

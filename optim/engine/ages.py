@@ -24,6 +24,15 @@ class Age:
     missed: int = 0
     unseen: int | None = 0
 
+    @classmethod
+    def of(cls, steps: int, seen: int | None, num_steps: int, num_updates: int) -> Age:
+        """Of a tensor that was in so many steps of num_steps, and whose variance has seen so many of num_updates."""
+        return cls(num_steps - steps, None if seen is None else num_updates - seen)
+
+    def counts(self, num_steps: int, num_updates: int) -> tuple[int, int | None]:
+        """The steps and updates that Age.of takes."""
+        return num_steps - self.missed, None if self.unseen is None else num_updates - self.unseen
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -69,7 +69,7 @@ def lay_out(optimizer: FlatOptimizer[Any], call: str) -> None:
         optimizer.check_group(param_group)
     compute_dtype(optimizer.param_groups)
     refuse_mismatch(optimizer, call, [f"{name} = {value}" for name, value in settings(optimizer).items()])
-    optimizer.parked = {}
+    optimizer.frozen_states = {}
     optimizer.space = FlatSpace(optimizer.param_groups)
     optimizer.ages = [Age()] * len(optimizer.space.tensors)
     optimizer.connect_space()
@@ -147,6 +147,6 @@ def show(optimizer: FlatOptimizer[Any]) -> None:
     }
     counts = [optimizer.shown_steps[age.missed] for age in optimizer.ages]
     show_state(optimizer.state, optimizer.space, optimizer.vectors, optimizer.shown, counts)
-    for param, state in optimizer.parked.items():
-        parts = {name: state.vectors[field].view(param.shape) for field, name in optimizer.shown.items()}
+    for param, state in optimizer.frozen_states.items():
+        parts = {name: state.values[field].view(param.shape) for field, name in optimizer.shown.items()}
         optimizer.state[param] = {"step": torch.tensor(float(state.steps)), **parts}

@@ -1,4 +1,4 @@
-"""What is a rank given that has not what the others have, and where does it lie until nothing can fail any more?
+"""What a rank is given that has not what the others have, and where it lies until nothing can fail any more.
 
     parameters          into the gradient of a rank that has no state, else into new memory
     v and the like      into its own vectors where it has no state and they are of the same type, else into new memory
@@ -11,7 +11,7 @@ parameters that it trains stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine.momentum import InRows, tensors_of
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state import is_field, move, part, put, sizes
+from thinwire.optim.engine.states import TensorState
 
 PARAMETERS = "parameters_N"
 PIECE = 1 << 18
@@ -153,6 +154,18 @@ def _rows(optimizer: FlatOptimizer[Any], room: Room, name: str, told: dict[str, 
     p_N, factors = optimizer.space.p_N, told["factors"]
     others = [] if factors is None else [p_N.new_empty(factors)]
     return [p_N.new_empty(told["bytes"], dtype=torch.uint8), *others]
+
+
+def give_values(states: Iterable[TensorState], group: Group, path: tuple[int, ...]) -> None:
+    """The values that these states have, those of its first to all on the path. Collective. Raises: PeerLost."""
+    values = [x for state in states for _, x in sorted(state.values.items())]
+    if not values:
+        return
+    given = torch.cat(values)
+    give(group, given, path)
+    if group.rank in path[1:]:
+        for x, part in zip(values, torch.split(given, [x.numel() for x in values]), strict=True):
+            x.copy_(part)
 
 
 def take(optimizer: FlatOptimizer[Any], before: object, room: Room) -> None:

@@ -10,37 +10,24 @@ A storage counts once, whoever shares it. What only lives within a call is not h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from thinwire.comm.protocol import Reducer
-from thinwire.optim.engine.flat import FlatSpace
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 OURS = "thinwire."
 NOT_HELD = "thinwire.comm.groups."
 """Process groups are their user's, and a group of threads knows the other ranks."""
 
 
-class Holding(Protocol):
-    """What is read of an optimizer: see FlatOptimizer."""
-
-    vectors: Any
-    reduce: Reducer
-    handed_over: dict[str, Tensor] | None
-    parked: dict[Tensor, Any]
-
-    @property
-    def space(self) -> FlatSpace:
-        """Parameters and gradients."""
-
-
-def bytes_per_parameter(optimizer: Holding) -> dict[str, float]:
+def bytes_per_parameter(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
     """The three above, over the live elements; master only where there is one. Local; reads no values."""
     space = optimizer.space
     parameters, gradient = _storage(space.p_N), _storage(space.g_N)
     held = dict(
-        _storages([optimizer.vectors, optimizer.reduce, optimizer.handed_over, list(optimizer.parked.values())])
+        _storages([optimizer.vectors, optimizer.reduce, optimizer.handed_over, list(optimizer.frozen_states.values())])
     )
     for address, _ in (parameters, gradient):
         held.pop(address, None)

@@ -44,7 +44,7 @@ from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import is_field, put, replicated, sizes
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.states import TensorState
 from thinwire.optim.engine.undone import heeded
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     (optim.engine.options).
 
     Attributes for readers: group (the ranks), space (FlatSpace), reduce (Reducer), vectors (the algorithm's state),
-    num_steps, frozen_at, ages and runs (what the moments of each tensor have seen), parked (the state of frozen ones),
+    num_steps, frozen_at, ages and runs (what the moments of each tensor have seen), frozen_states (of those frozen),
     saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
     such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
     (R of each error memory by name, from when it was taken to the next step at which all hold the same).
@@ -113,7 +113,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.scaled: bool | None = None  # does a GradScaler call step()? Not known before a step
         self.shown_steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages: list[Age] = []
-        self.parked: dict[Tensor, TensorState] = {}
+        self.frozen_states: dict[Tensor, TensorState] = {}
         self.has_misfits = self.awaits_vectors = False
         self.num_steps = 0
         self.frozen_at: int | None = None
@@ -199,11 +199,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     def num_updates(self) -> int:
         """Updates that the variance has had: what Age.unseen is counted in."""
         return self.num_steps
-
-    @property
-    def common_age(self) -> Age:
-        """The age of a tensor that has been trained from the first step on."""
-        return Age()
 
     def set_ages(self, ages: Sequence[Age]) -> None:
         """Keep the age of each tensor, and find the runs of equal ones."""

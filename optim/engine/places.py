@@ -21,12 +21,16 @@ from thinwire.optim.engine.parameters import is_trained, labels
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it."""
+    """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it.
+
+    name: its position, "group.index". What a user calls it may differ from rank to rank, and from a save to a load.
+    """
 
     param: Tensor
     start: int
     stop: int
     label: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +48,17 @@ def places(param_groups: list[dict[str, Any]], chosen: Callable[[Tensor], bool] 
     spans: list[slice] = [slice(0)] * len(param_groups)
     segments: list[tuple[int, int]] = []
     at = 0
-    groups = [
-        (index, [(param, label) for param, label in zip(group["params"], told, strict=True) if chosen(param)])
-        for index, (group, told) in enumerate(zip(param_groups, labels(param_groups), strict=True))
-    ]
-    for index, members in sorted(groups, key=lambda item: any(_is_matrix(param) for param, _ in item[1])):
+    groups = []
+    for index, (group, told) in enumerate(zip(param_groups, labels(param_groups), strict=True)):
+        known = enumerate(zip(group["params"], told, strict=True))
+        groups.append((index, [(param, label, f"{index}.{i}") for i, (param, label) in known if chosen(param)]))
+    for index, members in sorted(groups, key=lambda item: any(_is_matrix(param) for param, *_ in item[1])):
         group_start = at
-        for param, label in sorted(members, key=lambda pair: _is_matrix(pair[0])):  # stable: vectors, then matrices
+        for param, label, name in sorted(members, key=lambda one: _is_matrix(one[0])):  # stable: vectors, then matrices
             stop = round_up(at + param.numel(), BYTE)
             joins = not _is_matrix(param) and at > group_start
             segments.append((segments.pop()[0] if joins else at, stop))
-            tensors.append(FlatTensor(param, at, at + param.numel(), label))
+            tensors.append(FlatTensor(param, at, at + param.numel(), label, name))
             at = stop
         spans[index] = slice(group_start, at)
     live = tuple((tensor.start, tensor.stop) for tensor in tensors)

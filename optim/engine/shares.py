@@ -1,4 +1,4 @@
-"""What does one rank save alone? Its share: all of a state_dict, but of the error memory only what is on that rank.
+"""What one rank saves alone: its share, all of a state_dict, but of the error memory only what is on that rank.
 
     vectors, num_steps, ...   the same on every rank, so that one share is whole but for R
     errors                    this rank's of each error memory (comm.exchange.held); their parts add up to R
@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,12 @@ from torch import Tensor
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import ErrorMemory, Group
-from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.checking import ABSENT, is_count, refuse, refuse_missing
 from thinwire.optim.engine.state import error_memories
+from thinwire.optim.engine.states import frozen_names
+
+if TYPE_CHECKING:  # it imports this module
+    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,43 +45,6 @@ TO_DO = (
     "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
     "them together with thinwire.optim.saves.together"
 )
-
-
-class Sharing(Protocol):
-    """What is read of an optimizer, and set again: see FlatOptimizer."""
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-
-    @property
-    def space(self) -> FlatSpace:
-        """Parameters and gradients."""
-
-    @property
-    def vectors(self) -> object:
-        """A dataclass whose fields declare their Kind."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken."""
-
-    @property
-    def frozen_at(self) -> int | None:
-        """The step after which the variance was frozen."""
-
-    @property
-    def common_steps(self) -> int:
-        """The last step at which all held the same."""
-
-    def own_state(self) -> dict[str, Any]:
-        """What this rank alone holds between syncs."""
-
-    def common_vectors(self) -> dict[str, Tensor]:
-        """What all ranks must hold alike now."""
-
-    def end_round_as(self, src: int) -> None:
-        """All ranks hold what rank `src` does. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +92,7 @@ def is_share(state_dict: object) -> bool:
     return isinstance(state_dict, Mapping) and KEY in state_dict
 
 
-def collect(optimizer: Sharing) -> dict[str, Any]:
+def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     """What a share holds beside what all hold alike. Local; new tensors.
 
     Under a name that no other rank has: torch.distributed.checkpoint takes what has one name on all ranks for equal.
@@ -142,42 +109,65 @@ def collect(optimizer: Sharing) -> dict[str, Any]:
 
 def read(state_dict: Mapping[str, Any]) -> Share:
     """The share in a dict that is_share(). Raises: ValueError for what is damaged."""
-    entries = state_dict[KEY]
-    if not isinstance(entries, dict) or len(entries) != 1:
-        found = list(entries) if isinstance(entries, dict) else entries
-        raise ValueError(f"state_dict has share = {found}: must be a dict of one rank; it is damaged")
-    name, entry = next(iter(entries.items()))
-    missing = [key for key in KEYS if not isinstance(entry, dict) or key not in entry]
-    if missing:
-        raise ValueError(f"state_dict['share'] lacks {missing}: it is not whole; load another file")
-    rank, size, errors, own = (entry[key] for key in KEYS)
-    if type(size) is not int or type(rank) is not int or not 0 <= rank < size or name != f"{rank} of {size}":
-        raise ValueError(f"state_dict['share'] has rank = {rank!r}, size = {size!r} under {name!r}: it is damaged")
-    if not isinstance(errors, dict) or not isinstance(own, dict):
-        raise ValueError(f"state_dict['share'] has errors = {errors!r}, own = {own!r}: must be dicts; it is damaged")
+    of_ranks = state_dict[KEY]
+    names, fits = (list(of_ranks), len(of_ranks) == 1) if isinstance(of_ranks, dict) else (of_ranks, False)
+    refuse([("share", names, fits, "must be a dict of one rank; it is damaged")])
+    name, of_rank = next(iter(of_ranks.items()))
+    refuse_missing("state_dict['share']", of_rank if isinstance(of_rank, dict) else {}, KEYS)
+    rank, size, errors, own = (of_rank[key] for key in KEYS)
+    fits = is_count(rank) and is_count(size) and rank < size and name == f"{rank} of {size}"
+    damaged = "must be a dict; it is damaged"
+    refuse(
+        [
+            (f"share with rank = {rank!r}, size = {size!r} under {name!r}", ABSENT, fits, "it is damaged"),
+            ("share with errors", errors, isinstance(errors, dict), damaged),
+            ("share with own", own, isinstance(own, dict), damaged),
+        ]
+    )
     held = {name: Held.of_plain(f"state_dict['share'] errors[{name!r}]", errors[name]) for name in errors}
     return Share(rank, size, held, own)
 
 
-def checked(optimizer: Sharing, state_dict: Mapping[str, Any]) -> Share:
+def checked(optimizer: FlatOptimizer[Any], state_dict: Mapping[str, Any]) -> Share:
     """The share that this optimizer can go on from. Raises: ValueError with both values."""
-    share, names = read(state_dict), list(error_memories(optimizer.vectors))
-    numel, group = optimizer.space.p_N.numel(), optimizer.group
-    if set(share.errors) != set(names):
-        raise ValueError(f"state_dict has errors {sorted(share.errors)}, this optimizer needs {sorted(names)}")
-    for name, held in share.errors.items():
-        if held.numel != numel:
-            raise ValueError(f"state_dict has errors[{name!r}] of {held.numel} elements, this optimizer has {numel}")
-    if share.rank and not share.is_of(group):
-        raise ValueError(
-            f"state_dict is the share of rank {share.rank} of {share.size}, and this is rank {group.rank} of "
-            f"{group.size}: load on each rank its own share; or bring the shares of all {share.size} ranks together "
-            "with thinwire.optim.saves.together, for any number of ranks"
-        )
+    share, names = read(state_dict), sorted(error_memories(optimizer.vectors))
+    group, numel, frozen = optimizer.group, optimizer.space.p_N.numel(), frozen_names(optimizer)
+    numels = {name: held.numel for name, held in share.errors.items()}
+    of_gradients = share.errors.get(optimizer.errors_of_gradients(state_dict) or "")
+    gives_out = of_gradients is not None and not of_gradients.is_empty and optimizer.full_exchange != "int8"
+    whole = "load what state_dict() of all ranks or thinwire.optim.saves.together gave"
+    refuse(
+        [
+            (
+                "frozen",
+                state_dict["frozen"],
+                set(state_dict["frozen"]) == set(frozen),
+                f"it is of one rank, and this optimizer was made with, or last stepped with, {frozen} frozen (group "
+                f"and place in it): freeze the same parameters before the optimizer is made, or {whole}",
+            ),
+            ("share with errors", sorted(share.errors), sorted(share.errors) == names, f"this optimizer needs {names}"),
+            ("share with errors of so many elements", numels, set(numels.values()) <= {numel}, f"needed are {numel}"),
+            (
+                f"the share of rank {share.rank} of {share.size}, and this is rank {group.rank} of {group.size}",
+                ABSENT,
+                not share.rank or share.is_of(group),
+                f"load on each rank its own share; or bring the shares of all {share.size} ranks together with "
+                "thinwire.optim.saves.together, for any number of ranks",
+            ),
+            (
+                "the share of a rank that sent gradients in 8 bits",
+                ABSENT,
+                not gives_out,
+                f"this optimizer has full_exchange = {optimizer.full_exchange!r}: make it with "
+                f'full_exchange="int8", or {whole}',
+            ),
+        ]
+    )
+    optimizer.check_own(share.own)
     return share
 
 
-def take(optimizer: Sharing, share: Share) -> Loaded:
+def take(optimizer: FlatOptimizer[Any], share: Share) -> Loaded:
     """Hold the errors of a share that was checked; the rest of it is held already. Local."""
     group, mine = optimizer.group, share.is_of(optimizer.group)
     apart = False
@@ -190,7 +180,7 @@ def take(optimizer: Sharing, share: Share) -> Loaded:
     return Loaded(share, whole, mine and bool(share.own), apart)
 
 
-def agree(optimizer: Sharing, loaded: Loaded) -> None:
+def agree(optimizer: FlatOptimizer[Any], loaded: Loaded) -> None:
     """See that the ranks have loaded what belongs together, and make them hold the same. Collective, once after a load.
 
     Where a rank has loaded the share of another one, rank 0 says what is missing, R is what the ranks have brought, and
@@ -237,7 +227,7 @@ def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) ->
     return True
 
 
-def _told(optimizer: Sharing, share: Share) -> str | None:
+def _told(optimizer: FlatOptimizer[Any], share: Share) -> str | None:
     """What is lost where this share has been loaded in place of all; None where nothing is."""
     held, missing = share.missing_norm(share.size)
     compresses = optimizer.frozen_at is not None or any(not one.is_empty for one in share.errors.values())

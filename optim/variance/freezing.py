@@ -16,14 +16,13 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.protocol import ErrorMemory, FullWire
 from thinwire.optim import adam_math
-from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import next_momentum_
 from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.states import TensorState
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
@@ -131,11 +130,6 @@ class FreezingOptimizer(WarmupOptimizer[State]):
 
         return formed_sum(reduce, s.momentum_error, form)
 
-    @property
-    def common_age(self) -> Age:
-        """After the freeze, and where the warm-up began again, m and v are no longer biased towards zero."""
-        return Age(unseen=None if self.frozen_at is not None or self.warmup_from else 0)
-
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""
         return onebit_adam_plan(step, self._warmup_end(), self.frozen_at, refresh=self.is_refresh_due(step))
@@ -204,9 +198,9 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         self._times_(weight_N, self._exchanged_per_m)
         self.vectors.momentum_error.scale_(weight_N)
         of_param = {param: group for group in self.param_groups for param in group["params"]}
-        for param, state in self.parked.items():
+        for param, state in self.frozen_states.items():
             weight = self.gradient_weight(of_param[param]) * factor
-            state.residuals["momentum_error"] = state.residuals["momentum_error"] * (_scale_of(state) * weight)
+            state.values["momentum_error"] = state.values["momentum_error"] * (_scale_of(state) * weight)
 
     @property
     def _exchanged_per_m(self) -> Tensor | None:
@@ -237,9 +231,9 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         """
         self.overlap.refuse_between("set_global_batch")
         self._give_out(self.vectors.momentum_error.residual())
-        for state in self.parked.values():
-            residual = state.residuals["momentum_error"]
-            state.vectors["m_N"] = state.vectors["m_N"] + residual / _scale_of(state)
+        for state in self.frozen_states.values():
+            residual = state.values["momentum_error"]
+            state.values["m_N"] = state.values["m_N"] + residual / _scale_of(state)
             residual.zero_()
         self.frozen_at = None
         self._fit_variance()
@@ -338,7 +332,7 @@ class FreezingOptimizer(WarmupOptimizer[State]):
 
 def _scale_of(state: TensorState) -> float:
     """In which the momentum of a parameter that was set aside is exchanged: k of LAMB."""
-    return float(state.vectors["scaling_T"]) if "scaling_T" in state.vectors else 1.0
+    return float(state.values.get("scaling_T", 1.0))
 
 
 def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:

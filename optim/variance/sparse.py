@@ -20,7 +20,6 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.protocol import ErrorMemory
 from thinwire.optim import adam_math
-from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
@@ -103,11 +102,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
     def num_updates(self) -> int:
         """Updates that v has had."""
         return int(self.saved.get("variance_updates", 0))
-
-    @property
-    def common_age(self) -> Age:
-        """After the freeze v is no longer biased towards zero."""
-        return Age(unseen=None if self.frozen_at is not None else 0)
 
     @property
     def finds_freeze(self) -> bool:
@@ -250,8 +244,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
             self.handed_over = {name: residual_N * weight_N for name, residual_N in self.handed_over.items()}
         of = {id(p): w for group, w in zip(self.param_groups, weights, strict=True) for p in group["params"]}
-        for param, state in self.parked.items():
-            state.residuals["update_error"] = state.residuals["update_error"] * of[id(param)]
+        for param, state in self.frozen_states.items():
+            state.values["update_error"] = state.values["update_error"] * of[id(param)]
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -29,7 +29,6 @@ from thinwire.service.errors import (
     BodyTooLarge,
     CheckpointNotFound,
     FileNotKept,
-    Forbidden,
     IdempotencyKeyReused,
     InvalidRequest,
     JobNeeded,
@@ -38,10 +37,7 @@ from thinwire.service.errors import (
     JobOver,
     LogGone,
     StaleAttempt,
-    TooManyWrongTokens,
     TooMuch,
-    Unauthorized,
-    Unavailable,
     UnsupportedMediaType,
     documented,
 )
@@ -50,9 +46,16 @@ from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import LOG_PART_BYTES
 from thinwire.service.people.audit import Change, change_of
-from thinwire.service.requests import json_body, known_query
+from thinwire.service.requests import (
+    ALWAYS,
+    GIVES_BYTES,
+    PLAIN_BYTES,
+    TAKES_BYTES,
+    json_body,
+    known_query,
+    plain_bytes,
+)
 
-_ALWAYS = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable)
 LARGEST_OFFSET = 2**53 - 1
 
 
@@ -64,19 +67,19 @@ async def _one_key(request: Request) -> None:
 
 
 operators = APIRouter(
-    prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=_ALWAYS, tags=["jobs"]
+    prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=ALWAYS, tags=["jobs"]
 )
 workers = APIRouter(
     prefix="/v1/jobs",
     dependencies=[Depends(job_or_person), Depends(known_query)],
-    responses=_ALWAYS,
+    responses=ALWAYS,
     tags=["reports"],
 )
 
 claims = APIRouter(
     prefix="/v1/jobs",
     dependencies=[Depends(ticket_holder), Depends(known_query)],
-    responses=_ALWAYS,
+    responses=ALWAYS,
     tags=["remote runs"],
 )
 
@@ -94,23 +97,6 @@ async def _worker_reports(request: Request) -> WorkerReports:
 async def _remote_runs(request: Request) -> RemoteRuns:
     runs: RemoteRuns = request.app.state.remote_runs
     return runs
-
-
-async def _plain_bytes(request: Request) -> None:
-    """Dependency: a body is sent as bytes. Raises UnsupportedMediaType."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != PLAIN_BYTES:
-        came = f"as {media}" if media else "without a Content-Type"
-        raise UnsupportedMediaType(f"the body came {came}: send Content-Type: {PLAIN_BYTES}")
-
-
-PLAIN_BYTES = "application/octet-stream"
-_TAKES_BYTES: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}}
-}
-_GIVES_BYTES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}, "description": "the file"}
-}
 
 
 Jobs = Annotated[JobService, Depends(_job_service)]
@@ -231,7 +217,7 @@ def checkpoints(job_id: str, jobs: Jobs) -> CheckpointList:
 @operators.get(
     "/jobs/{job_id}/checkpoints/{folder}/{file}",
     response_class=Response,
-    responses={**documented(JobNotFound, CheckpointNotFound), **_GIVES_BYTES},
+    responses={**documented(JobNotFound, CheckpointNotFound), **GIVES_BYTES},
 )
 def checkpoint_file(job_id: str, folder: str, file: str, jobs: Jobs) -> StreamingResponse:
     """One file of a checkpoint."""
@@ -242,7 +228,7 @@ def checkpoint_file(job_id: str, folder: str, file: str, jobs: Jobs) -> Streamin
             while part := opened.read(1 << 20):
                 yield part
 
-    return StreamingResponse(parts(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
+    return StreamingResponse(parts(), media_type=PLAIN_BYTES, headers={"Content-Length": str(size)})
 
 
 @operators.get("/metrics/targets", tags=["metrics"])
@@ -297,9 +283,9 @@ def run_now(job_id: str, runs: Runs) -> RunNow:
 @workers.put(
     "/{job_id}/files/{name}",
     status_code=204,
-    dependencies=[Depends(_plain_bytes)],
+    dependencies=[Depends(plain_bytes)],
     responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
-    openapi_extra=_TAKES_BYTES,
+    openapi_extra=TAKES_BYTES,
     tags=["remote runs"],
 )
 async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, request: Request) -> None:
@@ -309,7 +295,7 @@ async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, re
 
 @workers.get(
     "/{job_id}/files/{name}",
-    responses={**documented(JobNotFound, FileNotKept), **_GIVES_BYTES},
+    responses={**documented(JobNotFound, FileNotKept), **GIVES_BYTES},
     response_class=Response,
     tags=["remote runs"],
 )
@@ -320,7 +306,7 @@ def get_file(job_id: str, name: KeptFile, runs: Runs) -> Response:
 
 @workers.get(
     "/{job_id}/package",
-    responses={**documented(JobNotFound, FileNotKept), **_GIVES_BYTES},
+    responses={**documented(JobNotFound, FileNotKept), **GIVES_BYTES},
     response_class=FileResponse,
     tags=["remote runs"],
 )
@@ -331,9 +317,9 @@ def get_package(job_id: str, runs: Runs) -> FileResponse:
 
 @workers.post(
     "/{job_id}/log",
-    dependencies=[Depends(_plain_bytes)],
+    dependencies=[Depends(plain_bytes)],
     responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
-    openapi_extra=_TAKES_BYTES,
+    openapi_extra=TAKES_BYTES,
     tags=["remote runs"],
 )
 async def add_log(

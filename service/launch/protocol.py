@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 LOG_PART_BYTES = 1 << 20
 
@@ -27,6 +27,10 @@ class LaunchState(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"
+
+
+OF_RAY: Final = {state.value: state for state in LaunchState if state not in (LaunchState.UNKNOWN, LaunchState.ABSENT)}
+"""By the status of a job in Ray's Jobs API, which KubeRay repeats."""
 
 
 @dataclass(frozen=True, slots=True)

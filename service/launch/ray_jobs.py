@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from thinwire.service.launch.protocol import Code, LauncherError, LaunchState, LaunchStatus
+from thinwire.service.launch.protocol import OF_RAY, Code, LauncherError, LaunchState, LaunchStatus
 from thinwire.service.launch.ray_words import why_never_begun
 
 _log = logging.getLogger(__name__)
@@ -41,14 +41,6 @@ DEAD_NODES_S: Final = 5.0
 
 _DEAD_NODES: Final = "/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=DEAD&limit=10000"
 _NO_AGENT: Final = "No available agent to submit job"
-
-_STATES: Final = {
-    "PENDING": LaunchState.PENDING,
-    "RUNNING": LaunchState.RUNNING,
-    "SUCCEEDED": LaunchState.SUCCEEDED,
-    "FAILED": LaunchState.FAILED,
-    "STOPPED": LaunchState.STOPPED,
-}
 
 
 class _Job(BaseModel):
@@ -159,7 +151,7 @@ class RayJobs:
             job = _Job.model_validate_json(answer.content)
         except ValidationError as error:
             return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} answered what is not a job: {error}")
-        state = _STATES.get(job.status)
+        state = OF_RAY.get(job.status)
         if state is None:
             return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} told the unknown job status {job.status!r}")
         if state is LaunchState.RUNNING and job.driver_node_id is not None and job.driver_node_id in self._dead_nodes():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -16,26 +16,23 @@ from thinwire.service.auth import person
 from thinwire.service.errors import (
     BodyTooLarge,
     BodyTooSlow,
-    Forbidden,
     InsufficientStorage,
     InvalidRequest,
     PackageNotFound,
-    Unauthorized,
-    Unavailable,
     UnsupportedMediaType,
     documented,
 )
 from thinwire.service.packages.store import Packages, Upload
+from thinwire.service.requests import ALWAYS, TAKES_BYTES, zip_bytes
 
 SILENT_S = 60.0
 """A sender that sends nothing for so long has gone."""
 _PART_BYTES = 1 << 20
-_MEDIA = "application/octet-stream"
 
 packages = APIRouter(
     prefix="/v1/packages",
     dependencies=[Depends(person)],
-    responses=documented(Unauthorized, Forbidden, InvalidRequest, Unavailable),
+    responses=ALWAYS,
     tags=["packages"],
 )
 
@@ -45,19 +42,8 @@ async def _store(request: Request) -> Packages:
     return store
 
 
-async def _bytes(request: Request) -> None:
-    """Dependency: the body is sent as bytes. Raises UnsupportedMediaType."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media not in (_MEDIA, "application/zip"):
-        came = f"as {media}" if media else "without a Content-Type"
-        raise UnsupportedMediaType(f"the body came {came}: send the zip itself, with Content-Type: {_MEDIA}")
-
-
 Store = Annotated[Packages, Depends(_store)]
 Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadecimal digits in lower case")]
-_TAKES_BYTES: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {_MEDIA: {"schema": {"type": "string", "format": "binary"}}}}
-}
 
 
 @packages.get("/{sha256}", responses=documented(PackageNotFound))
@@ -73,12 +59,12 @@ def package(sha256: Sha256, store: Store) -> Package:
     "/{sha256}",
     name="put_package",
     status_code=201,
-    dependencies=[Depends(_bytes)],
+    dependencies=[Depends(zip_bytes)],
     responses={
         **documented(BodyTooSlow, BodyTooLarge, UnsupportedMediaType, InsufficientStorage),
         200: {"model": Package, "description": "The service had it already"},
     },
-    openapi_extra=_TAKES_BYTES,
+    openapi_extra=TAKES_BYTES,
 )
 async def put(sha256: Sha256, store: Store, request: Request, response: Response) -> Package:
     """Keep the folder of a script: a zip, under its sha256. Putting it again changes nothing.

@@ -1,12 +1,17 @@
-"""benchmarks.defaults: a task has the dense method's best rate, between worse ones; and what is told of a pair."""
+"""benchmarks.defaults: a task has the dense method's best rate, between worse ones; its runs; the verdict of a pair."""
 
+import threading
 from math import log2
 
 import pytest
+import torch
 
-from benchmarks.convergence.paired import Interval
 from benchmarks.defaults.__main__ import PILOT_RATES, next_rate
+from benchmarks.defaults.runs import train_job
 from benchmarks.defaults.table import _verdict
+from benchmarks.defaults.tasks import DEFAULTS_TASKS
+from benchmarks.paired import Interval
+from benchmarks.turns import run_in_turns
 
 
 def piloted(loss):
@@ -38,3 +43,55 @@ def test_rates_that_diverge_are_worse_than_any():
 )
 def test_a_wide_interval_on_the_better_side_is_better_and_all_else_is_the_studys_rule(mean, half, verdict):
     assert _verdict(Interval(mean, half, 5)) == verdict
+
+
+STEPS = 6
+
+
+def trained(**optimizer):
+    """Each rank's view of a small GPT."""
+    job = DEFAULTS_TASKS["gpt"].spec({"lr": 1e-2, **optimizer}, seed=0, steps=STEPS, ranks=2)
+    small = job.recipe.model_copy(update={"layers": 1, "width": 16, "heads": 2, "context": 16})
+    few = job.evaluation.model_copy(update={"windows": 9})
+    spec = job.model_copy(update={"recipe": small, "evaluation": few})
+    return run_in_turns(2, lambda group: train_job(spec, group, every=2))[0]
+
+
+def test_a_pair_begins_from_the_same_model_and_sends_less_from_the_freeze_on():
+    dense, compressed = trained(name="adam"), trained(name="onebit_adam", warmup=4, full_exchange="fp32")
+    assert dense.curve[:2] == compressed.curve[:2]
+    assert dense.curve[2] != compressed.curve[2]
+    assert sum(dense.sent.values()) == pytest.approx(dense.fp32_bytes(2, STEPS), rel=0.02)
+    assert compressed.frozen_at == 4
+    assert sum(compressed.sent.values()) < 0.8 * sum(dense.sent.values())
+
+
+def test_a_run_is_repeatable_bit_for_bit():
+    assert trained(name="zero_one_adam").curve == trained(name="zero_one_adam").curve
+
+
+def test_values_that_are_not_finite_are_a_result():
+    found = trained(name="adam", lr=1e30)
+    assert found.diverged is not None
+    assert "NaN or infinity" in found.diverged
+
+
+def test_ranks_compute_one_at_a_time():
+    inside, most = 0, 0
+    guard = threading.Lock()
+
+    def work(group):
+        nonlocal inside, most
+        total = torch.zeros(1)
+        for _ in range(20):
+            with guard:
+                inside += 1
+                most = max(most, inside)
+            total += group.rank
+            with guard:
+                inside -= 1
+            group.mean_(total)
+        return total.item()
+
+    assert len(set(run_in_turns(3, work))) == 1
+    assert most == 1

@@ -1,6 +1,5 @@
 """All methods for a few tiny steps over two processes, among two that fail: no speed is asserted, only what is told."""
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.wire.methods import COMPUTE, METHODS, ZERO_ONE_INTERVALS
 from benchmarks.wire.net import NetError
 from benchmarks.wire.phases import PhaseClock
 from benchmarks.wire.results import Result
+from thinwire.comm.protocol import Stats
 
 pytestmark = pytest.mark.slow
 
@@ -101,28 +101,18 @@ def test_without_the_baseline_there_is_no_result(monkeypatch):
         measuring._sit(case, Silent(), [METHODS["ddp_fp32"]], lambda _: None)
 
 
-def test_the_clock_counts_each_moment_once_in_the_innermost_phase(monkeypatch):
-    now = [0.0]
+def test_the_clock_takes_encoding_and_waiting_out_of_the_phase_that_they_are_in(monkeypatch):
+    now, stats = [0.0], Stats()
     monkeypatch.setattr("benchmarks.wire.phases.time.perf_counter", lambda: now[0])
     clock = PhaseClock()
-
-    def pass_s(seconds):
-        now[0] += seconds
-
-    with clock.phase("update"):
-        pass_s(1)
-        with clock.phase("compress"):
-            pass_s(2)
-            with clock.phase("wire"):
-                pass_s(4)
-            pass_s(8)
-        pass_s(16)
-    pass_s(32)
-    hidden = threading.Thread(target=lambda: clock.watch(now, (), "wire") or clock.phase("wire").__enter__())
-    hidden.start()
-    hidden.join()
-    taken = clock.take()
-    assert taken == {"forward": 0, "backward": 0, "compress": 10, "wire": 4, "update": 17}
+    with clock.phase("forward"):
+        now[0] += 1
+    with clock.phase("update", stats):
+        now[0] += 30
+        stats.encode_s += 10
+        stats.waited_s += 4
+    now[0] += 32
+    assert clock.take() == {"forward": 1, "backward": 0, "compress": 10, "wire": 4, "update": 16}
     assert not any(clock.take().values())
 
 

@@ -14,7 +14,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
 from thinwire.cli import resize
-from thinwire.cli.client import ApiError, Client, NotFound, Rejected, Unreachable
+from thinwire.cli.client import Client, Unreachable
 from thinwire.contract.jobs import Job
 from thinwire.service.launch.protocol import LaunchState
 
@@ -209,21 +209,3 @@ def test_show_tells_training_and_wanted_workers(thinwire: Callable[..., Run], li
     assert rows(job_id)["wanted"] == "1, submitted with 2..4; the job follows while it runs"
     live.finish(job_id)
     assert rows(job_id)["wanted"] == "1, submitted with 2..4"
-
-
-def test_the_client_resizes_and_names_each_refusal(live: LiveService) -> None:
-    job_id = live.service.running(workers=ELASTIC)
-    with Client() as client:
-        job = client.resize(job_id, most=8)
-        assert (job.wanted_workers.min, job.wanted_workers.max) == (2, 8)
-        assert client.resize(job_id, least=3).wanted_workers.revision == 2
-        for wrong in ({"least": 9}, {}):
-            with pytest.raises(Rejected) as refused:
-                client.resize(job_id, **wrong)
-            assert refused.value.problems
-        with pytest.raises(NotFound):
-            client.resize("nobody", most=2)
-        client.cancel(job_id)
-        with pytest.raises(ApiError) as over:
-            client.resize(job_id, most=2)
-        assert (over.value.status, over.value.code) == (409, "job_over")

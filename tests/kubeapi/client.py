@@ -8,8 +8,8 @@ import kubernetes.client
 import urllib3
 import yaml
 
-from tests.kubeapi.kinds import Object
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import Object
 
 
 def configuration(server: KubeApi) -> kubernetes.client.Configuration:

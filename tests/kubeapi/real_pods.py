@@ -2,13 +2,12 @@
 
 Of a pod its first container runs, as processes of this machine with the container's command, environment and life
 cycle: preStop, SIGTERM, and SIGKILL at the end of the grace. Images, users and limits are not looked at: what all
-see is the installed code. Names of Services resolve by a hosts file. A node has one pod, and a new pod gets another
-node, and so another address, as long as there are others.
+see is the installed code. The name of the head's Service resolves by a hosts file. A node has one pod, and a new pod
+gets another node, and so another address, as long as there are others.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import shlex
@@ -21,17 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from tests.kubeapi.answers import Refused
-from tests.kubeapi.kinds import PODS, SECRETS, SERVICES, Object
-from tests.kubeapi.kubelet import bind, ready, refuse_node, set_status
-from tests.kubeapi.kuberay_pods import CLUSTER, NODE_TYPE
 from tests.kubeapi.networks import processes_in
-from tests.kubeapi.store import Deletion, Store, now
+from tests.kubeapi.store import PODS, Object, Refused, Store
 from thinwire.service.launch.ray_head import START_HOOK
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.network import INTERFACE
 from thinwire.tools.lab.processes import HostProcess
 
+CLUSTER, NODE_TYPE = "ray.io/cluster", "ray.io/node-type"
 UP_SAYS: Final = b"Ray runtime started."
 ROOT: Final = Path(__file__).parents[2]
 BUSY: Final = {
@@ -44,6 +40,11 @@ BUSY: Final = {
     "RAY_GRAFANA_HOST": "DISABLED",
 }
 """What lets several nodes of Ray start on one machine whose cores are busy."""
+
+
+def head_service(cluster: str) -> str:
+    """The name of the Service of this RayCluster's head."""
+    return f"{cluster}-head-svc"
 
 
 @dataclass
@@ -107,10 +108,7 @@ class RealKubelet:
     def log(self, pod: Object) -> bytes:
         """What its container has written."""
         running = self._pods.get(pod["metadata"]["uid"])
-        metadata, name = pod["metadata"], pod["spec"]["containers"][0]["name"]
-        if running is None:
-            return self._store.logs.get((metadata["namespace"], metadata["name"], name), b"")
-        return os.pread(running.output.fileno(), 10_000_000, 0)
+        return b"" if running is None else os.pread(running.output.fileno(), 10_000_000, 0)
 
     # one pod
 
@@ -131,23 +129,35 @@ class RealKubelet:
         elif (code := running.process.poll()) is not None:
             self._note_end(pod, running, code)
         elif pod["status"]["phase"] == "Pending" and UP_SAYS in self.log(pod):
-            ready(self._store, pod, self._lab.addresses[running.host])
+            self._set(pod, phase="Running", podIP=self._lab.addresses[running.host])
 
     def _schedule(self, pod: Object) -> None:
         free = [host for host in self._hosts if host not in self._taken.values()]
         if not free:
-            nodes = len(self._hosts)
-            refuse_node(self._store, pod, f"0/{nodes} nodes are available: {nodes} Insufficient cpu.")
+            why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node is free"}
+            self._set(pod, conditions=[why])
             return
         host = next((one for one in free if one >= self._next), free[0])
         self._next = host + 1
         self._taken[pod["metadata"]["uid"]] = host
-        bind(self._store, pod, f"node-{host}")
+
+        def bound(found: Object) -> Object:
+            found["spec"]["nodeName"] = f"node-{host}"
+            return found
+
+        self._store.update(PODS, pod["metadata"]["name"], bound)
+        self._set(pod, conditions=[{"type": "PodScheduled", "status": "True"}])
+
+    def _set(self, pod: Object, **status: object) -> None:
+        with contextlib.suppress(Refused):  # it is gone
+            self._store.update(
+                PODS, pod["metadata"]["name"], lambda found: found | {"status": found["status"] | status}
+            )
 
     def _start(self, pod: Object) -> None:
         """Once what it waits for is there: a worker waits for its head, as KubeRay's init container does."""
         names = self._names(pod)
-        if pod["metadata"]["labels"].get(NODE_TYPE) == "worker" and not names:
+        if pod["metadata"]["labels"][NODE_TYPE] == "worker" and not names:
             return
         host, container = self._taken[pod["metadata"]["uid"]], pod["spec"]["containers"][0]
         hosts_file = "".join(f"{address} {name}\n" for name, address in ({"localhost": "127.0.0.1"} | names).items())
@@ -159,13 +169,13 @@ class RealKubelet:
             f"ip route replace default dev {INTERFACE}",
         )
         self._do(host, " && ".join(setting))
-        environment = self._environment(pod, container)
+        environment = self._environment(container)
         output = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the pod runs
         words = ["/bin/bash", "-c", f"exec {environment['KUBERAY_GEN_RAY_START_CMD']}"]
         process = self._lab.start(host, words, environment, None, output.fileno(), output.fileno())
         self._pods[pod["metadata"]["uid"]] = _Running(host, process, output, environment)
 
-    def _environment(self, pod: Object, container: Object) -> dict[str, str]:
+    def _environment(self, container: Object) -> dict[str, str]:
         found = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
@@ -173,44 +183,23 @@ class RealKubelet:
             "LANG": "C.UTF-8",
             **BUSY,
         }
-        for one in container.get("env", ()):
-            found[one["name"]] = self._value(pod, one)
-        return found
-
-    def _value(self, pod: Object, variable: Object) -> str:
-        source = variable.get("valueFrom")
-        if source is None:
-            return str(variable.get("value", ""))
-        namespace = pod["metadata"]["namespace"]
-        if where := source.get("secretKeyRef"):
-            secret = self._store.get(SECRETS, namespace, where["name"])
-            return base64.b64decode(secret["data"][where["key"]]).decode()
-        path = source["fieldRef"]["fieldPath"]
-        if path.startswith("metadata.labels['"):
-            return str(pod["metadata"]["labels"][path.split("'")[1]])
-        return {"metadata.name": pod["metadata"]["name"], "metadata.namespace": namespace}[path]
+        return found | {one["name"]: str(one["value"]) for one in container["env"]}
 
     def _names(self, pod: Object) -> dict[str, str]:
         """Names of the cluster's head Service, with the address of its head; none before that runs."""
-        namespace, cluster = pod["metadata"]["namespace"], pod["metadata"]["labels"].get(CLUSTER)
-        found: dict[str, str] = {}
-        for service in self._store.all(SERVICES, namespace):
-            if service["spec"]["selector"].get(CLUSTER) != cluster:
-                continue
-            name = service["metadata"]["name"]
-            for other in self._store.all(PODS, namespace):
-                labels, status = other["metadata"]["labels"], other["status"]
-                is_head = (labels.get(CLUSTER), labels.get(NODE_TYPE)) == (cluster, "head")
-                if is_head and status.get("phase") == "Running" and status.get("podIP"):
-                    found |= {name: status["podIP"], f"{name}.{namespace}.svc.cluster.local": status["podIP"]}
-        return found
+        cluster = pod["metadata"]["labels"][CLUSTER]
+        for other in self._store.all(PODS):
+            labels, status = other["metadata"]["labels"], other["status"]
+            if (labels[CLUSTER], labels[NODE_TYPE], status["phase"]) == (cluster, "head", "Running"):
+                name = head_service(cluster)
+                return {name: status["podIP"], f"{name}.default.svc.cluster.local": status["podIP"]}
+        return {}
 
     # the end of a pod
 
     def _end(self, pod: Object, running: _Running) -> None:
         """As a kubelet does: preStop, SIGTERM, and SIGKILL when the grace that began with preStop is over."""
-        grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds", 30))
-        until_s = time.monotonic() + grace_s
+        until_s = time.monotonic() + float(pod["spec"].get("terminationGracePeriodSeconds", 30))
         container = pod["spec"]["containers"][0]
         command = ((container.get("lifecycle") or {}).get("preStop") or {}).get("exec", {}).get("command")
         if command and running.process.poll() is None:
@@ -237,21 +226,12 @@ class RealKubelet:
     def _note_end(self, pod: Object, running: _Running, code: int) -> None:
         """The container has ended by itself: with restartPolicy Never the pod has failed."""
         self._kill(running.host)
-        over = {"terminated": {"exitCode": code if code >= 0 else 128 - code, "reason": "Error", "finishedAt": now()}}
-        not_ready = {"status": "False", "reason": "PodFailed"}
         running.signals.append(f"ended with {code}")
-        self._keep_log(pod)
-        set_status(self._store, pod, {"Ready": not_ready}, over, "Failed")
+        self._set(pod, phase="Failed", reason="Error", message=f"its container ended with {code}")
 
     def _remove(self, pod: Object) -> None:
-        metadata = pod["metadata"]
-        self._keep_log(pod)
         with contextlib.suppress(Refused):  # somebody else has
-            self._store.delete(PODS, metadata["namespace"], metadata["name"], Deletion(grace_s=0, uid=metadata["uid"]))
-
-    def _keep_log(self, pod: Object) -> None:
-        metadata, name = pod["metadata"], pod["spec"]["containers"][0]["name"]
-        self._store.logs[metadata["namespace"], metadata["name"], name] = self.log(pod)
+            self._store.delete(PODS, pod["metadata"]["name"], pod["metadata"]["uid"], at_once=True)
 
     def _kill(self, host: int) -> None:
         """Every process of the host, until there is none."""

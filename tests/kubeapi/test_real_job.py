@@ -1,7 +1,7 @@
 """Jobs from POST to a trained model over the API server for tests, in pods that are hosts of a lab, each with its Ray.
 
 The service, the launcher, the driver, Ray and the workers are real, and so are the processes of pods and their ends;
-KubeRay's operator and Ray's autoscaler are played (operator.py, real_ray.py).
+KubeRay's operator and Ray's autoscaler are played (kuberay.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from benchmarks.lab_boxes import OVER, STORE_ENV, THINWIRE, Host, keep_store
 from tests.conftest import missing
 from tests.job_file import small_job
 from tests.kubeapi.client import kubeconfig
-from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS, Object
-from tests.kubeapi.kuberay_pods import NODE_TYPE
+from tests.kubeapi.kuberay import KubeRay
 from tests.kubeapi.networks import network_of, processes_in
-from tests.kubeapi.operator import Operator
-from tests.kubeapi.real_pods import RealKubelet
-from tests.kubeapi.real_ray import Autoscaler, Dashboard, HttpJobs
+from tests.kubeapi.ray_api import RayApi
+from tests.kubeapi.real_pods import NODE_TYPE, RealKubelet
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import PODS, RAYCLUSTERS, RAYJOBS, Object
 from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
 from thinwire.tools.lab import Lab, LabSpec
 
@@ -50,11 +49,8 @@ class Kubernetes:
         self.api = KubeApi(address=self.plane.address, network=self.network)
         self.store = self.api.store
         self.kubelet = RealKubelet(self.store, lab, range(1, lab.spec.hosts))
-        dashboard = Dashboard(self.store, self.network)
-        self.jobs = HttpJobs(dashboard)
-        self.operator = Operator(self.store, self.jobs, self.kubelet)
-        autoscaler = Autoscaler(dashboard, self.kubelet)
-        self.operator.clusters.demand = lambda cluster, group: autoscaler.demand(self.operator.clusters, cluster, group)
+        self.ray = RayApi(self.network)
+        self.kuberay = KubeRay(self.store, self.ray, self.kubelet)
 
     def network(self) -> Any:
         """To be where the service is."""
@@ -110,7 +106,7 @@ class Kubernetes:
         """The first truth of it; an operator that has failed ends the wait."""
         until_s = time.monotonic() + within_s
         while not (found := holds()):
-            assert not self.operator.stopped.is_set() or not self.token, "the operator has stopped"
+            assert not self.kuberay.stopped.is_set() or not self.token, "the operator has stopped"
             assert time.monotonic() < until_s, f"not within {within_s:.0f} s: {what}\n{self.told()}"
             time.sleep(0.3)
         return found
@@ -178,7 +174,7 @@ def kubernetes() -> Iterator[Kubernetes]:
     with Lab(LabSpec(hosts=1 + NODES, rate_mbit=1000)) as lab:
         found = Kubernetes(lab)
         try:
-            with found.operator.running(every_s=0.2):
+            with found.kuberay.running():
                 found.serve()
                 yield found
         finally:
@@ -194,7 +190,7 @@ def test_a_job_goes_from_post_through_pods_to_a_trained_model(kubernetes: Kubern
     assert (summary["steps"], summary["world_size"], summary["replicas_bit_equal"]) == (40, 2, True)
     [rayjob] = kubernetes.store.all(RAYJOBS)
     assert rayjob["status"]["jobStatus"] == "SUCCEEDED"
-    assert kubernetes.jobs.submitted == [rayjob["metadata"]["name"]]
+    assert kubernetes.ray.submitted == [rayjob["metadata"]["name"]]
     kubernetes.until(
         lambda: not kubernetes.store.all(RAYCLUSTERS) and not kubernetes.store.all(PODS), "the pods go", 120.0
     )
@@ -213,7 +209,7 @@ def test_a_job_loses_pods_is_resized_and_cancelled(kubernetes: Kubernetes) -> No
 
     # A pod is to go: its worker hands over before it is ended.
     left = kubernetes.workers()[0]
-    kubernetes.store.delete(PODS, "default", left["metadata"]["name"])
+    kubernetes.store.delete(PODS, left["metadata"]["name"])
     kubernetes.until(lambda: left["metadata"]["uid"] in kubernetes.kubelet.ended, "the pod is gone", 120.0)
     assert kubernetes.kubelet.ended[left["metadata"]["uid"]][:2] == ["preStop 0", "SIGTERM"]
     step = kubernetes.trains(job_id, 2, step)

@@ -72,16 +72,6 @@ def test_a_package_is_taken_once_and_found_again(service: Service) -> None:
     assert stat.S_IMODE((service.home / "packages" / kept(service)[0]).stat().st_mode) == 0o600
 
 
-def test_only_the_operator_may(service: Service) -> None:
-    job_id = service.submit()
-    data = zipped()
-    answer = service.client.put(f"/v1/packages/{sha(data)}", content=data, headers=BYTES | service.job_headers(job_id))
-    assert answer.status_code == 403
-    answer = service.client.put(f"/v1/packages/{sha(data)}", content=data, headers=BYTES | {"Authorization": ""})
-    assert answer.status_code == 401
-    assert kept(service) == []
-
-
 def odd(name: str, **attributes: Any) -> bytes:
     """A zip with one entry that is written as it comes."""
     info = zipfile.ZipInfo("x")
@@ -187,11 +177,6 @@ def test_another_content_than_the_hash_says_is_refused(service: Service) -> None
 def test_what_is_no_hash_is_refused(shared_service: Service, name: str) -> None:
     assert put(shared_service, zipped(), name=name).status_code in (404, 422)
     assert kept(shared_service) == []
-
-
-def test_a_body_that_is_not_sent_as_bytes_is_refused(service: Service) -> None:
-    answer = service.client.put(f"/v1/packages/{sha(zipped())}", content=zipped(), headers={"Content-Type": "text/x"})
-    assert answer.status_code == 415
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import ValidationError
 
-from thinwire.cli.doctor_on_ray import ClusterNotExamined, examine_cluster
 from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.contract.spec import read_spec
 from thinwire.service.launch.protocol import LauncherError
+from thinwire.tools.doctor.clusters import NotExamined, Order, examine_cluster
 from thinwire.tools.doctor.examination import Box, Examination, Here, Peer, examine
 from thinwire.tools.doctor.facts import Questions
 from thinwire.tools.doctor.finding import Finding, Wishes
@@ -150,16 +150,16 @@ def doctor(
         questions, wishes = _asked(job, store or [], interface, expect)
         if (address is not None) + (peers is not None) + kubernetes > 1:
             raise Unusable("--address, --peers and --kubernetes: give one, all that it names is examined")
+        order = Order(questions, _ports(ports), seconds, CLUSTER_LIMIT_S, _say)
         if kubernetes:
-            seen = _pods(pods, job, (namespace, template, image), questions, _ports(ports), seconds)
+            seen = _pods(pods, job, (namespace, template, image), order)
         elif address is not None:
-            token = "" if token_file is None else _token(token_file)
-            seen = _cluster(address, token, questions, _ports(ports), seconds, python)
+            seen = examine_cluster(address, "" if token_file is None else _token(token_file), order, python)
         elif peers is not None:
-            seen = _with_peers(_peers(peers), _secret(token_file), (host, port), questions, _ports(ports), seconds)
+            seen = _with_peers(_peers(peers), _secret(token_file), (host, port), order)
         else:
             seen = examine([_alone()], questions)
-    except Unusable as error:
+    except (Unusable, NotExamined) as error:
         typer.echo(f"thinwire: {error}", err=True)
         raise typer.Exit(UNEXAMINED) from None
     _tell(seen, findings(seen, wishes), json_)
@@ -196,54 +196,21 @@ def _asked(
     return questions.model_copy(update={"folders": folders, "stores": urls}), wishes.model_copy(update=changed)
 
 
-def _cluster(
-    address: str, token: str, questions: Questions, ports: Sequence[int], seconds: float, python: str | None
-) -> Examination:
-    try:
-        return examine_cluster(
-            address,
-            token,
-            questions,
-            ports=ports,
-            seconds=seconds,
-            limit_s=CLUSTER_LIMIT_S,
-            say=_say,
-            python=python,
-        )
-    except ClusterNotExamined as error:
-        raise Unusable(str(error)) from error
-
-
 def _pods(
-    pods: int | None,
-    job: Path | None,
-    kind: tuple[str | None, Path | None, str | None],
-    questions: Questions,
-    ports: Sequence[int],
-    seconds: float,
+    pods: int | None, job: Path | None, kind: tuple[str | None, Path | None, str | None], order: Order
 ) -> Examination:
     """kind: namespace, template and image."""
     try:
-        from thinwire.cli.doctor_on_kubernetes import PodsNotExamined, examine_pods
         from thinwire.service.launch.kuberay.kube import connect
+        from thinwire.tools.doctor.pods import examine_pods
     except ModuleNotFoundError as error:
         raise Unusable("--kubernetes needs the Kubernetes client: pip install 'thinwire[kubernetes]'") from error
     spec = None if job is None else read_spec(read_job_file(job))
     namespace, template, image = kind
+    number = pods or (2 if spec is None else spec.workers.max)
     try:
-        return examine_pods(
-            connect(namespace),
-            pods or (2 if spec is None else spec.workers.max),
-            questions,
-            spec=spec,
-            template=template,
-            image=image,
-            ports=ports,
-            seconds=seconds,
-            limit_s=CLUSTER_LIMIT_S,
-            say=_say,
-        )
-    except (PodsNotExamined, LauncherError) as error:
+        return examine_pods(connect(namespace), number, order, spec=spec, template=template, image=image)
+    except LauncherError as error:
         raise Unusable(str(error)) from error
 
 
@@ -253,18 +220,13 @@ def _alone() -> Box:
 
 
 def _with_peers(
-    peers: Sequence[tuple[str, int]],
-    secret: bytes,
-    here: tuple[str | None, int],
-    questions: Questions,
-    ports: Sequence[int],
-    seconds: float,
+    peers: Sequence[tuple[str, int]], secret: bytes, here: tuple[str | None, int], order: Order
 ) -> Examination:
     own = here[0] or _own_address(peers)
     listener = _listener(secret, own if ":" in own else "", here[1])
     try:
         boxes: list[Box] = [Here(listener, own), *(Peer(*peer, secret) for peer in peers)]
-        return examine(boxes, questions, ports=ports, seconds=seconds, say=_say)
+        return examine(boxes, order.questions, ports=order.ports, seconds=order.seconds, say=order.say)
     finally:
         listener.close()
 

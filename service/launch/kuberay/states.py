@@ -6,15 +6,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from thinwire.service.launch.kuberay.manifest import QUEUE, Object
-from thinwire.service.launch.protocol import LaunchState, LaunchStatus
+from thinwire.service.launch.protocol import OF_RAY, LaunchState, LaunchStatus
 
-_OF_RAY: Final = {
-    "PENDING": LaunchState.PENDING,
-    "RUNNING": LaunchState.RUNNING,
-    "SUCCEEDED": LaunchState.SUCCEEDED,
-    "FAILED": LaunchState.FAILED,
-    "STOPPED": LaunchState.STOPPED,
-}
 _NO_FURTHER: Final = {
     "ValidationFailed": "KubeRay refuses the RayJob",
     "PreRunningDeadlineExceeded": "it did not begin within preRunningDeadlineSeconds of the template",
@@ -26,7 +19,7 @@ _NO_FURTHER: Final = {
 def status_of(rayjob: Object) -> LaunchStatus:
     """PENDING until its job has begun; then as Ray says, and as KubeRay where that gave it up."""
     status = rayjob.get("status") or {}
-    deployment, of_ray = status.get("jobDeploymentStatus", ""), _OF_RAY.get(status.get("jobStatus", ""))
+    deployment, of_ray = status.get("jobDeploymentStatus", ""), OF_RAY.get(status.get("jobStatus", ""))
     reason, message = str(status.get("reason", "")), str(status.get("message", ""))
     if reason in _NO_FURTHER and deployment in ("Failed", "ValidationFailed"):
         return LaunchStatus(LaunchState.FAILED, f"{_NO_FURTHER[reason]}: {message or reason}", for_good=True)

@@ -1,4 +1,4 @@
-"""The loop that anyone writes, over a small model: what a deed may change is an attribute. And AdamW as the measure.
+"""The loop that anyone writes, over a small model: what a case may change is an attribute. And AdamW as the measure.
 
 The measure is torch's optimizer on mean gradients, formed by hand: what DistributedDataParallel gives it.
 """
@@ -38,7 +38,7 @@ class Net(nn.Module):
         return self.head(self.middle(x))
 
     def middle(self, x: Tensor) -> Tensor:
-        """[batch, 16] -> [batch, 16]: what a deed may run in its own way."""
+        """[batch, 16] -> [batch, 16]: what a case may run in its own way."""
         return x + torch.tanh(self.third(torch.tanh(self.second(x))))
 
 

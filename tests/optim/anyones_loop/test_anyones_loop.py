@@ -1,92 +1,90 @@
 """Whatever people do to model or optimizer in training: it trains as torch's AdamW does, or an error says what to do.
 
-Here stands which cells of the matrix run in `make test`: of each way to write a step, and of every fourth deed of
-another kind, one for each of its answers, so that one optimizer of each kind, both ways to send and all times occur.
-The rest is slow. OPEN has what is not mended yet; a deed that is mended fails there.
+Of each case one cell for each of its answers runs in `make test`, of every fourth case that is not about the step
+itself; optimizers, times and overlap take turns. The rest is slow.
 """
 
+import json
 from functools import lru_cache
 
 import pytest
 
-from tests.optim.anyones_loop import deeds, table
-from tests.optim.anyones_loop.apart import in_processes
-from tests.optim.anyones_loop.cells import Trained, by_torch, by_us, faults
-from tests.optim.anyones_loop.deed import DEEDS, OPEN, Cell, every_cell
-from tests.optim.anyones_loop.deeds.steps import STEPS
+from tests.comm.gloo_ranks import said, start
+from tests.optim.anyones_loop.cases import Cell
+from tests.optim.anyones_loop.every import CASES
+from tests.optim.anyones_loop.measure import Trained, by_torch, by_us, faults
+from tests.optim.anyones_loop.page import PAGE, tables
+from tests.optim.anyones_loop.steps import STEPS
 from thinwire.comm import run_threads
 
-assert deeds
-CELLS = list(every_cell())
-NAMES = [deed.name for listed in DEEDS.values() for deed in listed]
-OFTEN = {deed.name for deed in DEEDS[STEPS]}.union(NAMES[::4])
+CELLS = {cell.name: cell for case in CASES for cell in case.cells()}
 
 
-@lru_cache
-def chosen(deed):
-    """One cell for each answer that the deed has. Which one: optimizers, times, and what is overlapped, take turns."""
-    cells = list(deed.cells(("onebit_adam", "adam", "zero_one_adam")))
-    first = 7 * NAMES.index(deed.name) % len(cells)
-    by_answer = {}
-    for cell in cells[first:] + cells[:first]:
-        by_answer.setdefault(cell.expected, cell)
-    return [*by_answer.values()]
+def usual():
+    """Names of the cells that run always."""
+    for number, case in enumerate(CASES):
+        if not case.slow and (case.heading == STEPS or number % 4 == 0):
+            cells = list(case.cells(("onebit_adam", "adam", "zero_one_adam")))
+            first = 7 * number % len(cells)
+            by_answer = {}
+            for cell in cells[first:] + cells[:first]:
+                by_answer.setdefault(cell.expected, cell)
+            yield from (cell.name for cell in by_answer.values())
 
 
-def always(cell):
-    return not cell.deed.slow and cell.deed.name in OFTEN and cell in chosen(cell.deed)
+USUAL = set(usual())
 
 
-def cases(cells):
-    def marks(cell):
-        slow = [] if always(cell) else [pytest.mark.slow]
-        return [pytest.mark.gpu] if cell.deed.gpu else slow
-
-    return [pytest.param(cell, id=cell.name, marks=marks(cell)) for cell in cells]
+def marks(cell):
+    return pytest.mark.gpu if cell.case.gpu else () if cell.name in USUAL else pytest.mark.slow
 
 
 @lru_cache(maxsize=64)
-def measured(deed, when, like):
+def measured(case, when, like):
     """torch's, on one rank; ranks hold the same."""
-    cell = Cell(deed, when, like, overlap=False)
-    return run_threads(2, lambda group: by_torch(cell, group))[0]
+    return run_threads(2, lambda group: by_torch(Cell(case, when, like, overlap=False), group))[0]
 
 
-def faults_of(cell):
-    like = "sgd" if cell.optimizer == "sgd" else "adam"
-    with cell.deed.around():
-        found = run_threads(2, lambda group: by_us(cell, group), timeout_s=20)
-        trained = all(isinstance(one, Trained) for one in found)
-        measure = (
-            measured(cell.deed, cell.when, like)
-            if trained and (cell.expected is None or cell.expected.perhaps)
-            else None
-        )
-        told = run_threads(2, lambda group: faults(cell, found[group.rank], measure, group))
-    return [words for rank in told for words in rank]
-
-
-@pytest.mark.parametrize("cell", cases(cell for cell in CELLS if not cell.deed.apart))
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=name, marks=marks(cell)) for name, cell in CELLS.items() if not cell.case.apart]
+)
 def test_it_trains_as_adamw_does_or_says_what_to_do(cell):
-    told = faults_of(cell)
-    if told and cell.deed.name in OPEN:
-        pytest.xfail(OPEN[cell.deed.name])
-    assert not told
+    with cell.case.around():
+        found = run_threads(2, lambda group: by_us(cell, group), timeout_s=20)
+        measure = None
+        if all(isinstance(one, Trained) for one in found) and (cell.expected is None or cell.expected.perhaps):
+            measure = measured(cell.case, cell.when, "sgd" if cell.optimizer == "sgd" else "adam")
+        assert run_threads(2, lambda group: faults(cell, found[group.rank], measure, group)) == [[], []]
 
 
-APART = [cell for cell in CELLS if cell.deed.apart]
+PROGRAM = """
+import json
+from tests.optim.anyones_loop.test_anyones_loop import on_a_rank
+join()
+say("faults", json.dumps(on_a_rank(NAMES, TorchGroup())))
+dist.destroy_process_group()
+"""
 
 
-def test_over_processes_it_trains_as_adamw_does_or_says_what_to_do(tmp_path):
-    told = in_processes([cell for cell in APART if always(cell)], tmp_path, timeout_s=120)
-    assert not {name: words for name, words in told.items() if words}
+def on_a_rank(names, group):
+    """What is wrong with each of these cells."""
+    found = {}
+    for cell in (CELLS[name] for name in names):
+        ours = by_us(cell, group)
+        measure = by_torch(cell, group) if isinstance(ours, Trained) else None
+        found[cell.name] = faults(cell, ours, measure, group)
+    return found
 
 
-@pytest.mark.slow
-def test_over_processes_each_cell_that_needs_them(tmp_path):
-    told = in_processes([cell for cell in APART if not always(cell)], tmp_path, timeout_s=280)
-    assert not {name: words for name, words in told.items() if words}
+@pytest.mark.parametrize("runs_always", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_over_processes_it_trains_as_adamw_does_or_says_what_to_do(tmp_path, runs_always):
+    """Of all these cells in one pair of processes, so that imports are paid once."""
+    names = [name for name, cell in CELLS.items() if cell.case.apart and (name in USUAL) is runs_always]
+    ranks = start(PROGRAM.replace("NAMES", json.dumps(names)), 2, tmp_path, timeout_s=20)
+    assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        assert json.loads(said(tmp_path, rank, "faults")) == {name: [] for name in names}
 
 
-def test_the_page_of_answers_is_what_the_deeds_say():
-    assert table.PAGE.read_text() == table.page(), "run: python -m tests.optim.anyones_loop.table"
+def test_the_page_of_answers_is_what_the_cases_say():
+    assert PAGE.read_text().endswith("\n\n" + tables()), "run: python -m tests.optim.anyones_loop.page"

@@ -156,7 +156,7 @@ def damaged(state):
     yield None, "state_dict is NoneType"
     yield torch.optim.AdamW(network().parameters()).state_dict(), "of an optimizer of torch.optim"
     yield {**state, "optimizer": "Momentum"}, "optimizer = 'Momentum'"
-    yield {**state, "shapes": [[1]]}, r"shapes = \[\[1\]\]"
+    yield {**state, "shapes": [[1]]}, r"shapes\[0\] = \[1\]"
     for key in ("num_steps", "frozen_at", "saved", "evidence", "param_groups", "vectors", "residuals"):
         yield {k: v for k, v in state.items() if k != key}, f"lacks .*{key}"
     yield {**state, "num_steps": -1}, "num_steps = -1"
@@ -166,7 +166,7 @@ def damaged(state):
     yield {**state, "evidence": 3}, "evidence = 3"
     yield {**state, "vectors": {}}, "vectors"
     yield {**state, "vectors": {**state["vectors"], vector: torch.ones(3)}}, rf"vectors\['{vector}'\].*\[3\]"
-    yield {**state, "vectors": {**state["vectors"], vector: None}}, rf"vectors\['{vector}'\] = NoneType"
+    yield {**state, "vectors": {**state["vectors"], vector: None}}, rf"vectors\['{vector}'\] = None"
     yield {**state, "vectors": {**state["vectors"], "more": torch.ones(3)}}, "more"
     if "v_N" in state["vectors"]:
         for value in (float("nan"), -1e-9):

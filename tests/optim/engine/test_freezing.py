@@ -3,6 +3,7 @@
 import io
 import logging
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine import stepping, tensor_states
+from thinwire.optim.engine import states, stepping
 from thinwire.optim.engine.state import error_memories, replicated
+from thinwire.optim.saves import together
 from thinwire.workers.replicas import replicas_bit_equal
 
 WARMUP = 5
@@ -161,10 +163,9 @@ def test_gradual_unfreezing_and_a_late_group_are_as_under_adamw(name, overlap):
 def parts(optimizer):
     """Of each parameter: its moments and its R, where it is laid out or set aside. Collective."""
     residuals = {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
-    states = {**optimizer.parked, **tensor_states.of(optimizer, residuals)}
     return {
-        param: [*(x.clone() for x in (*state.vectors.values(), *state.residuals.values()))]
-        for param, state in states.items()
+        param: [state.values[name].clone() for name in sorted(state.values, key=lambda name: "error" in name)]
+        for param, state in states.live(optimizer, residuals).items()
     }
 
 
@@ -295,7 +296,7 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
         net[2].requires_grad_(False)
         train(net, optimizer, 2, group.rank)
         saved, values = through_a_file(optimizer.state_dict()), through_a_file(net.state_dict())
-        assert saved["frozen"] == [1, 4]
+        assert saved["frozen"] == ["0.3", "0.2"]
 
         other = network(seed=9)
         other.load_state_dict(values)
@@ -321,21 +322,30 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
     assert all(run_threads(2, work))
 
 
-@every_value({"name": MAKE}, only=(0, 2, 4, 6))
-def test_a_checkpoint_of_before_anything_could_be_frozen_is_read(name):
-    def work(group):
-        net = network()
-        optimizer = MAKE[name](net.parameters(), group=group)
-        train(net, optimizer, 12, group.rank)
-        state = optimizer.state_dict()
-        old = {key: value for key, value in state.items() if key not in ("frozen", "ages", "parked")}
-        other = network()
-        other.load_state_dict(net.state_dict())
-        loaded = MAKE[name](other.parameters(), group=group)
-        loaded.load_state_dict({**old, "format": 3})
-        assert loaded.ages == optimizer.ages
-        for module, one in ((net, optimizer), (other, loaded)):
-            train(module, one, 3, group.rank)
-        return torch.equal(everything(optimizer), everything(loaded))
+OF_FORMAT_5 = Path(__file__).parents[2] / "data" / "state-dicts-of-format-5.pt"
 
-    assert all(run_threads(2, work))
+
+@pytest.mark.parametrize(("number", "shares"), [(5, False), (5, True), (4, False)])
+@pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam"])
+def test_a_state_dict_of_format_4_or_5_is_read_with_what_frozen_parameters_had(name, number, shares):
+    """There their state stood apart. Of 1-bit Adam they are of bfloat16, and had a master."""
+    saved = torch.load(OF_FORMAT_5, weights_only=True)[name]
+    net = network()
+    if name == "onebit_adam":
+        net[0].to(torch.bfloat16)
+    net.load_state_dict(saved["weights"])
+    optimizer = MAKE[name](net.parameters())
+    optimizer.load_state_dict({**(together(saved["shares"]) if shares else saved["saved"]), "format": number})
+    found = states.live(optimizer, optimizer.handed_over)
+    for param, expected, (steps, seen) in zip(net.parameters(), saved["parts"], saved["steps"], strict=True):
+        state = found[param]
+        assert (state.steps, state.seen) == (steps, seen)
+        assert set(state.values) - {"master"} == set(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(state.values[key], value.view(-1), rtol=0, atol=1e-7 if "error" in key else 0)
+        assert ("master" in state.values) == (param.dtype == torch.bfloat16)
+    halved = {key: value for key, value in saved["saved"].items() if key != "ages"}
+    with pytest.raises(ValueError, match=r"format = 5 and is not whole .*ages"):
+        optimizer.load_state_dict(halved)
+    with pytest.raises(ValueError, match="format = 3: this optimizer reads 6, 4, 5; load an older one with"):
+        optimizer.load_state_dict({**saved["saved"], "format": 3})

@@ -300,7 +300,7 @@ def test_a_share_that_does_not_fit_is_refused_and_nothing_is_changed(name):
         *(({**ours[0], "share": {"0 of 2": without(entry, key)}}, f"lacks .*{key}") for key in entry),
         (of(rank=1), "rank = 1, size = 2 under '0 of 2'"),
         (of("2 of 2", rank=2), "rank = 2, size = 2"),
-        (of(errors={}), r"errors \[\], this optimizer needs"),
+        (of(errors={}), r"errors = \[\]: this optimizer needs"),
         (of(errors={memory: 3}), r"errors.*= int"),
         (of(errors={memory: without(errors, "served")}), r"lacks \['served'\]"),
         (of(errors={memory: {**errors, "worker": errors["worker"][:-8]}}), "damaged"),

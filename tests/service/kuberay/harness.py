@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.kubeapi import sequences
 from tests.kubeapi.client import configuration
-from tests.kubeapi.kinds import PODS, RAYCLUSTERS, RAYJOBS, Object
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import RAYCLUSTERS, RAYJOBS, Object
 from tests.service.control_plane_harness import Service, wait_until
 from thinwire.service.launch.kuberay.kube import Kube
 from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
 
 STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
-FINALIZER = "ray.io/rayjob-finalizer"
 
 
 class Counted(KubeRayLauncher):
@@ -79,48 +80,31 @@ class OnKubernetes:
         return found[0]
 
     def say(self, found: Object, deployment: str, of_ray: str = "", **status: Any) -> None:
-        """What KubeRay writes into its status; a RayCluster comes with the first word."""
-        name = found["metadata"]["name"]
-        cluster = f"{name}-abcde"
-        said = {"jobDeploymentStatus": deployment, "jobStatus": of_ray, "rayClusterName": cluster, **status}
-        if self.api.store.find(RAYCLUSTERS, "default", cluster) is None and deployment not in ("Complete", "Failed"):
-            self.api.store.create(RAYCLUSTERS, "default", self._raycluster(cluster, found))
-        self.api.store.update(RAYJOBS, "default", name, lambda one: {**one, "status": said}, "status")
+        """What KubeRay writes into its status."""
+        sequences.say(self.api.store, found, deployment, of_ray, **status)
+
+    def goes(self, job_id: str, sequence: Sequence[tuple[str, str]], attempt: int = 1) -> None:
+        """KubeRay takes its RayJob through these states; the service looks at each."""
+        for deployment, of_ray in sequence:
+            self.say(self.rayjob(job_id, attempt), deployment, of_ray)
+            self.service.turn()
 
     def cluster(self, job_id: str) -> Object:
-        name = f"{self.rayjob(job_id)['metadata']['name']}-abcde"
-        return self.api.store.get(RAYCLUSTERS, "default", name)
+        return self.api.store.get(RAYCLUSTERS, sequences.cluster_name(self.rayjob(job_id)))
 
     def pod(self, job_id: str, name: str, **status: Any) -> None:
         """A worker pod of the job with this status."""
-        labels = {"ray.io/cluster": f"{self.rayjob(job_id)['metadata']['name']}-abcde", "ray.io/is-ray-node": "yes"}
-        body = {
-            "metadata": {"name": name, "labels": labels},
-            "spec": {"containers": [{"name": "ray-worker", "image": "a:1"}]},
-        }
-        self.api.store.create(PODS, "default", body)
-        self.api.store.update(PODS, "default", name, lambda one: {**one, "status": status}, "status")
+        sequences.pod(self.api.store, self.rayjob(job_id), name, **status)
 
     def keep(self, job_id: str) -> None:
         """Put KubeRay's finalizer on the RayJob: it stays until KubeRay has stopped its driver."""
-        self.change(self.rayjob(job_id), finalizers=[FINALIZER])
+        self.change(self.rayjob(job_id), finalizers=[sequences.FINALIZER])
 
     def let_go(self, job_id: str) -> None:
         """Take it away again."""
         self.change(self.rayjob(job_id), finalizers=[])
 
     def change(self, found: Object, **metadata: Any) -> None:
-        name = found["metadata"]["name"]
         self.api.store.update(
-            RAYJOBS, "default", name, lambda one: {**one, "metadata": {**one["metadata"], **metadata}}
+            RAYJOBS, found["metadata"]["name"], lambda one: {**one, "metadata": {**one["metadata"], **metadata}}
         )
-
-    def _raycluster(self, name: str, of: Object) -> Object:
-        owner = {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayJob",
-            "name": of["metadata"]["name"],
-            "uid": of["metadata"]["uid"],
-        }
-        metadata = {"name": name, "labels": of["metadata"]["labels"], "ownerReferences": [owner]}
-        return {"metadata": metadata, "spec": of["spec"]["rayClusterSpec"]}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.covering import parametrize
-from tests.kubeapi.kinds import RAYJOBS
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import RAYJOBS
 from tests.service.kuberay.harness import STORE, OnKubernetes
 
 ENDS = {"job_succeeded", "job_failed", "job_cancelled"}
@@ -24,18 +24,13 @@ class Sequence:
         self.kube, self.chance = kube, random.Random(seed)
         self.cancelled: set[str] = set()
         self.deleted: Counter[str] = Counter()
-        self.created: Counter[str] = Counter()
         self.jobs: list[str] = []
         kube.api.faults.draw(seed, 0.25)
-        create = kube.api.store.create
 
-        def counted(kind, namespace, body):
-            made = create(kind, namespace, body)
-            if kind is RAYJOBS:
-                self.created[made["metadata"]["annotations"]["thinwire/submission"]] += 1
-            return made
-
-        kube.api.store.create = counted  # type: ignore[method-assign]
+    @property
+    def created(self) -> Counter[str]:
+        made = (one for kind, one in self.kube.api.store.created if kind is RAYJOBS)
+        return Counter(one["metadata"]["annotations"]["thinwire/submission"] for one in made)
 
     def run(self) -> None:
         acts = (
@@ -69,7 +64,7 @@ class Sequence:
             self.jobs.append(self.kube.service.submit(workers={"max_restarts": 20}, **STORE))
 
     def restart_api(self) -> None:
-        self.kube.api.faults.restart()
+        self.kube.api.restart()
 
     def api_is_gone(self) -> None:
         self.kube.api.go_away()
@@ -91,7 +86,7 @@ class Sequence:
         if live:
             one = self.chance.choice(live)
             self.deleted[one["metadata"]["annotations"]["thinwire/submission"]] += 1
-            self.kube.api.store.delete(RAYJOBS, "default", one["metadata"]["name"])
+            self.kube.api.store.delete(RAYJOBS, one["metadata"]["name"])
 
     def kuberay(self) -> None:
         """Bring each RayJob a step further, now and then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import kubernetes.client
@@ -12,12 +13,10 @@ import kubernetes.config
 import pytest
 
 from tests.covering import parametrize
-from tests.kubeapi.answers import was_modified
 from tests.kubeapi.client import write_kubeconfig
-from tests.kubeapi.faults import BadWatch, LoseAnswer, LoseRequest
-from tests.kubeapi.kinds import RAYCLUSTERS, RAYJOBS, Kind, Object
+from tests.kubeapi.faults import Fault, Request
 from tests.kubeapi.server import KubeApi
-from tests.kubeapi.store import now
+from tests.kubeapi.store import RAYCLUSTERS, RAYJOBS, Object
 from tests.service.control_plane_harness import wait_until
 from tests.service.kuberay.harness import STORE, Counted, OnKubernetes
 from thinwire.service.config import Settings
@@ -27,6 +26,10 @@ from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
 RECONCILER = "thinwire.service.jobs.reconciler"
 
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
+
+
+def makes_a_rayjob(request: Request) -> bool:
+    return (request.verb, request.resource) == ("create", "rayjobs")
 
 
 def test_a_job_goes_from_submission_to_success(kube: OnKubernetes) -> None:
@@ -59,9 +62,9 @@ def test_a_service_that_starts_again_finds_its_jobs_and_makes_none_twice(kube: O
     assert kube.service.job(running)["attempt"] == 1
 
 
-@pytest.mark.parametrize("fault", [LoseAnswer(), LoseRequest()])
-def test_a_create_whose_answer_is_lost_makes_one_rayjob(kube: OnKubernetes, fault: object) -> None:
-    kube.api.faults.tell(fault, times=3, when=lambda request: request.verb == "create" and request.group == "ray.io")  # type: ignore[arg-type]
+@pytest.mark.parametrize("fault", [Fault("lose answer"), Fault("lose request")])
+def test_a_create_whose_answer_is_lost_makes_one_rayjob(kube: OnKubernetes, fault: Fault) -> None:
+    kube.api.faults.add(fault, times=3, when=makes_a_rayjob)
     job_id = kube.submit()
     assert len(kube.rayjobs()) == 1
     assert kube.service.job(job_id)["attempt"] == 1
@@ -69,7 +72,7 @@ def test_a_create_whose_answer_is_lost_makes_one_rayjob(kube: OnKubernetes, faul
 
 @parametrize("code", [429, 500, 503], usual=[0])
 def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, code: int) -> None:
-    kube.api.faults.refuse(code, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
+    kube.api.faults.refuse(code, times=10**6, when=makes_a_rayjob)
     job_id = kube.service.submit(checkpoint={"store": "s3://bucket/a"})
     kube.turn_until(lambda: str(code) in str(kube.service.job(job_id)["reason"]), "the reason")
     assert kube.rayjobs() == []
@@ -81,7 +84,7 @@ def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, cod
 def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
     kube: OnKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kube.api.faults.refuse(503, times=10**6, when=lambda request: request.verb == "create" and bool(request.group))
+    kube.api.faults.refuse(503, times=10**6, when=makes_a_rayjob)
     with caplog.at_level("INFO", RECONCILER):
         kube.service.submit(**STORE)
         kube.service.turn(5)
@@ -89,29 +92,19 @@ def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
     assert told == ["submit_failed"]
 
 
-def test_a_quota_that_changes_meanwhile_is_no_rayjob_that_is_there(
-    kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create, refused = kube.api.store.create, []
-
-    def once(kind, namespace, body):
-        if kind is RAYJOBS and not refused:
-            refused.append(body)
-            raise was_modified(Kind("", "v1", "resourcequotas", "ResourceQuota"), "team")
-        return create(kind, namespace, body)
-
-    monkeypatch.setattr(kube.api.store, "create", once)
+def test_a_quota_that_changes_meanwhile_is_no_rayjob_that_is_there(kube: OnKubernetes) -> None:
+    kube.api.faults.refuse(409, when=makes_a_rayjob, reason="Conflict")  # of a resourcequota
     job_id = kube.service.submit(**STORE)
     kube.service.turn()
-    assert "resourcequotas" in kube.service.job(job_id)["reason"]
+    assert "409: Conflict" in kube.service.job(job_id)["reason"]
     kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the submission")
-    assert len(kube.rayjobs()) == len(refused) == 1
+    assert len(kube.rayjobs()) == 1
 
 
 def test_a_cancel_finds_a_rayjob_whose_create_had_no_answer_and_that_no_watch_has_told(kube: OnKubernetes) -> None:
-    kube.api.faults.tell(BadWatch("silence"), times=10**6)
+    kube.api.faults.add(Fault("silence"), times=10**6)
     kube.restart()
-    kube.api.faults.tell(LoseAnswer(), when=lambda request: request.verb == "create" and request.group == "ray.io")
+    kube.api.faults.add(Fault("lose answer"), when=makes_a_rayjob)
     job_id = kube.service.submit(**STORE)
     kube.service.turn()
     assert (kube.service.state(job_id), len(kube.rayjobs())) == ("SUBMITTING", 1)
@@ -133,7 +126,7 @@ def test_a_start_that_fails_half_way_follows_nothing(api: KubeApi) -> None:
 
 def test_a_job_is_followed_through_watches_that_end_break_and_expire(kube: OnKubernetes) -> None:
     job_id = kube.submit()
-    kube.api.faults.restart()  # 410 Gone: list again
+    kube.api.restart()  # 410 Gone: list again
     kube.say(kube.rayjob(job_id), "Running", "RUNNING")
     kube.turn_until(lambda: kube.service.state(job_id) == "RUNNING", "the job runs")
     kube.api.faults.draw(7, 0.5)
@@ -186,7 +179,7 @@ def test_a_cancel_that_a_finalizer_keeps_says_so(kube: OnKubernetes, monkeypatch
 
 def test_a_rayjob_that_somebody_deletes_is_a_lost_attempt(kube: OnKubernetes) -> None:
     job_id = kube.running()
-    kube.api.store.delete(RAYJOBS, "default", kube.rayjob(job_id)["metadata"]["name"])
+    kube.api.store.delete(RAYJOBS, kube.rayjob(job_id)["metadata"]["name"])
     kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the next attempt")
     assert kube.service.job(job_id)["attempt"] == 2
     assert "--attempt 2" in kube.rayjob(job_id, 2)["spec"]["entrypoint"]
@@ -216,10 +209,10 @@ def test_a_resize_that_the_autoscaler_was_faster_than_is_tried_again(kube: OnKub
         one["spec"]["workerGroupSpecs"][0]["replicas"] = 4
         return one
 
-    kube.api.faults.tell(BadWatch("late", late_s=1.0), times=100)  # the launcher hears late of what the cluster became
-    kube.api.faults.restart()
+    kube.api.faults.add(Fault("late", late_s=1.0), times=100)  # the launcher hears late of what the cluster became
+    kube.api.restart()
     kube.service.turn()
-    kube.api.store.update(RAYCLUSTERS, "default", name, grown)
+    kube.api.store.update(RAYCLUSTERS, name, grown)
     kube.service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 1, "max": 2}})
     kube.service.turn()
     assert kube.cluster(job_id)["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 4  # or two pods with workers would end
@@ -266,7 +259,7 @@ def test_a_rayjob_that_was_over_a_day_ago_is_removed_by_a_service_that_starts_ag
     kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, young = kube.running(), kube.running()
-    for job_id, ended in ((old, "2026-01-01T00:00:00Z"), (young, now())):
+    for job_id, ended in ((old, "2026-01-01T00:00:00Z"), (young, datetime.now(UTC).isoformat())):
         kube.say(kube.rayjob(job_id), "Complete", "SUCCEEDED", endTime=ended)
     for job_id in (old, young):
         kube.turn_until(lambda job_id=job_id: kube.service.state(job_id) == "SUCCEEDED", "the job is over")
@@ -291,13 +284,14 @@ def test_services_of_one_namespace_do_not_see_each_other(kube: OnKubernetes, tmp
 
 def test_rights_that_are_missing_are_named_at_the_start(api: KubeApi) -> None:
     for verb, resource in (("watch", "rayjobs"), ("patch", "rayclusters"), ("list", "events")):
-        api.rights.deny(verb, resource)
+        api.denied.add((verb, resource))
     with pytest.raises(LauncherError, match=r"watch rayjobs\.ray\.io, patch rayclusters\.ray\.io, list events"):
         Counted(api).start("aaaa")
 
 
 def test_a_cluster_without_kuberay_and_an_api_that_is_away_are_told_at_the_start() -> None:
-    bare = KubeApi(groups=frozenset())
+    bare = KubeApi()
+    bare.has_kuberay = False
     with pytest.raises(LauncherError, match=r"install KubeRay"):
         Counted(bare).start("aaaa")
     bare.close()

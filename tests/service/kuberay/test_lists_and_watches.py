@@ -9,8 +9,8 @@ import pytest
 
 from tests.kubeapi.client import configuration
 from tests.kubeapi.faults import Request
-from tests.kubeapi.kinds import EVENTS, PODS, RAYJOBS
 from tests.kubeapi.server import KubeApi
+from tests.kubeapi.store import EVENTS, PODS, RAYJOBS
 from tests.service.control_plane_harness import wait_until
 from thinwire.service.launch.kuberay.kube import Expired, Kube, KubeError
 from thinwire.service.launch.kuberay.manifest import read_template
@@ -32,17 +32,17 @@ def names(found: list[dict[str, Any]]) -> list[str]:
 def test_pods_and_warnings_are_read_to_the_last_page(api: KubeApi, kube: Kube) -> None:
     for number in range(5):
         body = {"metadata": {"name": f"a{number}"}, "spec": {"containers": [{"name": "a", "image": "a:1"}]}}
-        api.store.create(PODS, "default", body)
+        api.store.create(PODS, body)
         about = {"kind": "Pod", "name": f"a{number}", "namespace": "default"}
         event = {"metadata": {"name": f"a{number}"}, "involvedObject": about, "type": "Warning", "reason": "A"}
-        api.store.create(EVENTS, "default", event)
+        api.store.create(EVENTS, event)
     assert names(kube.pods("")) == names(kube.warnings()) == [f"a{number}" for number in range(5)]
 
 
 def test_a_server_that_forgets_the_rest_of_its_pages_gives_all_in_one(api: KubeApi, kube: Kube) -> None:
     for number in range(5):
         body = {**read_template(None).rayjob, "metadata": {"name": f"a{number}"}}
-        api.store.create(RAYJOBS, "default", body)
+        api.store.create(RAYJOBS, body)
     asked: list[Request] = []
 
     def second(request: Request) -> bool:
@@ -105,11 +105,11 @@ def test_an_answer_from_before_an_objects_end_does_not_bring_it_back(api: KubeAp
     watched = Watched(kube, "rayjobs", "")
     watched.start()
     try:
-        api.store.create(RAYJOBS, "default", {**read_template(None).rayjob, "metadata": {"name": "a"}})
+        api.store.create(RAYJOBS, {**read_template(None).rayjob, "metadata": {"name": "a"}})
         asked = kube.get("rayjobs", "a")
         assert asked is not None
         wait_until(lambda: watched.get("a"), "it is told")
-        api.store.delete(RAYJOBS, "default", "a")
+        api.store.delete(RAYJOBS, "a")
         wait_until(lambda: watched.get("a") is None, "its end is told")
         watched.put(asked)
         assert watched.get("a") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -68,6 +69,27 @@ def test_what_is_made_fits_the_schema_of_kuberay_and_our_policies(case: str) -> 
     assert complaints(found, NEWEST) == []
     assert broken([*objects(rendered("as-it-is")), found]) == []
     assert yaml.safe_load(printed(found)) == found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_made_is_taken_by_the_operator_of_kuberay_and_the_webhook_of_kueue(case: str) -> None:
+    """What they refuse beyond the schema: ray-operator/controllers/ray/utils/validation.go of KubeRay 1.7."""
+    found = made(**CASES[case])
+    spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert re.fullmatch("[a-z][-a-z0-9]{0,45}[a-z0-9]", found["metadata"]["name"])
+    assert spec["shutdownAfterJobFinishes"]  # or it may not be suspended
+    assert spec["ttlSecondsAfterFinished"] >= 0
+    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0)  # of authOptions.mode token
+    assert not cluster["authOptions"].get("enableK8sTokenAuth")
+    assert 0 <= group(found)["minReplicas"] <= group(found)["maxReplicas"]
+    for one in groups:
+        assert "resources" not in one  # beside rayStartParams
+        assert one["template"]["spec"].get("restartPolicy", "Never") == "Never"  # of autoscaler v2
+        variables = {each["name"] for each in one["template"]["spec"]["containers"][0]["env"]}
+        assert "RAY_enable_autoscaler_v2" not in variables  # beside autoscalerOptions.version
+    if QUEUE in found["metadata"]["labels"] and cluster["enableInTreeAutoscaling"]:
+        assert found["metadata"]["annotations"][ELASTIC] == "true"
 
 
 def test_the_fields_that_are_the_jobs() -> None:

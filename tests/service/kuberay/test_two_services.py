@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubeapi.faults import LoseAnswer
+from tests.kubeapi.faults import Fault
 from tests.kubeapi.server import KubeApi
 from tests.service.control_plane_harness import Service
 from tests.service.kuberay.harness import Counted, OnKubernetes
@@ -67,7 +67,7 @@ def test_who_takes_over_adopts_each_rayjob_and_makes_none_twice(replicas: tuple[
     assert (first.launcher.starts, second.launcher.starts) == (1, 0)
     running, pending, new = first.running(), first.submit(), first.service.submit(checkpoint={"store": "s3://b/c"})
     # Its RayJob is made, and the first never learns of it.
-    first.api.faults.tell(LoseAnswer(), when=lambda request: (request.verb, request.group) == ("create", "ray.io"))
+    first.api.faults.add(Fault("lose answer"), when=lambda request: request.verb == "create")
     first.service.turn()
     made = names(first)
     assert (first.service.state(new), len(made)) == ("SUBMITTING", 3)

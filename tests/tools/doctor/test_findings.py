@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.tools.doctor.blame import Blame, blamed
-from thinwire.tools.doctor.examination import Call, Examination, Patient, rounds
+from thinwire.tools.doctor.examination import BoxReport, Call, Examination, rounds
 from thinwire.tools.doctor.facts import Facts, Folder, Gpu, Interface
 from thinwire.tools.doctor.finding import Finding, Wishes
 from thinwire.tools.doctor.findings import findings
@@ -63,7 +63,7 @@ def healthy(source: int, **changes: Any) -> Visit:
 
 def examined(*boxes: Facts, visits: dict[tuple[int, int], dict[str, Any]] | None = None) -> Examination:
     """Boxes that have visited each other; `visits`: what is not as it should be."""
-    patients = tuple(Patient(where=f"10.0.0.{place + 1}:7655", facts=box) for place, box in enumerate(boxes))
+    patients = tuple(BoxReport(where=f"10.0.0.{place + 1}:7655", facts=box) for place, box in enumerate(boxes))
     pairs = [(a, b) for a in range(len(boxes)) for b in range(len(boxes)) if a != b]
     changed = visits or {}
     calls = tuple(Call(source=a, target=b, visit=healthy(a, **changed.get((a, b), {}))) for a, b in pairs)
@@ -133,7 +133,7 @@ def test_a_job_that_wants_more_workers_than_there_are() -> None:
 
 
 def test_nobody_who_answers_is_nothing_examined() -> None:
-    silent = Patient(where="10.0.0.1:7655", connect="silent", why="10.0.0.1:7655 does not answer")
+    silent = BoxReport(where="10.0.0.1:7655", connect="silent", why="10.0.0.1:7655 does not answer")
     seen = Examination(boxes=(silent,))
     assert exit_code(seen, findings(seen, Wishes())) == 2
 

@@ -26,7 +26,9 @@ def listener() -> Iterator[Listener]:
 
 
 def test_a_visit_over_loopback(listener: Listener) -> None:
-    (port,) = listener.open((0,))
+    ((port, why),) = listener.answer({"do": "open", "ports": [0]})["ports"].items()
+    port = int(port)
+    assert why == ""
     found = visit(Target(host=HERE, port=listener.port, ports=(port,)), SECRET, seconds=0.1)
     assert (found.connect, found.ports) == ("ok", {port: "ok"})
     assert (found.sends_large, found.hears_large) == (True, True)
@@ -51,7 +53,7 @@ def test_who_does_not_know_the_secret_learns_and_gets_nothing(listener: Listener
         call(HERE, listener.port, b"something else")
     assert refused.value.kind == "wrong token"
     with pytest.raises(NoAnswer, match="the tokens differ"):
-        Peer(HERE, listener.port, b"something else").look(Questions())
+        Peer(HERE, listener.port, b"something else").ask({"do": "open", "ports": []}, 5.0)
     with socket.create_connection((HERE, listener.port), timeout=5) as stranger:
         stranger.recv(100)
         stranger.sendall(b'{"do": "look"}\n')

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.doctor import app
-from thinwire.cli.doctor_on_ray import ClusterNotExamined, examine_cluster
 from thinwire.service.launch.local import LocalLauncher
-from thinwire.tools.doctor.examination import LOG_MARK, Examination, Patient
+from thinwire.tools.doctor.clusters import NotExamined, Order, examine_cluster
+from thinwire.tools.doctor.examination import LOG_MARK, BoxReport, Examination
 from thinwire.tools.doctor.facts import Questions
 
 URL = "http://head:8265"
@@ -79,16 +78,13 @@ class Head:
             return httpx.Response(404)
         return httpx.Response(200, json={"status": self.states.pop(0) if len(self.states) > 1 else self.states[0]})
 
-    def examine(self, **changes: Any) -> Examination:
-        known: dict[str, Any] = {"ports": (7000,), "seconds": 0.5, "limit_s": 60.0, "say": lambda what, done: None}
-        transport = httpx.MockTransport(self)
-        return examine_cluster(
-            URL, "secret", Questions(), **{**known, **changes}, transport=transport, sleep=lambda s: None
-        )
+    def examine(self, limit_s: float = 60.0) -> Examination:
+        order = Order(Questions(), (7000,), 0.5, limit_s, lambda what, done: None, lambda s: None)
+        return examine_cluster(URL, "secret", order, transport=httpx.MockTransport(self))
 
 
 def test_the_last_marked_line_of_the_log_is_the_examination() -> None:
-    seen = Examination(boxes=(Patient(where="10.0.0.1:1"),))
+    seen = Examination(boxes=(BoxReport(where="10.0.0.1:1"),))
     head = Head(f"noise\n{LOG_MARK}{seen.model_dump_json()}\nmore noise\n", "PENDING", "RUNNING", "SUCCEEDED")
     assert head.examine() == seen
     assert head.entrypoint.startswith('"${THINWIRE_PYTHON:-python}" -m thinwire.tools.doctor.on_ray ')
@@ -97,10 +93,10 @@ def test_the_last_marked_line_of_the_log_is_the_examination() -> None:
 
 
 def test_a_job_that_fails_or_does_not_end_is_told_and_stopped() -> None:
-    with pytest.raises(ClusterNotExamined, match="No module named 'thinwire'"):
+    with pytest.raises(NotExamined, match="No module named 'thinwire'"):
         Head("Traceback\nModuleNotFoundError: No module named 'thinwire'", "FAILED").examine()
     stuck = Head("", "PENDING")
-    with pytest.raises(ClusterNotExamined, match="is PENDING after 0 s"):
+    with pytest.raises(NotExamined, match="is PENDING after 0 s"):
         stuck.examine(limit_s=0.0)
     assert stuck.stopped
 

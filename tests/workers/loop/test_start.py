@@ -360,7 +360,7 @@ def test_a_rank_that_alone_cannot_read_it_is_the_one_that_fails(tmp_path, weight
         ),
         ({"step": 8}, {"recipe": {"layers": 2, "width": 32, "heads": 2, "context": 32}}, r"it lacks: .*blocks\.1"),
         ({"step": 8}, {"precision": "bfloat16"}, r"other types: .* in F32, the model's BF16"),
-        ({"step": 8}, {"optimizer": DENSE}, r"'OneBitAdam', this optimizer needs 'Adam'.*start\.what = weights"),
+        ({"step": 8}, {"optimizer": DENSE}, r"'OneBitAdam': this optimizer needs 'Adam'.*start\.what = weights"),
         ({"what": "weights"}, {"precision": "bfloat16"}, "other types"),
     ],
     ids=["step", "nothing left", "shapes", "layers", "precision", "optimizer", "weights of another type"],

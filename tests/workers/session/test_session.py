@@ -36,8 +36,8 @@ def net():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 
 
-def trained(folder, stop=None, steps=24, save_at=()):
-    """Losses by step, and the state at the end. stop: where the script raises."""
+def trained(folder, stop=None, steps=24, save_at=(), frozen_from=24):
+    """Losses by step, and the state at the end. stop: where the script raises. frozen_from: of the first layer."""
     losses = {}
     with session(folder, save_every=7) as run:
         model = net()
@@ -48,6 +48,7 @@ def trained(folder, stop=None, steps=24, save_at=()):
         for x, y in run.batches(DATA, global_batch=6, steps=steps):
             if run.step_number == stop:
                 raise RuntimeError("stopped here")
+            model[0].requires_grad_(run.step_number < frozen_from)
             loss = (model(x) - y).square().mean()
             run.step(loss)
             scheduler.step()
@@ -59,14 +60,16 @@ def trained(folder, stop=None, steps=24, save_at=()):
     return losses, [*model.state_dict().values(), counted["noise"], torch.tensor(scheduler.get_last_lr())], counted
 
 
-@pytest.mark.parametrize(("stop", "save_at", "resumed"), [(17, (), 14), (17, (16,), 16)])
+@pytest.mark.parametrize(
+    ("stop", "save_at", "resumed", "frozen_from"), [(17, (), 14, 24), (17, (16,), 16, 24), (17, (), 14, 9)]
+)
 def test_a_run_that_is_started_again_goes_on_at_the_next_sample_with_all_that_was_registered(
-    tmp_path, stop, save_at, resumed
+    tmp_path, stop, save_at, resumed, frozen_from
 ):
-    losses, state, counted = trained(None)
+    losses, state, counted = trained(None, frozen_from=frozen_from)
     with pytest.raises(RuntimeError, match="stopped here"):
-        trained(tmp_path, stop, save_at=save_at)
-    again, state_again, counted_again = trained(tmp_path)
+        trained(tmp_path, stop, save_at=save_at, frozen_from=frozen_from)
+    again, state_again, counted_again = trained(tmp_path, frozen_from=frozen_from)
     assert again == {step: loss for step, loss in losses.items() if step > resumed}
     assert all(map(torch.equal, state, state_again))
     assert counted_again["steps"] == counted["steps"] == 24

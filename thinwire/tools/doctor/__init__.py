@@ -8,4 +8,5 @@ examination  all boxes, every pair of them
 findings     what follows from all that: a pure function
 report       what a person reads
 on_ray       the same on every node of a Ray cluster; the only module that knows Ray
+clusters     who starts that as a job, and reads what it found; pods: on Kubernetes
 """

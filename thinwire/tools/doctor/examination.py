@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import Field, ValidationError
 
 from thinwire.tools.doctor.facts import Facts, Frozen, Questions
-from thinwire.tools.doctor.link import Link, LinkError, call
+from thinwire.tools.doctor.link import LinkError, call
 from thinwire.tools.doctor.listener import Listener
 from thinwire.tools.doctor.probe import Target, Visit, longest
 
@@ -27,7 +27,7 @@ LOG_MARK = "thinwire-doctor-examination "
 _LOOK_S = 60.0
 
 
-Told = TypeVar("Told", bound=Frozen)
+Read = TypeVar("Read", bound=Frozen)
 
 
 class NoAnswer(Exception):
@@ -39,7 +39,7 @@ class NoAnswer(Exception):
 
 
 class Box(Protocol):
-    """How a box is spoken to. Every method raises NoAnswer."""
+    """How a box is spoken to: each method raises NoAnswer. The questions are those of Listener.answer."""
 
     where: str
     """host:port of its listener, as a person wrote it."""
@@ -47,20 +47,11 @@ class Box(Protocol):
     def target(self) -> Target:
         """Where the others find its listener."""
 
-    def look(self, questions: Questions) -> Facts:
-        """What it says of itself."""
-
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
-        """As Listener.open."""
-
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """As Listener.leave."""
-
-    def visit(self, target: Target, seconds: float) -> Visit:
-        """As Listener.visit."""
+    def ask(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        """What its listener answers, within so long."""
 
 
-class Patient(Frozen):
+class BoxReport(Frozen):
     """A box as it was found. facts: None where it did not answer; connect, why: then as in Visit.
 
     ports: that it was asked to listen at, and why not where it cannot. 0 stood for one that the kernel chose. apart:
@@ -86,7 +77,7 @@ class Call(Frozen):
 class Examination(Frozen):
     """Everything that was found. ports: those that were asked for, beside one at each box that the kernel chose."""
 
-    boxes: tuple[Patient, ...]
+    boxes: tuple[BoxReport, ...]
     calls: tuple[Call, ...] = ()
     ports: tuple[int, ...] = ()
 
@@ -99,21 +90,21 @@ def examine(
     seconds: float = 1.0,
     say: Say = lambda what, done: None,
 ) -> Examination:
-    """Ask all boxes, and measure every pair. A box that does not answer is told as one that does not.
+    """Ask all boxes, and measure every pair. A box that does not answer is reported as one that does not.
 
     ports: that each must reach at each other, beside those that the kernel chooses. seconds: for each speed.
     """
     asked = (0, *ports) if len(boxes) > 1 else ()
     say("asking every box", 0.0)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(boxes)))) as pool:
-        patients = list(pool.map(lambda box: _ask(box, questions, asked), boxes))
-        answering = [place for place, patient in enumerate(patients) if patient.facts is not None]
+        reports = list(pool.map(lambda box: _ask(box, questions, asked), boxes))
+        answering = [place for place, report in enumerate(reports) if report.facts is not None]
         targets = [
-            target.model_copy(update={"ports": tuple(patient.ports)}) if (target := _target(box)) else None
-            for box, patient in zip(boxes, patients, strict=True)
+            target.model_copy(update={"ports": tuple(report.ports)}) if (target := _target(box)) else None
+            for box, report in zip(boxes, reports, strict=True)
         ]
         for place, apart in _apart([boxes[place] for place in answering], questions.folders).items():
-            patients[answering[place]] = patients[answering[place]].model_copy(update={"apart": apart})
+            reports[answering[place]] = reports[answering[place]].model_copy(update={"apart": apart})
         calls: list[Call] = []
         turns = rounds(answering) if len(answering) > 1 else []
         for number, pairs in enumerate(turns):
@@ -127,7 +118,7 @@ def examine(
             for place in unheard:
                 if (target := targets[place]) is not None:
                     calls.append(Call(source=source, target=place, visit=_visited(boxes[source], target, 0.0)))
-    return Examination(boxes=tuple(patients), calls=tuple(calls), ports=tuple(ports))
+    return Examination(boxes=tuple(reports), calls=tuple(calls), ports=tuple(ports))
 
 
 def rounds(places: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -142,12 +133,31 @@ def rounds(places: Sequence[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _ask(box: Box, questions: Questions, ports: tuple[int, ...]) -> Patient:
+def _ask(box: Box, questions: Questions, ports: tuple[int, ...]) -> BoxReport:
     try:
-        facts = box.look(questions)
-        return Patient(where=box.where, facts=facts, ports=box.open(ports) if ports else {})
+        facts = _look(box, questions)
+        opened = box.ask({"do": "open", "ports": list(ports)}, _LOOK_S)["ports"] if ports else {}
+        return BoxReport(where=box.where, facts=facts, ports={int(port): str(why) for port, why in opened.items()})
     except NoAnswer as error:
-        return Patient(where=box.where, connect=error.connect, why=str(error))
+        return BoxReport(where=box.where, connect=error.connect, why=str(error))
+
+
+def _look(box: Box, questions: Questions) -> Facts:
+    """Raises NoAnswer."""
+    return _read(Facts, box, {"do": "look", "questions": questions.model_dump()}, _LOOK_S)
+
+
+def _leave(box: Box, folders: tuple[str, ...], name: str) -> list[str]:
+    """Raises NoAnswer."""
+    return list(box.ask({"do": "leave", "folders": list(folders), "name": name}, _LOOK_S)["folders"])
+
+
+def _read(what: type[Read], box: Box, question: dict[str, Any], patience_s: float) -> Read:
+    """The answer, as what it is to be. Raises NoAnswer."""
+    try:
+        return what.model_validate(box.ask(question, patience_s))
+    except ValidationError as error:
+        raise NoAnswer("stranger", f"another version listens at {box.where}: {error.error_count()} fields") from error
 
 
 def _apart(boxes: Sequence[Box], folders: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
@@ -155,14 +165,14 @@ def _apart(boxes: Sequence[Box], folders: tuple[str, ...]) -> dict[int, tuple[st
     if len(boxes) < 2 or not folders:
         return {}
     first, found, name = boxes[0], {}, f".thinwire-doctor-{secrets.token_hex(8)}"
-    with contextlib.suppress(NoAnswer):  # a box that has gone meanwhile is told by its links
-        paths = {f"{folder}/{name}": folder for folder in first.leave(folders, name)}
+    with contextlib.suppress(NoAnswer):  # a box that has gone meanwhile is reported by its links
+        paths = {f"{folder}/{name}": folder for folder in _leave(first, folders, name)}
         try:
             for place, box in enumerate(boxes[1:], start=1):
-                seen = box.look(Questions(files=tuple(paths))).files
+                seen = _look(box, Questions(files=tuple(paths))).files
                 found[place] = tuple(paths[path] for path, why in seen.items() if why is not None)
         finally:
-            first.leave((), "")
+            _leave(first, (), "")
     return found
 
 
@@ -188,8 +198,9 @@ def _measure(
 
 
 def _visited(box: Box, target: Target, seconds: float) -> Visit:
+    question = {"do": "visit", "target": target.model_dump(), "seconds": seconds}
     try:
-        return box.visit(target, seconds)
+        return _read(Visit, box, question, longest(seconds))
     except NoAnswer as error:
         return Visit(connect="not asked", why=str(error))
 
@@ -205,21 +216,9 @@ class Here:
         """Its listener, under the address that the others know."""
         return Target(host=self._address, port=self._listener.port)
 
-    def look(self, questions: Questions) -> Facts:
-        """What it says of itself."""
-        return self._listener.look(questions)
-
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
-        """As Listener.open."""
-        return self._listener.open(ports)
-
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """As Listener.leave."""
-        return self._listener.leave(folders, name)
-
-    def visit(self, target: Target, seconds: float) -> Visit:
-        """As Listener.visit."""
-        return self._listener.visit(target, seconds)
+    def ask(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        """It has no need of patience."""
+        return self._listener.answer(question)
 
 
 class Peer:
@@ -233,47 +232,17 @@ class Peer:
         """As it was named."""
         return Target(host=self._host, port=self._port)
 
-    def look(self, questions: Questions) -> Facts:
+    def ask(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
         """Raises NoAnswer."""
-        return self._told(Facts, {"do": "look", "questions": questions.model_dump()}, _LOOK_S)
-
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
-        """Raises NoAnswer."""
-        said = self._asked({"do": "open", "ports": list(ports)}, _LOOK_S)
-        return {int(port): str(why) for port, why in dict(said["ports"]).items()}
-
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """Raises NoAnswer."""
-        said = self._asked({"do": "leave", "folders": list(folders), "name": name}, _LOOK_S)
-        return tuple(map(str, said["folders"]))
-
-    def visit(self, target: Target, seconds: float) -> Visit:
-        """Raises NoAnswer."""
-        asked = {"do": "visit", "target": target.model_dump(), "seconds": seconds}
-        return self._told(Visit, asked, longest(seconds))
-
-    def _told(self, what: type[Told], question: dict[str, Any], patience_s: float) -> Told:
-        try:
-            return what.model_validate(self._asked(question, patience_s))
-        except ValidationError as error:
-            raise NoAnswer(
-                "stranger", f"another version listens at {self.where}: {error.error_count()} fields"
-            ) from error
-
-    def _asked(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
         try:
             with call(self._host, self._port, self._secret, small=True) as link:
-                return _answer(link, question, patience_s)
+                link.say(question)
+                link.socket.settimeout(patience_s)
+                answer = link.heard()
         except LinkError as error:
             raise NoAnswer(error.kind, str(error)) from error
         except (OSError, ValueError) as error:
             raise NoAnswer("broke off", f"{self.where} broke off: {error}") from error
-
-
-def _answer(link: Link, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
-    link.say(question)
-    link.socket.settimeout(patience_s)
-    said = link.heard()
-    if "error" in said:
-        raise ValueError(said["error"])
-    return said
+        if "error" in answer:
+            raise NoAnswer("broke off", f"{self.where} broke off: {answer['error']}")
+        return answer

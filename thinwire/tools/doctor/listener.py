@@ -13,14 +13,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.tools.doctor.facts import Facts, Questions, look
 from thinwire.tools.doctor.link import PATIENCE_S, Link
-from thinwire.tools.doctor.probe import SESSION_BYTES, Target, Visit, visit
-from thinwire.tools.doctor.streams import count, send
+from thinwire.tools.doctor.probe import SESSION_BYTES, Target, visit
+from thinwire.tools.lab.streams import count, send
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Listener:
         clock: Callable[[], float] = time.time,
         look: Callable[[Questions], Facts] = look,
     ) -> None:
-        self._secret, self._host, self._clock, self.look = secret, host, clock, look
+        self._secret, self._host, self._clock, self._look = secret, host, clock, look
         self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tcp = socket.create_server((host, port), family=self._family, backlog=MOST_CALLS)
         self._udp = socket.socket(self._family, socket.SOCK_DGRAM)
@@ -63,16 +63,38 @@ class Listener:
     def close(self) -> None:
         """Listen no more, and take away what was left in folders."""
         self._closed.set()
-        self.leave((), "")
+        self._leave((), "")
         for one in (self._tcp, self._udp, *self._opened):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
             one.close()
 
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What has an answer in JSON. Raises: ValueError, KeyError, TypeError where the question makes no sense.
+
+        {"do": "look", "questions": Questions}             Facts
+        {"do": "open", "ports": [...]}                     {"ports": {port: why not, "" where it listens}}
+        {"do": "leave", "folders": [...], "name": "..."}   {"folders": those where that could be done}
+        {"do": "visit", "target": Target, "seconds": s}    Visit
+        """
+        match question["do"]:
+            case "look":
+                return self._look(Questions.model_validate(question["questions"])).model_dump()
+            case "open":
+                return {"ports": self._open([int(port) for port in question["ports"]])}
+            case "leave":
+                return {"folders": self._leave([*map(str, question["folders"])], _plain(question["name"]))}
+            case "visit":
+                seconds = min(float(question["seconds"]), MOST_SECONDS)
+                target = Target.model_validate(question["target"])
+                return visit(target, self._secret, seconds=seconds, clock=self._clock).model_dump()
+            case other:
+                return {"error": f"this version cannot {str(other)[:60]!r}"}
+
+    def _open(self, ports: Sequence[int]) -> dict[str, str]:
         """Listen at these ports too, 0 for one that the kernel chooses. Each one, and why not where it cannot be had.
 
-        "" where it listens. Whoever connects there is let in and heard no further. Those of an earlier call are closed.
+        A caller that connects there is let in and heard no further. Those of an earlier call are closed.
         """
         while self._opened:
             self._opened.pop().close()
@@ -81,28 +103,24 @@ class Listener:
             try:
                 opened = socket.create_server((self._host, port), family=self._family)
             except OSError as error:
-                found[port] = error.strerror or str(error)
+                found[str(port)] = error.strerror or str(error)
             else:
                 self._opened.append(opened)
-                found[int(opened.getsockname()[1])] = ""
+                found[str(opened.getsockname()[1])] = ""
         return found
 
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """Leave an empty file of this name in each folder, until the next call. Where that could be done."""
+    def _leave(self, folders: Sequence[str], name: str) -> list[str]:
+        """Leave an empty file of this name in each folder, until the next call."""
         while self._left:
             self._left.pop().unlink(missing_ok=True)
         done = []
         for folder in folders:
             path = Path(folder) / name
-            with contextlib.suppress(OSError):  # what is wrong with the folder is told by `look`
+            with contextlib.suppress(OSError):  # what is wrong with the folder is in the facts
                 path.touch(exist_ok=False)
                 self._left.append(path)
                 done.append(folder)
-        return tuple(done)
-
-    def visit(self, target: Target, seconds: float) -> Visit:
-        """Measure what lies between this box and another listener."""
-        return visit(target, self._secret, seconds=seconds, clock=self._clock)
+        return done
 
     def _accept(self) -> None:
         while True:
@@ -123,13 +141,13 @@ class Listener:
                 if not link.welcome(self._secret):
                     logger.warning("doctor_call_refused from=%s reason=token", caller)
                     return
-                self._answer(link, link.heard())
+                self._serve_asked(link, link.heard())
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.info("doctor_call_ended from=%s error=%s", caller, error)
         finally:
             self._places.release()
 
-    def _answer(self, link: Link, asked: dict[str, Any]) -> None:
+    def _serve_asked(self, link: Link, asked: dict[str, Any]) -> None:
         """Raises: OSError, ValueError, KeyError, TypeError where the caller asks for what there is not, or goes."""
         match asked["do"]:
             case "tell the time":
@@ -149,18 +167,8 @@ class Listener:
                 link.socket.recv(1)
             case "hear datagrams":
                 self._hear(link)
-            case "look":
-                link.say(self.look(Questions.model_validate(asked["questions"])).model_dump())
-            case "open":
-                opened = self.open(tuple(int(port) for port in asked["ports"]))
-                link.say({"ports": {str(port): why for port, why in opened.items()}})
-            case "leave":
-                link.say({"folders": self.leave(tuple(map(str, asked["folders"])), _plain(asked["name"]))})
-            case "visit":
-                seconds = min(float(asked["seconds"]), MOST_SECONDS)
-                link.say(self.visit(Target.model_validate(asked["target"]), seconds).model_dump())
-            case other:
-                link.say({"error": f"this version cannot {str(other)[:60]!r}"})
+            case _:
+                link.say(self.answer(asked))
 
     def _hear(self, link: Link) -> None:
         """Echo the datagrams of a new session until the caller goes."""

@@ -8,6 +8,7 @@ reads it in the log. The only module of this room that knows Ray, and nothing of
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import sys
 from collections.abc import Sequence
@@ -17,13 +18,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from thinwire.tools.doctor.examination import LOG_MARK, NoAnswer, examine
-from thinwire.tools.doctor.facts import Facts, Questions
+from thinwire.tools.doctor.facts import Questions
 from thinwire.tools.doctor.listener import Listener
-from thinwire.tools.doctor.probe import Target, Visit, longest
+from thinwire.tools.doctor.probe import Target
 
 START_S = 90.0
 """For an actor: the node may have to start a Python."""
-_LOOK_S = 60.0
 
 
 class Doctor:
@@ -36,21 +36,9 @@ class Doctor:
         """Where it listens."""
         return self._listener.port
 
-    def look(self, questions: str) -> str:
-        """As Listener.look."""
-        return self._listener.look(Questions.model_validate_json(questions)).model_dump_json()
-
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
-        """As Listener.open."""
-        return self._listener.open(ports)
-
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """As Listener.leave."""
-        return self._listener.leave(folders, name)
-
-    def visit(self, target: str, seconds: float) -> str:
-        """As Listener.visit."""
-        return self._listener.visit(Target.model_validate_json(target), seconds).model_dump_json()
+    def ask(self, question: str) -> str:
+        """As Listener.answer."""
+        return json.dumps(self._listener.answer(json.loads(question)))
 
 
 class Node:
@@ -70,25 +58,11 @@ class Node:
         """Its listener, at the address by which the cluster knows the node. Raises NoAnswer."""
         return Target(host=self._address, port=self._found_port())
 
-    def look(self, questions: Questions) -> Facts:
+    def ask(self, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
         """Raises NoAnswer."""
         self._found_port()
-        return Facts.model_validate_json(self._answer(self._doctor.look.remote(questions.model_dump_json()), _LOOK_S))
-
-    def open(self, ports: tuple[int, ...]) -> dict[int, str]:
-        """Raises NoAnswer."""
-        found: dict[int, str] = self._answer(self._doctor.open.remote(ports), _LOOK_S)
-        return found
-
-    def leave(self, folders: tuple[str, ...], name: str) -> tuple[str, ...]:
-        """Raises NoAnswer."""
-        found: tuple[str, ...] = self._answer(self._doctor.leave.remote(folders, name), _LOOK_S)
-        return found
-
-    def visit(self, target: Target, seconds: float) -> Visit:
-        """Raises NoAnswer."""
-        asked = self._doctor.visit.remote(target.model_dump_json(), seconds)
-        return Visit.model_validate_json(self._answer(asked, longest(seconds)))
+        answer: dict[str, Any] = json.loads(self._answer(self._doctor.ask.remote(json.dumps(question)), patience_s))
+        return answer
 
     def _found_port(self) -> int:
         if self._port is None:

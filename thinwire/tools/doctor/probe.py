@@ -22,7 +22,7 @@ from pydantic import Field
 
 from thinwire.tools.doctor.facts import Frozen, interfaces
 from thinwire.tools.doctor.link import PATIENCE_S, Link, LinkError, call, refusal
-from thinwire.tools.doctor.streams import HEAD_START_S, count, send
+from thinwire.tools.lab.streams import HEAD_START_S, count, send
 
 ROUND_TRIPS = 50
 LARGE_BYTES = 1 << 16

@@ -19,6 +19,7 @@ from typing import Any
 from thinwire.contract.drill import DrillFailed, Say
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.tools.machine import hardware
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.history import HistoryError
 
@@ -48,16 +49,8 @@ def small_gpt(workers: int, optimizer: str, *, shadow: str) -> dict[str, Any]:
 
 def made_by() -> dict[str, Any]:
     """Versions and hardware."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpu = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
     versions = {name: version(name) for name in ("thinwire", "torch", "ray")}
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
-    }
+    return {"versions": {"python": platform.python_version(), **versions}, "hardware": hardware()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ into frames later (GSO) as one, without the headers of the others: up to 4.5 % t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from thinwire.tools.lab.spec import LabError
@@ -34,15 +34,8 @@ class HostCounters:
         """What came on top since `before`. Raises: ValueError where that is another host."""
         if before.host != self.host:
             raise ValueError(f"counters of host {self.host} and host {before.host}: only one host's can be compared")
-        return HostCounters(
-            host=self.host,
-            sent_frames=self.sent_frames - before.sent_frames,
-            sent_bytes=self.sent_bytes - before.sent_bytes,
-            sent_drops=self.sent_drops - before.sent_drops,
-            received_frames=self.received_frames - before.received_frames,
-            received_bytes=self.received_bytes - before.received_bytes,
-            received_drops=self.received_drops - before.received_drops,
-        )
+        names = [field.name for field in fields(self) if field.name != "host"]
+        return HostCounters(self.host, *(getattr(self, name) - getattr(before, name) for name in names))
 
 
 def difference(after: tuple[HostCounters, ...], before: tuple[HostCounters, ...]) -> tuple[HostCounters, ...]:

@@ -1,8 +1,8 @@
 """How much of a lab's rate do plain TCP sockets reach, and how long does a message take?
 
-Two halves in one file: measure() for those who have a lab, and a program (standard library only) that a lab runs as its
-ranks. Pattern "one-way": host 0 sends to host 1. "ring": every host sends to the next one and receives from the one
-before, all at once; with two hosts that is two-way. The receivers count, after a second's head start for slow start.
+Two halves in one file: measure() for those who have a lab, and a program that a lab runs as its ranks. Pattern
+"one-way": host 0 sends to host 1. "ring": every host sends to the next one and receives from the one before, all at
+once; with two hosts that is two-way. The receivers count, after a second's head start for slow start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from thinwire.tools.lab.streams import count, send
 
 if TYPE_CHECKING:
     from thinwire.tools.lab.lab import Lab
@@ -54,7 +56,7 @@ def measure(lab: Lab, pattern: str = "ring", seconds: float = 2.0) -> Goodput:
         raise ValueError(f"pattern = {pattern!r}: must be one of {', '.join(PATTERNS)}")
     if lab.spec.hosts < 2:
         raise ValueError("hosts = 1: a lab of one host has no link to measure; it needs at least 2")
-    program = [sys.executable, "-I", "-S", __file__, pattern, str(seconds)]
+    program = [sys.executable, "-m", "thinwire.tools.lab.goodput", pattern, str(seconds)]
     commands = [
         [*program, str(lab.spec.host_of(rank)), *lab.addresses] if rank % lab.spec.ranks_per_host == 0 else ["true"]
         for rank in range(lab.spec.world_size)
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
         server.settimeout(CONNECT_LIMIT_S)
         threads = []
         if receives:
-            threads.append(threading.Thread(target=_receive, args=(server, seconds, said)))
+            threads.append(threading.Thread(target=_receive, args=(server, said)))
         if sends:
             threads.append(threading.Thread(target=_send, args=(addresses[(host + 1) % num_hosts], seconds, said)))
         for thread in threads:
@@ -101,29 +103,17 @@ def _send(address: str, seconds: float, said: dict[str, Any]) -> None:
             link.sendall(b".")
             link.recv(1)
             times.append(time.perf_counter() - began)
-        zeros = bytes(1 << 18)
-        until = time.monotonic() + HEAD_START_S + seconds
-        while time.monotonic() < until:
-            link.sendall(zeros)
+        send(link, seconds, HEAD_START_S)
     said["round_trip_ms"] = statistics.median(times) * 1e3
 
 
-def _receive(server: socket.socket, seconds: float, said: dict[str, Any]) -> None:
+def _receive(server: socket.socket, said: dict[str, Any]) -> None:
     link, _ = server.accept()
     with link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(ROUND_TRIPS):
             link.sendall(link.recv(1))
-        buffer = memoryview(bytearray(1 << 20))
-        count_from = time.monotonic() + HEAD_START_S
-        received, first, last = 0, 0.0, 0.0
-        while size := link.recv_into(buffer):
-            last = time.monotonic()
-            if first and last <= first + seconds:
-                received += size
-            elif not first and last >= count_from:
-                first = last
-        said["received_mbit"] = received * 8e-6 / min(seconds, last - first)
+        said["received_mbit"] = count(link, HEAD_START_S)
 
 
 def _connect(address: str) -> socket.socket:
