@@ -33,7 +33,8 @@ def look(api: KubeApi, said: str | None, end: str = "SUCCEEDED", **how: Any) -> 
 
     def sleep(seconds: float) -> None:
         [rayjob] = api.store.all(RAYJOBS)
-        say(api.store, rayjob, *next(states), message="its message")
+        if (state := next(states, None)) is not None:
+            say(api.store, rayjob, *state, message="its message")
         pod(api.store, rayjob, "head", "head", phase="Running")
         if said is not None:
             api.store.logs["head", "ray-head"] = said.encode()
