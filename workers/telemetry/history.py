@@ -1,7 +1,7 @@
 """What happened, kept in the run folder whatever becomes of the service: each step, and what happened once.
 
     history.jsonl   one reports.Sample a line, written by rank 0
-    events.jsonl    one reports.Event a line, appended by whoever tells it
+    events.jsonl    one reports.Event a line, appended by rank 0 and by the driver
 
 The history is append-only but for a resume, which forgets the steps that will be done again. A crash can leave its
 last line torn; that line is dropped, for its step is after the checkpoint and will be done again too.
@@ -10,16 +10,17 @@ last line torn; that line is dropped, for its step is after the checkpoint and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.files import write_whole
-from thinwire.contract.reports import Event, Sample
+from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.telemetry.service_client import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,11 @@ class History:
         write_whole(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
         self._file = self.path.open("ab", buffering=0)
 
-    def fill(self, told: Iterable[Sample]) -> None:
+    def fill(self, known: Iterable[Sample]) -> None:
         """Add those of steps that it lacks, up to its last one, in one replacement of the file."""
         own = {sample.step: sample for sample in read(self.path)}
         last = max(own, default=-1)
-        every = {**{sample.step: sample for sample in told if sample.step <= last}, **own}
+        every = {**{sample.step: sample for sample in known if sample.step <= last}, **own}
         self._file.close()
         write_whole(self.path, b"".join(_line(every[step]) for step in sorted(every)))
         self._file = self.path.open("ab", buffering=0)
@@ -71,6 +72,71 @@ class History:
         self.close()
 
 
+class RunFiles:
+    """A sink of a reporter (reporter.py) that keeps samples and events in the run folder.
+
+    others: what other processes of the run have reported, where each has a folder of its own; raises ServiceError.
+    """
+
+    superseded = False
+
+    def __init__(self, run_dir: Path, others: Callable[[], list[Sample]] = list) -> None:
+        self._folder, self._others = RunFolder(run_dir), others
+        self._history: History | None = None
+        self._last: int | None = None  # step of the last sample; None where other processes may have written later ones
+
+    def begin(self, seen: Sequence[Sample]) -> None:
+        """Go on with the history, and add what the rank 0 before could not write. Raises HistoryError, OSError."""
+        history = self._opened()
+        there = {sample.step for sample in read(history.path)}
+        self.samples([sample for sample in seen if sample.step not in there])
+        self._last = None
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Add them. Raises OSError."""
+        history = self._opened()
+        for sample in samples:
+            history.append(sample)
+            self._last = sample.step
+
+    def forget_after(self, step: int) -> None:
+        """Drop the history after `step`. Raises HistoryError, OSError."""
+        if self._last is None or self._last > step:
+            self._opened().truncate_after(step)
+            self._last = step
+
+    def event(self, event: Event) -> None:
+        """Add a line to events.jsonl. A disk that refuses is logged."""
+        try:
+            with self._folder.events.open("a") as file:
+                file.write(event.model_dump_json() + "\n")
+        except OSError as error:
+            logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
+
+    def complete(self) -> None:
+        """Bring into the history what ranks 0 of other machines have reported, as far as the service has it."""
+        try:
+            if others := self._others():
+                self._opened().fill(others)
+        except ServiceError as error:
+            logger.error("history_not_whole reason=%r: the summary counts what this worker has seen", str(error))
+
+    def close(
+        self,
+        summary: dict[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Close the history. The last word has files of its own (report.py, run_place.py)."""
+        if self._history is not None:
+            self._history.close()
+
+    def _opened(self) -> History:
+        if self._history is None:
+            self._history = History(self._folder.history)
+        return self._history
+
+
 def read(path: Path) -> list[Sample]:
     """Every sample in order of step, without a torn last line; of a step written twice, the later line.
 
@@ -79,15 +145,6 @@ def read(path: Path) -> list[Sample]:
     lines = _complete_lines(path).splitlines()
     by_step = {sample.step: sample for sample in (_parse(path, number, line) for number, line in enumerate(lines, 1))}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def keep_event(run_dir: Path, event: Event) -> None:
-    """Add a line to events.jsonl. A disk that refuses is logged."""
-    try:
-        with RunFolder(run_dir).events.open("a") as file:
-            file.write(event.model_dump_json() + "\n")
-    except OSError as error:
-        logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
 
 
 def _complete_lines(path: Path) -> bytes:

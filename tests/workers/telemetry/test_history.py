@@ -107,3 +107,13 @@ def test_absent_file_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> No
         read(path)
     History(path).close()
     assert read(path) == []
+
+
+def test_a_history_is_filled_with_what_others_have_reported_up_to_its_last_step(tmp_path: Path) -> None:
+    with History(tmp_path / "history.jsonl") as history:
+        mine = sample(3).model_copy(update={"loss": 9.0})
+        history.append(mine)
+        history.append(sample(4))
+        history.fill([sample(1), sample(2), sample(3), sample(7)])
+        history.append(sample(5))
+        assert read(history.path) == [sample(1), sample(2), mine, sample(4), sample(5)]

@@ -22,10 +22,13 @@ class Keeping(Recording):
 
     made: dict[int, "Keeping"] = {}  # noqa: RUF012 - of one test, by rank
 
-    def __init__(self, run_dir, rank):
-        super().__init__(run_dir, rank)
+    def __init__(self, run_dir):
+        super().__init__(run_dir)
         self.parts, self.slowest, self.interval = {}, None, None
-        Keeping.made[rank] = self
+
+    def seated(self, group, device):
+        super().seated(group, device)
+        Keeping.made[group.rank] = self
 
     def step_parts(self, seconds):
         self.parts = dict(seconds)
