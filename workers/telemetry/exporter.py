@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as MetricFamily
 
     from thinwire.comm.protocol import Group
-    from thinwire.workers.telemetry.link_bytes import LinkBytes
-    from thinwire.workers.telemetry.wire_meter import WireMeter
+    from thinwire.workers.telemetry.wire_meter import LinkBytes, WireMeter
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +113,7 @@ class WorkerMetrics:
         if self._address is None:
             return
         from thinwire.comm.wire.link_classes import exchange_boxes
-        from thinwire.workers.telemetry.link_bytes import LinkBytes
-        from thinwire.workers.telemetry.wire_meter import wire_meter
+        from thinwire.workers.telemetry.wire_meter import LinkBytes, wire_meter
 
         boxes = exchange_boxes(group, device=device)
         self.ranks_here = len(boxes.ranks_in(boxes.of_rank[group.rank].id))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from pydantic import JsonValue, ValidationError
 
@@ -29,51 +28,9 @@ class HistoryError(Exception):
     """A history that cannot be read; the message names the file and the line."""
 
 
-class History:
-    """The history of one run, open for writing. One process at a time."""
-
-    def __init__(self, path: Path) -> None:
-        """Opens or creates `path`; a torn last line is cut off. Raises HistoryError, OSError."""
-        self.path = path
-        kept = _complete_lines(path) if path.exists() else b""
-        if path.exists() and len(kept) != path.stat().st_size:
-            write_whole(path, kept)
-        self._file: BinaryIO = path.open("ab", buffering=0)
-
-    def append(self, sample: Sample) -> None:
-        """Add one line. It survives the process; it reaches the disk when the system writes it out."""
-        self._file.write(_line(sample))
-
-    def truncate_after(self, step: int) -> None:
-        """Forget every sample after `step`, in one replacement of the file: a run resumes from there."""
-        self._file.close()
-        write_whole(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
-        self._file = self.path.open("ab", buffering=0)
-
-    def fill(self, known: Iterable[Sample]) -> None:
-        """Add those of steps that it lacks, up to its last one, in one replacement of the file."""
-        own = {sample.step: sample for sample in read(self.path)}
-        last = max(own, default=-1)
-        every = {**{sample.step: sample for sample in known if sample.step <= last}, **own}
-        self._file.close()
-        write_whole(self.path, b"".join(_line(every[step]) for step in sorted(every)))
-        self._file = self.path.open("ab", buffering=0)
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class RunFiles:
-    """A sink of a reporter (reporter.py) that keeps samples and events in the run folder.
+    """A sink of a reporter (reporter.py) that keeps samples and events in the run folder. One process at a time has
+    the history.
 
     others: what other processes of the run have reported, where each has a folder of its own; raises ServiceError.
     """
@@ -82,27 +39,28 @@ class RunFiles:
 
     def __init__(self, run_dir: Path, others: Callable[[], list[Sample]] = list) -> None:
         self._folder, self._others = RunFolder(run_dir), others
-        self._history: History | None = None
+        self._file: BinaryIO | None = None
         self._last: int | None = None  # step of the last sample; None where other processes may have written later ones
 
     def begin(self, seen: Sequence[Sample]) -> None:
         """Go on with the history, and add what the rank 0 before could not write. Raises HistoryError, OSError."""
-        history = self._opened()
-        there = {sample.step for sample in read(history.path)}
+        there = {sample.step for sample in self._read()}
         self.samples([sample for sample in seen if sample.step not in there])
         self._last = None
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Add them. Raises OSError."""
-        history = self._opened()
+        """Add a line of each. They survive the process; they reach the disk when the system writes them out."""
+        if self._file is None:
+            self._open()
         for sample in samples:
-            history.append(sample)
+            assert self._file is not None
+            self._file.write(_line(sample))
             self._last = sample.step
 
     def forget_after(self, step: int) -> None:
-        """Drop the history after `step`. Raises HistoryError, OSError."""
+        """Drop the history after `step`, in one replacement of the file. Raises HistoryError, OSError."""
         if self._last is None or self._last > step:
-            self._opened().truncate_after(step)
+            self._replace(sample for sample in self._read() if sample.step <= step)
             self._last = step
 
     def event(self, event: Event) -> None:
@@ -114,12 +72,16 @@ class RunFiles:
             logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
 
     def complete(self) -> None:
-        """Bring into the history what ranks 0 of other machines have reported, as far as the service has it."""
+        """Add what ranks 0 of other machines have reported, up to the last step here, as far as the service has it."""
         try:
-            if others := self._others():
-                self._opened().fill(others)
+            others = self._others()
         except ServiceError as error:
             logger.error("history_not_whole reason=%r: the summary counts what this worker has seen", str(error))
+            return
+        if others:
+            own = {sample.step: sample for sample in self._read()}
+            every = {sample.step: sample for sample in others if sample.step <= max(own, default=-1)} | own
+            self._replace(every[step] for step in sorted(every))
 
     def close(
         self,
@@ -128,13 +90,25 @@ class RunFiles:
         timeout_s: float = 0.0,
     ) -> None:
         """Close the history. The last word has files of its own (report.py, run_place.py)."""
-        if self._history is not None:
-            self._history.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _opened(self) -> History:
-        if self._history is None:
-            self._history = History(self._folder.history)
-        return self._history
+    def _read(self) -> list[Sample]:
+        return read(self._folder.history) if self._folder.history.exists() else []
+
+    def _replace(self, samples: Iterable[Sample]) -> None:
+        content = b"".join(_line(sample) for sample in samples)
+        self.close()
+        write_whole(self._folder.history, content)
+
+    def _open(self) -> None:
+        """To add to it, without a torn last line."""
+        path = self._folder.history
+        kept = _complete_lines(path) if path.exists() else b""
+        if path.exists() and len(kept) != path.stat().st_size:
+            write_whole(path, kept)
+        self._file = path.open("ab", buffering=0)
 
 
 def read(path: Path) -> list[Sample]:
