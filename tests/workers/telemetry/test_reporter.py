@@ -76,24 +76,6 @@ def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
     reporter.close()
 
 
-def test_whoever_becomes_rank_0_tells_what_the_one_before_was_lost_with(service: Service) -> None:
-    """Losses are averaged on all ranks at once, and then the first of them tells: it may be lost in between."""
-    reporters = [reporter_of(service, rank) for rank in range(2)]
-    run_threads(2, lambda group: reporters[group.rank].seated(group, torch.device("cpu")))
-    samples = [sample(step, 500) for step in range(9)]
-    for reporter in reporters:
-        reporter.steps(samples[:5], 0, {"optimizer": 0})
-    reporters[1].steps(samples[5:8], 0, {"optimizer": 0})
-    reporters[0].close()
-    reporters[1].seated(SoloGroup(), torch.device("cpu"))
-    reporters[1].went_back(7)
-    reporters[1].steps(samples[8:], 0, {"optimizer": 0})
-    reporters[1].close()
-    assert history.read(RunFolder(service.run_dir).history) == samples
-    posted = [one for batch in service.accepted() for one in batch.samples]
-    assert list({one.step: one for one in posted}.values()) == samples  # a sample that comes twice the service has once
-
-
 def test_a_reporter_without_sinks_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reporter = Reporter()
