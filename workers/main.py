@@ -24,13 +24,13 @@ from typing import Any
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec, Workers, read_spec
+from thinwire.workers.credentials import ClaimRefused, Credentials, claim
 from thinwire.workers.elastic.failures import JobFailed
+from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_misfits
-from thinwire.workers.run_place import Place, RemotePlace, place_of
-from thinwire.workers.telemetry.log_copy import LogCopy
-from thinwire.workers.telemetry.remote import ClaimRefused, Papers, claim
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.waiting import MembershipTeller
-from thinwire.workers.worker import ADOPT_S, ALONE_S, TrainWithPapers, failure_of, train_worker
+from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
 
@@ -55,45 +55,31 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give --run-dir; or --service, --job, --attempt and --ticket")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    attempt, name = options.attempt, None
     if options.service is None:
-        run_dir: Path = options.run_dir.resolve()
-        return _run(place_of(run_dir, None, options.attempt), _job_in(run_dir), options.attempt, None)
-    try:
-        claimed = claim(options.service, options.job, options.ticket)
-    except ClaimRefused as error:
-        logger.error("claim_refused reason=%s", error)
-        return UNTOLD
-    papers = Papers(claimed.job, claimed.token, options.service)
-    place = RemotePlace(papers.settle(), papers, claimed.attempt)
-    log = LogCopy.of_this_process(place.run)
-    try:
-        return _run(place, claimed.job, claimed.attempt, claimed.unique_name, options.package)
-    finally:
-        if log is not None:
-            log.close()
-        place.client.close()
+        place = Place(options.run_dir.resolve(), attempt)
+    else:
+        try:
+            claimed = claim(options.service, options.job, options.ticket)
+        except ClaimRefused as error:
+            logger.error("claim_refused reason=%s", error)
+            return UNTOLD
+        attempt, name = claimed.attempt, claimed.unique_name
+        place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service), attempt)
+    with place:
+        place.send_log()
+        return _run(place, attempt, name, options.package)
 
 
-def _job_in(run_dir: Path) -> dict[str, Any] | Exception:
-    try:
-        job: dict[str, Any] = json.loads(RunFolder(run_dir).job.read_text())
-    except (OSError, ValueError) as error:
-        return error
-    return job
-
-
-def _run(
-    place: Place, job: dict[str, Any] | Exception, attempt: int, name: str | None, package: str | None = None
-) -> int:
+def _run(place: Place, attempt: int, name: str | None, package: str | None) -> int:
     """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id.
 
     package: sha256 of what the cluster does not have yet, and the service has.
     """
     try:
-        if isinstance(job, Exception):
-            raise job
+        job: dict[str, Any] = json.loads(place.folder.job.read_text())
         spec = read_spec(job["spec"])
-        zipped = place.run.package(package) if package and isinstance(place, RemotePlace) else None
+        zipped = None if package is None else place.package(package)
         fit(spec, name or job["job_id"], place, attempt, zipped)
     except Exception as error:
         logger.exception("job_failed")
@@ -139,18 +125,23 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | No
     use_gpu = _use_gpu(workers, resources.get("GPU", 0))
     _refuse_too_many(workers, resources.get("CPU", 0))
     fit_how = _fit_in_place if workers.elastic == "in_place" else _fit_with_restarts
+    credentials = place.credentials
+
+    def train_function(config: dict[str, Any]) -> Failed | None:
+        return train_worker(config, credentials)
+
     fit_how(
         spec.model_copy(update={"workers": workers}),
         name,
         place,
         use_gpu,
         interface,
-        # What the dashboard shows of a run has its configuration in it: papers go another way.
-        train_function=train_worker if place.papers is None else TrainWithPapers(place.papers),
+        # What the dashboard shows of a run has its configuration in it: credentials go another way.
+        train_function=train_function,
         train_loop_config={"run_dir": str(place.run_dir), "attempt": attempt},
         run_config=RunConfig(
             name=name,
-            storage_path=str(RunFolder(place.run_dir).ray),
+            storage_path=str(place.folder.ray),
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
             worker_runtime_env={"env_vars": interface_variables(interface)} if interface else None,
         ),
@@ -216,7 +207,7 @@ def _fit_in_place(
     trainer = ElasticTrainer(
         train_function,
         job=job,
-        secret=_membership_secret(place.run_dir),
+        secret=_membership_secret(place.folder),
         limits=Limits(workers.min, workers.max),
         resources_per_worker=_resources(use_gpu),
         use_gpu=use_gpu,
@@ -238,7 +229,7 @@ def _fit_in_place(
 
     first = WantedWorkers(min=workers.min, max=workers.max, revision=0)
     follower = WantedFollower(place, first, tell)
-    teller = MembershipTeller(place.run_dir, attempt, look)
+    teller = MembershipTeller(place, look)
     try:
         trainer.fit()
     finally:
@@ -276,11 +267,10 @@ def _resources(use_gpu: bool) -> dict[str, float]:
     return {"CPU": 1, **({"GPU": 1} if use_gpu else {})}
 
 
-def _membership_secret(run_dir: Path) -> str:
+def _membership_secret(folder: RunFolder) -> str:
     """What only workers of this job know: made of its token, so that a new driver of the job knows it too."""
-    token = RunFolder(run_dir).token
-    if token.exists():
-        return hashlib.sha256(b"membership " + token.read_text().strip().encode()).hexdigest()
+    if folder.token.exists():
+        return hashlib.sha256(b"membership " + folder.token.read_text().strip().encode()).hexdigest()
     return secrets.token_hex(32)  # a run without a service, which has one driver
 
 

@@ -1,84 +1,148 @@
-"""Where does a process of a run keep its files, and how do the processes of a run hear of each other?
+"""The place of a process in its run: where it keeps its files, and how it learns of the others.
 
-    SharedPlace   one folder, that the service and all processes of the run see
-    RemotePlace   a folder of this process's own; what others have to know goes through the service
-
-Both begin with a run folder, which most of what runs in a process is content with.
+Everything is in its run folder: there it is written first, and there it is read. Where the processes of a run share no
+folder, each has one of its own, and what others have to know goes through the service as well: what this process says
+is posted once it is written, and what the others say is brought into this folder before it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from thinwire.contract.files import write_first
-from thinwire.contract.reports import Failure, Telemetry, WantedWorkers
+from thinwire.contract.files import write_first, write_private, write_whole
+from thinwire.contract.remote_run import KEPT_FILES, KeptFile
+from thinwire.contract.reports import Failure, Sample, Telemetry, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.telemetry.delivery import ServiceClient, ServiceError, ServiceUnavailable
-from thinwire.workers.telemetry.remote import Papers, RemoteRun
+from thinwire.workers.credentials import Credentials
+from thinwire.workers.telemetry.log_copy import LogCopy
+from thinwire.workers.telemetry.service_client import ServiceClient, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
 LAST_WORD_S = 60.0
 """How long the end of a run waits for a service that does not answer."""
+PACKAGE_S = 120.0
+"""How long a driver waits for the package of its job."""
+BEGIN_S = 10.0
+"""How long a process that begins waits for a file that a process before it may have left."""
 ASK_S = 5.0
 """Between two questions whether another process has failed, while one waits."""
+RETRY_S = 1.0
+
+T = TypeVar("T")
 
 
-class Place(Protocol):
-    """What a process of a run has. wanted_look_s: how often to look whether other workers are wanted."""
+class PackageDiffers(Exception):
+    """What was fetched is not the job's package."""
 
-    run_dir: Path
-    wanted_look_s: float
+
+class Place:
+    """The place of one process. Its methods may be called from any thread.
+
+    credentials: what makes a place of its own for another process; None where all share this folder.
+    wanted_look_s: how often to look whether other workers are wanted.
+    """
+
+    def __init__(
+        self, run_dir: Path, attempt: int | Callable[[], int] = 1, credentials: Credentials | None = None
+    ) -> None:
+        """attempt: which submission of the job this process belongs to, asked again where a later one may adopt it."""
+        self.run_dir, self.folder, self.credentials = run_dir, RunFolder(run_dir), credentials
+        self._attempt = attempt
+        self._service = None if credentials is None else self.new_client(0)
+        self.wanted_look_s = 0.5 if self._service is None else 1.0
+        self._asked_at, self._succeeded = -ASK_S, False
+        self._left: set[KeptFile] = set()
+        self._log: LogCopy | None = None
+
+    @classmethod
+    def of_its_own(cls, credentials: Credentials, attempt: int | Callable[[], int]) -> Self:
+        """That of a process which shares no folder: a new one. Raises OSError."""
+        return cls(credentials.new_folder(), attempt, credentials)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Send the rest of the log, and close the connections."""
+        if self._log is not None:
+            self._log.close()
+        if self._service is not None:
+            self._service.close()
 
     @property
-    def papers(self) -> Papers | None:
-        """What makes a place of its own for another process; None where all share this one."""
+    def is_shared(self) -> bool:
+        """Do all processes of the run, and the service, see this folder?"""
+        return self._service is None
+
+    @property
+    def has_service(self) -> bool:
+        """Is there a service that wants to know of the run?"""
+        return self.folder.service_url.exists()
+
+    def new_client(self, rank: int, adopt_s: float = 0.0) -> ServiceClient:
+        """The service's, for the worker of that name; see ServiceClient. To be closed by whoever has asked for it."""
+        return ServiceClient(self.run_dir, rank, self._attempt, adopt_s=adopt_s)
 
     def begin(self) -> None:
         """Bring into the run folder what an earlier process of the run has left, before a worker begins."""
+        service = self._service
+        if service is None:
+            return
+        try:
+            content = _patiently(lambda: service.kept_file("buckets.json"), BEGIN_S)
+        except ServiceError as error:
+            logger.warning("file_not_fetched name=buckets.json reason=%r", str(error))
+            return
+        if content:
+            write_whole(self.folder.buckets, content)
+
+    def package(self, sha256: str) -> Path:
+        """The zip of the job's script, brought into the run folder. Raises: ServiceError, PackageDiffers, OSError."""
+        assert self._service is not None, "where the folder is shared the service has given it to Ray"
+        content = _patiently(self._service.package, PACKAGE_S)
+        found = hashlib.sha256(content).hexdigest()
+        if found != sha256:
+            raise PackageDiffers(f"the service gave a package of sha256 {found}, and the job's is {sha256}")
+        path = self.run_dir / f"{sha256}.zip"
+        write_whole(path, content)
+        return path
+
+    def send_log(self) -> None:
+        """Send what this process writes to its standard output, from here on, where the service cannot read it."""
+        if self._service is not None and self._log is None:
+            self._log = LogCopy.of_this_process(self._service)
+
+    def leave_files(self) -> None:
+        """Leave with the service what is there of the files that it keeps, each once. Raises ServiceError, OSError."""
+        if self._service is None:
+            return
+        for name in KEPT_FILES:
+            if name not in self._left and (self.run_dir / name).exists():
+                self._service.keep_file(name, (self.run_dir / name).read_bytes())
+                self._left.add(name)
+
+    def others_history(self) -> list[Sample]:
+        """What has been reported to the service, where this folder need not have it all. Raises ServiceError."""
+        return [] if self._service is None else self._service.history()
 
     def wanted(self) -> WantedWorkers | None:
-        """How many workers are wanted now; None where that cannot be found out now."""
-
-    def has_failed(self) -> bool:
-        """Has a process of this run said that it cannot go on?"""
-
-    def fail(self, failure: Failure) -> None:
-        """Say so: the first one to say it is heard. Raises OSError."""
-
-    def failure(self) -> Failure | None:
-        """What was said."""
-
-    def has_succeeded(self) -> bool:
-        """Is the summary there?"""
-
-
-def place_of(run_dir: Path, papers: Papers | None, attempt: int | Callable[[], int]) -> Place:
-    """The place of this process. papers: where it shares no folder; run_dir is then its own."""
-    return SharedPlace(run_dir) if papers is None else RemotePlace(run_dir, papers, attempt)
-
-
-class SharedPlace:
-    """The folder is all there is."""
-
-    papers: Papers | None = None
-    wanted_look_s: float = 0.5
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self._folder = run_dir, RunFolder(run_dir)
-
-    def begin(self) -> None:
-        """It is there."""
-
-    def wanted(self) -> WantedWorkers | None:
-        """What workers.json says."""
-        file = self._folder.workers
+        """How many workers are wanted now; None where nobody has said it, or it cannot be read (which is logged)."""
+        self._bring()
+        file = self.folder.workers
         if file.exists():
             try:
                 return WantedWorkers.model_validate_json(file.read_text())
@@ -87,94 +151,82 @@ class SharedPlace:
         return None
 
     def has_failed(self) -> bool:
-        """Is there a failure.json?"""
-        return self._folder.failure.exists()
+        """Has a process of this run said that it cannot go on?"""
+        if not self.folder.failure.exists() and time.monotonic() - self._asked_at >= ASK_S:
+            self._bring()
+        return self.folder.failure.exists()
 
     def fail(self, failure: Failure) -> None:
-        """Write failure.json, whole or not at all."""
-        if not write_first(self._folder.failure, failure.model_dump_json(indent=2) + "\n"):
-            logger.info("failure_already_told path=%s", self._folder.failure)
+        """Say so: of several processes the first one is heard. Raises OSError.
+
+        Where the service has to hear it, it is tried for LAST_WORD_S; what is left of it then is the log.
+        """
+        if not write_first(self.folder.failure, failure.model_dump_json(indent=2) + "\n"):
+            logger.info("failure_already_told path=%s", self.folder.failure)
+        service = self._service
+        if service is None:
+            return
+
+        def post() -> None:
+            if service.run_now().failure is None:
+                service.post(Telemetry(attempt=service.attempt, failure=failure))
+
+        try:
+            _patiently(post, LAST_WORD_S)
+        except ServiceError as error:
+            logger.error("failure_undelivered reason=%r", str(error))
 
     def failure(self) -> Failure | None:
-        """failure.json."""
-        return Failure.model_validate_json(self._folder.failure.read_text()) if self.has_failed() else None
+        """What was said; where the service does not answer, by this process itself."""
+        self._bring()
+        file = self.folder.failure
+        return Failure.model_validate_json(file.read_text()) if file.exists() else None
 
     def has_succeeded(self) -> bool:
-        """Is there a summary.json?"""
-        return self._folder.summary.exists()
-
-
-class RemotePlace:
-    """Asks the service, with the job's token."""
-
-    wanted_look_s: float = 1.0
-
-    def __init__(self, run_dir: Path, papers: Papers, attempt: int | Callable[[], int]) -> None:
-        self.run_dir, self._papers, self._folder = run_dir, papers, RunFolder(run_dir)
-        self.client = ServiceClient(run_dir, 0, attempt)
-        self.run = RemoteRun(run_dir, self.client)
-        self._asked_at, self._failed = -ASK_S, False
-
-    @property
-    def papers(self) -> Papers | None:
-        """Those that it was made of."""
-        return self._papers
-
-    def begin(self) -> None:
-        """Fetch the size of buckets."""
-        self.run.fetch("buckets.json")
-
-    def wanted(self) -> WantedWorkers | None:
-        """What the service says."""
-        try:
-            return self.run.now().wanted
-        except ServiceError:  # the client tells of it, once
-            return None
-
-    def has_failed(self) -> bool:
-        """What the service says, asked every ASK_S; of this process itself, at once."""
-        if not self._failed and time.monotonic() - self._asked_at >= ASK_S:
-            self._asked_at = time.monotonic()
-            try:
-                self._failed = self.run.now().failure is not None
-            except ServiceError:
-                return False
-        return self._failed
-
-    def fail(self, failure: Failure) -> None:
-        """Post it, trying for LAST_WORD_S; what is left of it then is the log."""
-        self._failed = True
-        write_first(self._folder.failure, failure.model_dump_json(indent=2) + "\n")
+        """Is the summary there? The service is asked for LAST_WORD_S."""
         until = time.monotonic() + LAST_WORD_S
-        while True:
-            try:
-                if self.run.now().failure is None:
-                    self.client.post(Telemetry(attempt=self.client.attempt, failure=failure))
-                return
-            except ServiceUnavailable as error:
-                if time.monotonic() > until:
-                    logger.error("failure_undelivered reason=%r", str(error))
-                    return
-                time.sleep(1.0)
-            except ServiceError as error:
-                logger.error("failure_undelivered reason=%r", str(error))
-                return
+        while not self._bring() and time.monotonic() < until:
+            time.sleep(RETRY_S)
+        return self._succeeded or self.folder.summary.exists()
 
-    def failure(self) -> Failure | None:
-        """What the service says, else what this process itself has said."""
+    def _bring(self) -> bool:
+        """What others say of the run now, into this folder. Returns whether that could be found out."""
+        if self._service is None:
+            return True
+        self._asked_at = time.monotonic()
         try:
-            return self.run.now().failure
-        except ServiceError:
-            own = self._folder.failure
-            return Failure.model_validate_json(own.read_text()) if own.exists() else None
+            now = self._service.run_now()
+            _put(self.folder.workers, now.wanted)
+            if now.failure is not None:
+                _put(self.folder.failure, now.failure)
+        except ServiceError:  # logged by the client, once
+            return False
+        except OSError as error:
+            logger.warning("run_not_brought path=%s reason=%s", self.run_dir, error)
+            return False
+        self._succeeded = now.succeeded
+        return True
 
-    def has_succeeded(self) -> bool:
-        """Has the service the summary? It is asked for LAST_WORD_S."""
-        until = time.monotonic() + LAST_WORD_S
-        while True:
-            try:
-                return self.run.now().succeeded
-            except ServiceError:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(1.0)
+
+def place_of(run_dir: Path, credentials: Credentials | None, attempt: int | Callable[[], int]) -> Place:
+    """That of a process which is given these. run_dir: the driver's."""
+    return Place(run_dir, attempt) if credentials is None else Place.of_its_own(credentials, attempt)
+
+
+def _put(path: Path, value: BaseModel) -> None:
+    """Write it where it says something else. Raises OSError."""
+    content = value.model_dump_json(indent=2) + "\n"
+    if not path.exists() or path.read_text() != content:
+        write_private(path, content)
+
+
+def _patiently(call: Callable[[], T], patience_s: float) -> T:
+    """Call again for so long while the service does not answer. Raises ServiceError."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except ServiceUnavailable:
+            if time.monotonic() + RETRY_S > until:
+                raise
+            time.sleep(RETRY_S)

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +19,18 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from thinwire.contract.reports import Failure
-from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
-from thinwire.workers.run_place import Place, RemotePlace, place_of
+from thinwire.workers.run_place import Place, place_of
 
 if TYPE_CHECKING:
     import torch
 
+    from thinwire.workers.credentials import Credentials
     from thinwire.workers.membership import Member
     from thinwire.workers.ranks import Ranks
-    from thinwire.workers.telemetry.remote import Papers
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +41,10 @@ ALONE_S = 300.0
 commit nothing then, and one of them may be the last that holds the state."""
 
 
-@dataclass(frozen=True)
-class TrainWithPapers:
-    """The train function of workers that share no folder with anybody: of these papers they make one of their own."""
-
-    papers: Papers
-    __name__ = "train_worker"
-
-    def __call__(self, config: dict[str, Any]) -> Failed | None:
-        """As train_worker; config's run_dir is the driver's."""
-        return train_worker({**config, "run_dir": str(self.papers.settle())}, self.papers)
-
-
-def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed | None:
+def train_worker(config: dict[str, Any], credentials: Credentials | None = None) -> Failed | None:
     """Ray Train's train function. config: run_dir, attempt; "elastic" where the ranks are a membership's.
+
+    credentials: where workers share no folder; run_dir is then the driver's, and this one makes a folder of its own.
 
     Returns the error of its own that this worker cannot go on with, where the others can: workers/elastic then fills
     its slot again, or ends the job. Where all ranks start again together such an error ends the job: it is written to
@@ -74,36 +62,34 @@ def train_worker(config: dict[str, Any], papers: Papers | None = None) -> Failed
     from thinwire.workers.session.script import failure_of_script, run_script
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.own_stillness import StillnessTeller
-    from thinwire.workers.telemetry.reporter import RunSuperseded, ServiceReporter
+    from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 
     let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    run_dir = Path(config["run_dir"])
-    folder = RunFolder(run_dir)
-    place = place_of(run_dir, papers, lambda: max(config["attempt"], adopted_by()))
+    place = place_of(Path(config["run_dir"]), credentials, lambda: max(config["attempt"], adopted_by()))
     if place.has_failed():  # a peer has failed for good while this rank saw only that it was gone
         return None
     place.begin()
-    job = json.loads(folder.job.read_text())
+    job = json.loads(place.folder.job.read_text())
     spec = read_spec(job["spec"])
-    remote = place.run if isinstance(place, RemotePlace) else None
-    run = Run(run_dir, job["created_at"], config["attempt"], adopted_by, shared=remote is None)
+    run = Run(place.run_dir, job["created_at"], config["attempt"], adopted_by, shared=place.is_shared)
     address = own_address(spec.network.interface)
     use_interface_of(address)
     device = ray.train.torch.get_device()
     ranks, number = _ranks(config, spec, address, device, place)
     adopt_s = ALONE_S if ranks.elastic else 0.0
-    reporter = ServiceReporter(run_dir, job["job_id"], number, run.attempt_now, address, adopt_s=adopt_s, remote=remote)
+    reporter = Reporter.in_place(place, number, adopt_s=adopt_s)
+    reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
-    still = None if ranks.elastic else StillnessTeller(run_dir, number, config["attempt"], ranks)
+    still = None if ranks.elastic else StillnessTeller(reporter, number, ranks)
     try:
         if isinstance(spec, ScriptSpec):
             summary = run_script(spec, run, ranks, device, reporter)
         else:
             summary = train(spec, run, ranks, device, reporter)
         if summary is not None:
-            report.write_report(run_dir, summary)
+            report.write_report(place.run_dir, summary)
         reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))

@@ -9,8 +9,6 @@ import hmac
 import time
 from pathlib import Path
 
-from sqlalchemy.orm import Session
-
 from thinwire.contract.files import private_folder, write_whole
 from thinwire.contract.jobs import JobState
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES, Claim, Claimed, KeptFile, LogKept, RunNow
@@ -20,7 +18,6 @@ from thinwire.service.db import Database
 from thinwire.service.errors import (
     FileNotKept,
     Forbidden,
-    JobNotFound,
     JobOver,
     StaleAttempt,
     TooMuch,
@@ -54,7 +51,7 @@ class RemoteRuns:
         folder, claimant = self._folders.of(job_id), token_hash(claim.claimant)
         with self._db.write() as session:
             jobs = JobRepository(session)
-            row = _locked(session, job_id)
+            row = jobs.lock(job_id)
             state = JobState(row.state)
             if state.terminal or state is JobState.CANCELLING:
                 raise JobOver(job_id, state, "its driver is not to begin")
@@ -74,9 +71,7 @@ class RemoteRuns:
     def now(self, job_id: str) -> RunNow:
         """What its processes have to know of the run. Raises JobNotFound."""
         with self._db.read() as session:
-            row = JobRepository(session).get(job_id)
-        if row is None:
-            raise JobNotFound(job_id)
+            row = JobRepository(session).found(job_id)
         return RunNow(
             attempt=row.attempt,
             wanted=wanted_workers(row),
@@ -96,8 +91,7 @@ class RemoteRuns:
     def get_file(self, job_id: str, name: KeptFile) -> bytes:
         """The file. Raises JobNotFound, FileNotKept, Unavailable."""
         with self._db.read() as session:
-            if JobRepository(session).get(job_id) is None:
-                raise JobNotFound(job_id)
+            JobRepository(session).found(job_id)
         try:
             return (self._folders.of(job_id).path / name).read_bytes()
         except FileNotFoundError:
@@ -108,9 +102,7 @@ class RemoteRuns:
     def package(self, job_id: str) -> Path:
         """The zip of the job's script, whole. Raises JobNotFound, FileNotKept, Unavailable."""
         with self._db.read() as session:
-            row = JobRepository(session).get(job_id)
-        if row is None:
-            raise JobNotFound(job_id)
+            row = JobRepository(session).found(job_id)
         sha256 = row.spec.get("recipe", {}).get("package")
         if sha256 is None:
             raise FileNotKept(job_id, "package")
@@ -143,18 +135,9 @@ class RemoteRuns:
 
     def _check(self, job_id: str, attempt: int) -> None:
         with self._db.read() as session:
-            row = JobRepository(session).get(job_id)
-        if row is None:
-            raise JobNotFound(job_id)
+            row = JobRepository(session).found(job_id)
         if row.attempt != attempt:
             raise StaleAttempt(job_id, attempt, row.attempt)
-
-
-def _locked(session: Session, job_id: str) -> JobRow:
-    row = JobRepository(session).lock(job_id)
-    if row is None:
-        raise JobNotFound(job_id)
-    return row
 
 
 def _token(folder: JobFolder, row: JobRow) -> str:

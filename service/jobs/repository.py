@@ -11,6 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Session, defer
 
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.reports import EventKind
+from thinwire.service.errors import JobNotFound
 from thinwire.service.jobs.models import EventRow, JobRow, LeaseRow, SampleRow, ServiceRow, key_of
 
 
@@ -31,9 +32,19 @@ class JobRepository:
         """The job of this id."""
         return self.session.get(JobRow, job_id)
 
-    def lock(self, job_id: str) -> JobRow | None:
-        """The job of this id, held against other writers until the transaction ends."""
-        return self.session.get(JobRow, job_id, with_for_update=True)
+    def found(self, job_id: str) -> JobRow:
+        """The job of this id. Raises JobNotFound."""
+        row = self.get(job_id)
+        if row is None:
+            raise JobNotFound(job_id)
+        return row
+
+    def lock(self, job_id: str) -> JobRow:
+        """The job of this id, held against other writers until the transaction ends. Raises JobNotFound."""
+        row = self.session.get(JobRow, job_id, with_for_update=True)
+        if row is None:
+            raise JobNotFound(job_id)
+        return row
 
     def lock_all(self, job_ids: Sequence[str]) -> dict[str, JobRow]:
         """The jobs of these ids, held as `lock` does; one that is gone is left out."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
 from thinwire.contract.script import ScriptRecipe
@@ -27,7 +26,6 @@ from thinwire.service.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
     JobNeeded,
-    JobNotFound,
     JobNotOver,
     JobOver,
     LogGone,
@@ -128,7 +126,7 @@ class JobService:
         now = self._clock()
         with self._db.read() as session:
             jobs = JobRepository(session)
-            rows = jobs.newest(limit + 1, state, None if before is None else _found(session, before))
+            rows = jobs.newest(limit + 1, state, None if before is None else JobRepository(session).found(before))
             more, rows = len(rows) > limit, rows[:limit]
             workers = jobs.count_live_leases([row.id for row in rows], now)
             items = [
@@ -140,7 +138,7 @@ class JobService:
         """One job. Raises JobNotFound."""
         now = self._clock()
         with self._db.read() as session:
-            row = _found(session, job_id)
+            row = JobRepository(session).found(job_id)
             workers = JobRepository(session).count_live_leases([job_id], now)
         return self._view(row, workers.get(job_id, 0))
 
@@ -151,8 +149,6 @@ class JobService:
         """
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            if row is None:
-                raise JobNotFound(job_id)
             resize(session, row, wanted.workers, self._clock())
             change.write(session, job_id, f"workers {_limits(wanted)}")
         try:
@@ -167,8 +163,6 @@ class JobService:
         """Ask for the job's end; asking again changes nothing. Raises JobNotFound, JobOver."""
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            if row is None:
-                raise JobNotFound(job_id)
             state = JobState(row.state)
             if state in (JobState.SUCCEEDED, JobState.FAILED):
                 raise JobOver(job_id, state, "it has finished and cannot be cancelled")
@@ -185,7 +179,7 @@ class JobService:
         where the folder cannot be removed: the job is then still there, and can be deleted again.
         """
         with self._db.read() as session:
-            state = JobState(_found(session, job_id).state)
+            state = JobState(JobRepository(session).found(job_id).state)
             heirs = heirs_of(self._folders.of(job_id).path, session)
         if not state.terminal:  # and from there it moves no more
             raise JobNotOver(job_id, state)
@@ -200,8 +194,6 @@ class JobService:
             ) from error
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            if row is None:
-                raise JobNotFound(job_id)
             JobRepository(session).remove(row)
             change.write(session, job_id)
         logger.info("job_deleted job_id=%s state=%s", job_id, state)
@@ -212,7 +204,7 @@ class JobService:
         event_kinds: only these; None for all. Raises JobNotFound.
         """
         with self._db.read() as session:
-            _found(session, job_id)
+            JobRepository(session).found(job_id)
             jobs = JobRepository(session)
             rows = jobs.samples(job_id, after_step, limit + 1)
             more, rows = len(rows) > limit, rows[:limit]
@@ -233,7 +225,7 @@ class JobService:
         Raises: JobNotFound, LogGone, Unavailable.
         """
         with self._db.read() as session:
-            row = _found(session, job_id)
+            row = JobRepository(session).found(job_id)
         state, base = JobState(row.state), (row.attempt - 1) << LOG_OFFSET_BITS
         if state is JobState.SUBMITTING:
             return Logs(text="", next_offset=offset, complete=False)
@@ -268,7 +260,7 @@ class JobService:
     def checkpoints(self, job_id: str) -> CheckpointList:
         """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
         with self._db.read() as session:
-            store = _found(session, job_id).spec.get("checkpoint", {}).get("store")
+            store = JobRepository(session).found(job_id).spec.get("checkpoint", {}).get("store")
         if store is not None:
             return CheckpointList(store=store, checkpoints=[])
         return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
@@ -276,7 +268,7 @@ class JobService:
     def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
         """One file of a checkpoint, opened, and its size. Raises: JobNotFound, CheckpointNotFound, Unavailable."""
         with self._db.read() as session:
-            _found(session, job_id)
+            JobRepository(session).found(job_id)
         return open_checkpoint(self._folders.of(job_id).checkpoints, folder, file)
 
     def count_by_state(self) -> dict[JobState, int]:
@@ -378,13 +370,6 @@ class JobService:
 def _limits(wanted: JobChange) -> str:
     given = wanted.workers.model_dump(exclude_none=True)
     return " ".join(f"{name}={value}" for name, value in given.items())
-
-
-def _found(session: Session, job_id: str) -> JobRow:
-    row = JobRepository(session).get(job_id)
-    if row is None:
-        raise JobNotFound(job_id)
-    return row
 
 
 def _check_data(spec: TrainSpec) -> None:

@@ -20,7 +20,7 @@ from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration, wrong_with_reported
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest, JobNotFound, JobOver, StaleAttempt, TooMuch
+from thinwire.service.errors import InvalidRequest, JobOver, StaleAttempt, TooMuch
 from thinwire.service.jobs.models import JobRow, LeaseRow
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, transition
@@ -82,8 +82,7 @@ class WorkerReports:
         """End a worker's lease, only that of `attempt` where it is given; none is fine. Raises JobNotFound."""
         with self._db.write() as session:
             jobs = JobRepository(session)
-            if jobs.get(job_id) is None:
-                raise JobNotFound(job_id)
+            jobs.found(job_id)
             jobs.drop_lease(job_id, rank, attempt)
 
     def post(self, job_id: str, telemetry: Telemetry, size: int = 0) -> None:
@@ -154,8 +153,6 @@ class WorkerReports:
 
 def _current(session: Session, job_id: str, attempt: int) -> JobRow:
     row = JobRepository(session).lock(job_id)
-    if row is None:
-        raise JobNotFound(job_id)
     if row.attempt != attempt:
         raise StaleAttempt(job_id, attempt, row.attempt)
     return row

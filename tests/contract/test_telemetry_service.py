@@ -17,8 +17,9 @@ from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient, ServiceUnavailable, Superseded
-from thinwire.workers.telemetry.exporter import WorkerMetrics
+from thinwire.workers.telemetry.delivery import Poster
+from thinwire.workers.telemetry.exporter import Heartbeat, WorkerMetrics
+from thinwire.workers.telemetry.service_client import ServiceClient, ServiceUnavailable, Superseded
 
 SPEC = {"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam"}}
 
@@ -87,9 +88,8 @@ def sample(step: int) -> Sample:
 
 def test_history_and_last_word_arrive(server: Server, job: dict[str, Any], client: ServiceClient) -> None:
     poster = Poster(client, interval_s=0.02)
-    for step in range(1500):
-        poster.add_sample(sample(step))
-    poster.add_event(Event(kind="phase_change", step=20, time=1000.0, fields={"frozen_at": 20}))
+    poster.samples([sample(step) for step in range(1500)])
+    poster.event(Event(kind="phase_change", step=20, time=1000.0, fields={"frozen_at": 20}))
     assert poster.close(summary={"state": "SUCCEEDED"})
     history = server.call("GET", f"/v1/jobs/{job['id']}/metrics")
     assert [each["step"] for each in history["samples"]] == list(range(1500))
@@ -104,11 +104,10 @@ def test_a_restart_of_the_service_on_another_port_loses_nothing(
     server: Server, job: dict[str, Any], client: ServiceClient
 ) -> None:
     poster = Poster(client, interval_s=0.02, retry_s=0.05)
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: server.call("GET", f"/v1/jobs/{job['id']}")["progress"])
     server.stop()
-    for step in range(1, 50):
-        poster.add_sample(sample(step))
+    poster.samples([sample(step) for step in range(1, 50)])
     until(lambda: client.num_failures > 0)
     server.start()
     assert poster.close(failure=Failure(kind="TrainingFailed", message="the loss is nan"))
@@ -120,19 +119,8 @@ def test_registered_worker_is_a_target_that_can_be_scraped(
     server: Server, job: dict[str, Any], client: ServiceClient
 ) -> None:
     metrics = WorkerMetrics(job["id"], 0)
-    metrics.start_http_server()
-    metrics.update(
-        step=1,
-        phase="compressed",
-        world_size=2,
-        loss=2.0,
-        step_seconds=0.1,
-        samples_per_second=80.0,
-        compression_ratio=31.7,
-        samples_total=4,
-        wire_bytes_total={"optimizer": 10},
-        rounds_skipped_total=3,
-    )
+    metrics.serve()
+    metrics.take([sample(1).model_copy(update={"compression_ratio": 31.7})], 4, {"optimizer": 10})
     heartbeat = Heartbeat(client, metrics.address, interval_s=0.05)
     until(lambda: server.call("GET", "/v1/metrics/targets"))
     (group,) = server.call("GET", "/v1/metrics/targets")
@@ -148,7 +136,7 @@ def test_registered_worker_is_a_target_that_can_be_scraped(
 def test_another_attempt_is_superseded(job: dict[str, Any]) -> None:
     client = ServiceClient(Path(job["run_dir"]), rank=0, attempt=2)
     poster = Poster(client, interval_s=0.02)
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: poster.superseded)
     with pytest.raises(Superseded):
         client.register("127.0.0.1:9000")

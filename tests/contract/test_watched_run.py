@@ -25,7 +25,8 @@ from thinwire.comm import PeerLost, run_threads
 from thinwire.contract.metric_names import most_series
 from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.telemetry.reporter import ServiceReporter
+from thinwire.workers.run_place import Place
+from thinwire.workers.telemetry.reporter import Reporter
 
 pytestmark = pytest.mark.timeout(600)
 LONG = 1_000_000
@@ -67,7 +68,8 @@ class Workers:
 
     def _work(self, group) -> None:
         self.groups.append(group)
-        reporter = ServiceReporter(self.run_dir, self.job_id, group.rank, 1, "127.0.0.1")
+        reporter = Reporter.in_place(Place(self.run_dir), group.rank)
+        reporter.serve(self.job_id, group.rank, "127.0.0.1")
         reporter.regrouped(0, generation=2, seconds=0.5, lost_norm=0.0)  # ranks on threads are never others
         try:
             spec = small_spec(steps=LONG, checkpoint={"every_steps": 50})

@@ -6,7 +6,7 @@ import pytest
 
 from tests.s3_server import s3_session
 from tests.workers.telemetry.stub_service import TOKEN, Service
-from thinwire.workers.telemetry.delivery import ServiceClient
+from thinwire.workers.telemetry.service_client import ServiceClient
 
 __all__ = ["s3_session"]
 

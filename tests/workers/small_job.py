@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from thinwire.comm import run_threads
-from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.reports import EventKind
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.history import RunFiles
+from thinwire.workers.telemetry.reporter import Reporter
 
 SMALL = {
     "name": "small",
@@ -30,26 +30,27 @@ def small_spec(**changes) -> TrainSpec:
     return TrainSpec.model_validate({**SMALL, **changes})
 
 
-class Recording(Silent):
-    """Keeps events, and writes history as rank 0 of a service's run does."""
+class Recording(Reporter):
+    """Keeps what this rank has to say, and rank 0's history in a run folder where there is one."""
 
-    def __init__(self, run_dir: Path, rank: int):
-        super().__init__()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.events = []
-        self._history = history.History(RunFolder(run_dir).history) if rank == 0 else None
+    def __init__(self, run_dir: Path | None = None):
+        super().__init__(() if run_dir is None else [RunFiles(run_dir)])
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self.samples, self.events = [], []
+
+    def went_back(self, step):
+        super().went_back(step)
+        self.samples = [sample for sample in self.samples if sample.step <= step]
 
     def resumed(self, step):
         super().resumed(step)
-        self.events.append(("resumed", step))
-        if self._history:
-            self._history.truncate_after(step if step else -1)
+        if not step:  # a fresh start is no event otherwise
+            self.event(EventKind.RESUMED, step)
 
     def steps(self, samples, num_samples, sent_bytes):
         super().steps(samples, num_samples, sent_bytes)
-        for sample in samples:
-            if self._history:
-                self._history.append(sample)
+        self.samples.extend(samples)
 
     def event(self, kind, step, **fields):
         self.events.append((kind, step))
@@ -59,7 +60,7 @@ def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: grou
     """[(summary, samples, events)] by rank, of a run on `size` threads; `wrap` may replace a rank's group."""
 
     def work(group):
-        reporter = Recording(run_dir, group.rank)
+        reporter = Recording(run_dir)
         summary = train(spec, Run(run_dir, time.time()), FixedRanks(wrap(group)), torch.device("cpu"), reporter)
         return summary and summary.as_json(), reporter.samples, reporter.events
 

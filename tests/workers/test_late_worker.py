@@ -15,7 +15,7 @@ from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.membership import Seat
 from thinwire.workers.saving import Saving, floor_of
 from thinwire.workers.telemetry.meter import Meter
-from thinwire.workers.telemetry.reporter import RunSuperseded, Silent
+from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 
 KEEP = 2
 
@@ -35,7 +35,7 @@ class Worker:
         self.training = SimpleNamespace(model=model, optimizer=optimizer, group=self.group, device=CPU, registered=None)
         self.meter = Meter(self.group.stats)
         self.told = []
-        reporter = Silent()
+        reporter = Reporter()
         reporter.event = lambda kind, step, **fields: self.told.append((kind.value, step, fields.get("reason", "")))
         self.saving = Saving(run_dir, Checkpoint(every_steps=10, keep=KEEP), reporter, may_commit, lambda: attempt)
         self.saving.seated(seat(generation))

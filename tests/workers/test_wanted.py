@@ -8,7 +8,7 @@ from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Workers
 from thinwire.workers.main import WantedFollower, wanted_workers
-from thinwire.workers.run_place import SharedPlace
+from thinwire.workers.run_place import Place
 
 SPEC = Workers(min=1, max=3)
 
@@ -20,18 +20,18 @@ def write(run_dir, **numbers):
 
 
 def test_without_a_file_the_spec_counts(tmp_path):
-    assert wanted_workers(SharedPlace(tmp_path), SPEC) == WantedWorkers(min=1, max=3, revision=0)
+    assert wanted_workers(Place(tmp_path), SPEC) == WantedWorkers(min=1, max=3, revision=0)
 
 
 def test_the_file_counts_where_there_is_one(tmp_path):
     write(tmp_path, min=2, max=4, revision=7)
-    assert wanted_workers(SharedPlace(tmp_path), SPEC) == WantedWorkers(min=2, max=4, revision=7)
+    assert wanted_workers(Place(tmp_path), SPEC) == WantedWorkers(min=2, max=4, revision=7)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"min": 0, "max": 1, "revision": 1}', '{"min": 1}'])
 def test_a_damaged_file_is_told_and_the_spec_counts(tmp_path, caplog, content):
     RunFolder(tmp_path).workers.write_text(content)
-    assert wanted_workers(SharedPlace(tmp_path), SPEC) == WantedWorkers(min=1, max=3, revision=0)
+    assert wanted_workers(Place(tmp_path), SPEC) == WantedWorkers(min=1, max=3, revision=0)
     assert "wanted_workers_unreadable" in caplog.text
 
 
@@ -45,7 +45,7 @@ def test_a_change_is_handed_on_once_and_again_where_that_failed(tmp_path):
             raise RuntimeError("the actor is being started again")
         twice.set()
 
-    follower = WantedFollower(SharedPlace(tmp_path), WantedWorkers(min=1, max=3, revision=0), tell)
+    follower = WantedFollower(Place(tmp_path), WantedWorkers(min=1, max=3, revision=0), tell)
     write(tmp_path, min=2, max=8, revision=1)
     assert twice.wait(20)
     follower.close()

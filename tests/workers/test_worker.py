@@ -14,20 +14,13 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers import main as driver
 from thinwire.workers.elastic.failures import JobFailed
-from thinwire.workers.run_place import SharedPlace
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.reporter import RunSuperseded
 from thinwire.workers.worker import failure_of, train_worker
 
 
-def test_the_first_failure_written_stands(tmp_path):
-    SharedPlace(tmp_path).fail(Failure(kind="A", message="cause"))
-    SharedPlace(tmp_path).fail(Failure(kind="B", message="consequence"))
-    assert Failure.model_validate_json((tmp_path / "failure.json").read_text()).kind == "A"
-    assert [p.name for p in tmp_path.iterdir()] == ["failure.json"]
-
-
 def test_a_worker_can_print_an_error_that_names_a_file_whose_name_is_no_utf8(tmp_path, monkeypatch):
-    SharedPlace(tmp_path).fail(Failure(kind="A", message="the worker ends as soon as it has begun"))
+    Place(tmp_path).fail(Failure(kind="A", message="the worker ends as soon as it has begun"))
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", Unbuffered(io.TextIOWrapper(written, encoding="utf-8")))  # as Ray does it
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -176,6 +176,10 @@ class Attendance:
         """Members of an adopted generation that have not come back yet."""
         return [worker for worker in self.workers.values() if worker.awaited]
 
+    def heard_lately(self, worker: Worker, now: float) -> bool:
+        """Was it heard of so short ago that it is about to be heard again?"""
+        return now - worker.heard_at <= self.timing.beat_timeout_s / 4
+
     def lease_end(self, worker: Worker) -> float:
         """From then on it cannot commit, unless it is heard of before."""
         return worker.heard_at + self.timing.lease_s

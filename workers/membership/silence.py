@@ -73,7 +73,7 @@ class Silence:
                 attendance.forget(worker, f"it has not been heard of for {timing.lease_s:g} s")
         members = attendance.members()
         silent = [w for w in members if w.silent]
-        heard = [w for w in members if not w.silent and now - w.heard_at <= timing.beat_timeout_s / 4]
+        heard = [w for w in members if not w.silent and attendance.heard_lately(w, now)]
         if not silent or now < self._judge_from:
             return
         if len(silent) == len(members):

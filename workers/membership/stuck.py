@@ -3,21 +3,25 @@
     who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps, from when it
                           could be told of it: it may have been cut off, and be back. One that still
                           forms its process group has form_s from its seat on; then it hangs, if others have theirs
-    who is not reached    others cannot talk to it, or it to them (unreachable.py). Once the group is formed, only among
-                          those that have been heard of for return_s: the others are silence.py's, which may wait for a
-                          lease, or are just back, and what was said of them is old
+    who is not reached    others cannot talk to it, or it to them. Once the group is formed, only among those that have
+                          been heard of for return_s: the others are silence.py's, which may wait for a lease, or are
+                          just back, and what was said of them is old
 
+Of members that cannot talk to one another as few as can be are left out, chosen one by one: each time the rank of the
+most broken pairs; of several, one that was not heard of lately; then one that brings no state; then the highest. Never
+the last that holds the state: the others would begin from a checkpoint while it lives.
 Where nobody has formed a group in form_s, none of them is to blame: the generation is over, and all try again.
 Who hangs is named with what it is at before it is fenced (standstill.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from thinwire.workers.membership.attendance import Attendance
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import LONGEST_REASON
 from thinwire.workers.membership.standstill import Standstill, regroup_after, where
-from thinwire.workers.membership.unreachable import left_out
 
 REPORTS_S = 1.0
 """Reports come together: the pairs that cannot talk tell together who is to be left out."""
@@ -99,7 +103,7 @@ class Stuck:
         }
         self._reports = {}
         holders = {w.rank for w in attendance.members() if w.rank is not None and w.has_state}
-        unheard = {rank for rank, w in members.items() if not self._is_heard(w, now)}
+        unheard = {rank for rank, w in members.items() if not attendance.heard_lately(w, now)}
         for rank, why in left_out(reports, holders, unheard).items():
             attendance.fence(members[rank], why, now)
 
@@ -109,7 +113,35 @@ class Stuck:
         if not all(w.formed for w in members.values()):
             return members
         settled_s = self._attendance.timing.return_s
-        return {rank: w for rank, w in members.items() if self._is_heard(w, now) and now - w.here_since > settled_s}
+        lately = {rank: w for rank, w in members.items() if self._attendance.heard_lately(w, now)}
+        return {rank: w for rank, w in lately.items() if now - w.here_since > settled_s}
 
-    def _is_heard(self, worker: Worker, now: float) -> bool:
-        return now - worker.heard_at <= self._attendance.timing.beat_timeout_s / 4
+
+def left_out(
+    reports: dict[int, dict[int, str]], holders: Collection[int], unheard: Collection[int] = ()
+) -> dict[int, str]:
+    """The ranks to leave out, and why.
+
+    reports: by the rank that says it, whom it cannot reach, and why. holders: of the state.
+    """
+    pairs = {frozenset((one, other)) for one, others in reports.items() for other in others if one != other}
+    found: dict[int, str] = {}
+    while pairs:
+        left = [rank for rank in holders if rank not in found]
+        worst = max(
+            set().union(*pairs) - (set(left) if len(left) == 1 else set()),
+            key=lambda rank: (sum(rank in pair for pair in pairs), rank in unheard, rank not in holders, rank),
+        )
+        found[worst] = _why(worst, reports, sorted(min(pair - {worst}) for pair in pairs if worst in pair))
+        pairs = {pair for pair in pairs if worst not in pair}
+    return found
+
+
+def _why(rank: int, reports: dict[int, dict[int, str]], peers: list[int]) -> str:
+    said = [
+        f"rank {peer} cannot reach it ({reports[peer][rank]})"
+        if rank in reports.get(peer, {})
+        else f"it cannot reach rank {peer} ({reports[rank][peer]})"
+        for peer in peers
+    ]
+    return "; ".join(said)[:LONGEST_REASON]

@@ -34,7 +34,7 @@ from thinwire.workers.session.dry import SETTLING, DrySession, DrySteps
 from thinwire.workers.session.place import placed
 from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import Reporter
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ def _main(told: str) -> None:
 
     group = SoloGroup()
     run = Run(Path(orders.folder), time.time())
-    place = Place(FixedRanks(group), device, run, Silent(), None, group, spec)
+    place = Place(FixedRanks(group), device, run, Reporter(), None, group, spec)
     os.environ.update(spec.recipe.env_vars)
     with placed(place, make) as begun:
         try:

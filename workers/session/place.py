@@ -20,7 +20,7 @@ from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.session import Session
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import Reporter
 
 _placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)
 
@@ -73,7 +73,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         ranks=FixedRanks(group),
         device=device,
         run=Run(directory, created_at=time.time()),
-        reporter=Silent(),
+        reporter=Reporter(),
         checkpoint=checkpoint,
         group=group,
         close=dist.destroy_process_group if made else lambda: None,

@@ -1,35 +1,26 @@
-"""What a worker says to the service: its registration, and on rank 0 history and events, with the job's token.
+"""What a process of a job has to say, posted to the service in order, through outages of it.
 
-    ServiceClient   the calls of reports.py, and those of remote_run.py
-    Heartbeat       a thread that keeps the registration alive
-    Poster          a thread of rank 0 that posts history and events, through outages of the service
-
-Training never waits for any of them and no failure of the service reaches it: they are counted and logged.
-
-ServiceError            a call to the service came to nothing
-|- ServiceUnavailable   no answer, or one that may be another next time
-|- Superseded           a newer attempt of the job is running; this one has nothing more to say
-'- Refused              the service will never take this message
+Training never waits for it and no failure of the service reaches it: they are counted and logged.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Sequence
 
-import httpx
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import JsonValue
 
-from thinwire.contract.reports import HEARTBEAT_S, Event, Failure, Sample, Telemetry, WorkerRegistration
-from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.reports import Event, Failure, Sample, Telemetry
+from thinwire.workers.telemetry.service_client import (
+    Refused,
+    ServiceClient,
+    ServiceError,
+    ServiceUnavailable,
+    Superseded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,231 +33,9 @@ MAX_PENDING = 500_000
 _MAX_BATCH = 1000  # reports.Telemetry takes 2000; half of it keeps a batch after an outage well under a second
 
 
-Method = Literal["GET", "PUT", "POST", "DELETE"]
-
-
-class ServiceError(Exception):
-    """A call to the service came to nothing. Never holds the token."""
-
-
-class ServiceUnavailable(ServiceError):
-    """No answer, or one that may be another next time: try again."""
-
-
-class Superseded(ServiceError):
-    """A newer attempt of the job is running."""
-
-
-class Refused(ServiceError):
-    """The service will never take this message."""
-
-
-class ServiceClient:
-    """The calls of one worker to the service. May be shared by threads.
-
-    The address and the token are read from the run folder before each call, since the service may have moved. One line
-    is logged when the service stops answering, one when it is back. `num_failures` counts calls without answer.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        attempt: int | Callable[[], int],
-        *,
-        timeout_s: float = 5.0,
-        adopt_s: float = 0.0,
-    ) -> None:
-        """attempt: asked before each call, where a later one may adopt this worker.
-
-        adopt_s: how long a newer attempt may take to adopt this worker; until then it is not superseded by it.
-        """
-        self.rank = rank
-        self.leads = False  # is it rank 0 of those that train now?
-        self._adopt_s, self._stale_since = adopt_s, math.inf
-        self._attempt = attempt
-        self.num_failures = 0
-        self._folder = RunFolder(run_dir)
-        self._silent_since: float | None = None
-        self._lock = threading.Lock()
-        # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
-        limits = httpx.Limits(keepalive_expiry=2.0)
-        # trust_env: the token must not travel through a proxy that the environment happens to name.
-        self._http = httpx.Client(
-            timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), limits=limits, trust_env=False
-        )
-
-    @property
-    def attempt(self) -> int:
-        """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
-        return self._attempt() if callable(self._attempt) else self._attempt
-
-    def register(self, address: str) -> None:
-        """Say where this worker's metrics are; good for reports.LEASE_S. Raises ServiceError."""
-        registration = WorkerRegistration(
-            address=address, attempt=self.attempt, pid=os.getpid(), node=socket.gethostname(), leads=self.leads
-        )
-        self._call("PUT", f"workers/{self.rank}", registration)
-
-    def deregister(self) -> None:
-        """End the registration. Raises ServiceError."""
-        self._call("DELETE", f"workers/{self.rank}", None)
-
-    def post(self, telemetry: Telemetry) -> None:
-        """Hand over history; a batch the service has seen before changes nothing. Raises ServiceError."""
-        self._call("POST", "telemetry", telemetry)
-
-    def ask(self, path: str, *, or_none: bool = False, **query: str | int) -> bytes:
-        """What the service answers; with or_none nothing where there is no such thing. Raises ServiceError."""
-        return self._request("GET", path, query=query, or_none=or_none).content
-
-    def leave(self, path: str, content: bytes, **query: str | int) -> bytes:
-        """Leave bytes of this attempt with the service: a file, or a part of the log. Raises ServiceError."""
-        method: Method = "POST" if path == "log" else "PUT"
-        query = {"attempt": self.attempt, **query}
-        return self._request(method, path, content, media="application/octet-stream", query=query).content
-
-    def close(self) -> None:
-        """Close the connections. Safe to call twice."""
-        self._http.close()
-
-    def _call(self, method: Method, path: str, body: BaseModel | None) -> None:
-        # An older attempt must not end the registration of a newer one.
-        query: dict[str, str | int] = {"attempt": self.attempt} if body is None else {}
-        self._request(method, path, None if body is None else body.model_dump_json(), query=query)
-
-    def _request(
-        self,
-        method: Method,
-        path: str,
-        content: str | bytes | None = None,
-        *,
-        media: str = "application/json",
-        query: Mapping[str, str | int],
-        or_none: bool = False,
-    ) -> httpx.Response:
-        try:
-            url = f"{self._read(self._folder.service_url).rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
-            headers = {"Authorization": f"Bearer {self._token()}", "Content-Type": media}
-            answer = self._http.request(method, url, params=query or None, content=content, headers=headers)
-            if or_none and answer.status_code == httpx.codes.NOT_FOUND:
-                answer = httpx.Response(200, request=answer.request)
-            _judge(answer)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            unavailable = ServiceUnavailable(f"{type(error).__name__}: {error}")
-            self._note(unavailable)
-            raise unavailable from error
-        except ServiceUnavailable as error:
-            self._note(error)
-            raise
-        except Superseded as error:
-            self._note(None)
-            self._stale_since = min(self._stale_since, time.monotonic())
-            if time.monotonic() - self._stale_since < self._adopt_s:
-                raise ServiceUnavailable(f"a newer attempt may adopt this worker: {error}") from error
-            raise
-        except ServiceError:
-            self._note(None)
-            raise
-        self._stale_since = math.inf
-        self._note(None)
-        return answer
-
-    def _job_id(self) -> str:
-        try:
-            return _JobFile.model_validate_json(self._read(self._folder.job)).job_id
-        except ValidationError as error:
-            raise ServiceUnavailable(f"{self._folder.job} holds no job_id") from error
-
-    def _token(self) -> str:
-        token = self._read(self._folder.token)
-        if not (token.isascii() and token.isprintable() and token and " " not in token):
-            # Checked here: the HTTP library would print the header that it refuses.
-            raise ServiceUnavailable(f"{self._folder.token} holds no token")
-        return token
-
-    @staticmethod
-    def _read(file: Path) -> str:
-        try:
-            return file.read_text().strip()
-        except OSError as error:
-            raise ServiceUnavailable(f"cannot read {file}: {error.strerror}") from error
-
-    def _note(self, failure: ServiceUnavailable | None) -> None:
-        """Count and log the passage from answering to silent and back."""
-        with self._lock:
-            now = time.monotonic()
-            if failure is not None:
-                self.num_failures += 1
-                if self._silent_since is None:
-                    self._silent_since = now
-                    logger.warning("service_silent rank=%d reason=%r; training goes on", self.rank, str(failure))
-            elif self._silent_since is not None:
-                logger.warning("service_back rank=%d silent_s=%.1f", self.rank, now - self._silent_since)
-                self._silent_since = None
-
-
-class _JobFile(BaseModel):
-    job_id: str
-
-
-def _judge(answer: httpx.Response) -> None:
-    """Raise what the answer's status means."""
-    if answer.is_success:
-        return
-    words = f"{answer.request.method} {answer.url.path} answered {answer.status_code}: {answer.text[:300]}"
-    if answer.status_code == httpx.codes.CONFLICT:
-        raise Superseded(words)
-    if answer.status_code in (400, 413, 422):
-        raise Refused(words)
-    raise ServiceUnavailable(words)
-
-
-class Heartbeat:
-    """Keeps one worker's registration alive from a thread of its own; ends it at close."""
-
-    def __init__(
-        self, client: ServiceClient, address: str, *, interval_s: float = HEARTBEAT_S, retry_s: float = RETRY_S
-    ) -> None:
-        self._client = client
-        self._address = address
-        self._interval_s = interval_s
-        self._retry_s = retry_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="thinwire-heartbeat", daemon=True)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        """False after close, and after the service has said that a newer attempt is running."""
-        return self._thread.is_alive()
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop, and end the registration if the service answers at once; else its lease runs out."""
-        self._closing.set()
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                self._closing.wait(self._beat())
-            self._client.deregister()
-        except ServiceUnavailable as error:
-            logger.info("registration_left rank=%d reason=%r", self._client.rank, str(error))
-        except (Superseded, Refused) as error:
-            logger.warning("heartbeat_ended rank=%d reason=%r", self._client.rank, str(error))
-
-    def _beat(self) -> float:
-        """Register once; seconds to the next time."""
-        try:
-            self._client.register(self._address)
-        except ServiceUnavailable:  # counted and logged by the client
-            return self._retry_s
-        return self._interval_s
-
-
 class Poster:
-    """Posts rank 0's samples and events in order from a thread of its own, and keeps them while nobody answers.
+    """A sink of a reporter (reporter.py) that posts samples and events in order, from a thread of its own, and keeps
+    them while nobody answers.
 
     `num_lost` counts what the service refused to take or what outgrew MAX_PENDING; the run folder still has it.
     """
@@ -294,7 +63,7 @@ class Poster:
         self._superseded = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="thinwire-poster", daemon=True)
-        self._thread.start()
+        self._has_begun = False
 
     @property
     def superseded(self) -> bool:
@@ -303,26 +72,37 @@ class Poster:
 
     @property
     def running(self) -> bool:
-        """False once it has posted its last word, has given up or is superseded."""
+        """From the first thing to post until the last word is posted, or it has given up or is superseded."""
         return self._thread.is_alive()
 
-    def add_sample(self, sample: Sample) -> None:
-        """Take a sample to post. Returns at once."""
+    def begin(self, seen: Sequence[Sample]) -> None:
+        """Post what the rank 0 before may not have posted any more: what the service has it does not take twice."""
+        self.samples(seen)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Take samples to post. Returns at once."""
         with self._changed:
             if self._superseded:
                 return
-            if len(self._samples) >= MAX_PENDING:
-                self._samples.popleft()
-                self._lose(1, f"more than {MAX_PENDING} samples wait for the service")
-            self._samples.append(sample)
-            if len(self._samples) == POST_AT_SAMPLES:
-                self._changed.notify()
+            self._samples.extend(samples)
+            if (excess := len(self._samples) - MAX_PENDING) > 0:
+                for _ in range(excess):
+                    self._samples.popleft()
+                self._lose(excess, f"more than {MAX_PENDING} samples wait for the service")
+            self._wake(urgent=len(self._samples) >= POST_AT_SAMPLES)
 
-    def add_event(self, event: Event) -> None:
+    def forget_after(self, step: int) -> None:
+        """Nothing: the steps come again, and the service takes the later sample of each."""
+
+    def event(self, event: Event) -> None:
         """Take an event to post. Returns at once."""
         with self._changed:
             if not self._superseded:
                 self._events.append(event)
+                self._wake(urgent=False)
+
+    def complete(self) -> None:
+        """Nothing: it is the service that has what others have posted."""
 
     def close(
         self,
@@ -337,8 +117,10 @@ class Poster:
         with self._changed:
             if summary is not None or failure is not None:
                 self._last_word = Telemetry(attempt=self._client.attempt, summary=summary, failure=failure)
+            elif not self._has_begun:
+                return True
             self._give_up_at = time.monotonic() + timeout_s
-            self._changed.notify()
+            self._wake(urgent=True)
         self._thread.join(timeout_s)
         if not self._finished and not self._superseded:
             logger.error(
@@ -349,6 +131,14 @@ class Poster:
                 self._client.num_failures,
             )
         return self._finished and self.num_lost == 0
+
+    def _wake(self, *, urgent: bool) -> None:
+        """There is something to post, at once where it is urgent. Under the lock."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._thread.start()
+        elif urgent:
+            self._changed.notify()
 
     def _run(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """What happened, kept in the run folder whatever becomes of the service: each step, and what happened once.
 
     history.jsonl   one reports.Sample a line, written by rank 0
-    events.jsonl    one reports.Event a line, appended by whoever tells it
+    events.jsonl    one reports.Event a line, appended by rank 0 and by the driver
 
 The history is append-only but for a resume, which forgets the steps that will be done again. A crash can leave its
 last line torn; that line is dropped, for its step is after the checkpoint and will be done again too.
@@ -10,16 +10,16 @@ last line torn; that line is dropped, for its step is after the checkpoint and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.files import write_whole
-from thinwire.contract.reports import Event, Sample
+from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.telemetry.service_client import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -28,47 +28,87 @@ class HistoryError(Exception):
     """A history that cannot be read; the message names the file and the line."""
 
 
-class History:
-    """The history of one run, open for writing. One process at a time."""
+class RunFiles:
+    """A sink of a reporter (reporter.py) that keeps samples and events in the run folder. One process at a time has
+    the history.
 
-    def __init__(self, path: Path) -> None:
-        """Opens or creates `path`; a torn last line is cut off. Raises HistoryError, OSError."""
-        self.path = path
+    others: what other processes of the run have reported, where each has a folder of its own; raises ServiceError.
+    """
+
+    superseded = False
+
+    def __init__(self, run_dir: Path, others: Callable[[], list[Sample]] = list) -> None:
+        self._folder, self._others = RunFolder(run_dir), others
+        self._file: BinaryIO | None = None
+        self._last: int | None = None  # step of the last sample; None where other processes may have written later ones
+
+    def begin(self, seen: Sequence[Sample]) -> None:
+        """Go on with the history, and add what the rank 0 before could not write. Raises HistoryError, OSError."""
+        there = {sample.step for sample in self._read()}
+        self.samples([sample for sample in seen if sample.step not in there])
+        self._last = None
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Add a line of each. They survive the process; they reach the disk when the system writes them out."""
+        if self._file is None:
+            self._open()
+        for sample in samples:
+            assert self._file is not None
+            self._file.write(_line(sample))
+            self._last = sample.step
+
+    def forget_after(self, step: int) -> None:
+        """Drop the history after `step`, in one replacement of the file. Raises HistoryError, OSError."""
+        if self._last is None or self._last > step:
+            self._replace(sample for sample in self._read() if sample.step <= step)
+            self._last = step
+
+    def event(self, event: Event) -> None:
+        """Add a line to events.jsonl. A disk that refuses is logged."""
+        try:
+            with self._folder.events.open("a") as file:
+                file.write(event.model_dump_json() + "\n")
+        except OSError as error:
+            logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
+
+    def complete(self) -> None:
+        """Add what ranks 0 of other machines have reported, up to the last step here, as far as the service has it."""
+        try:
+            others = self._others()
+        except ServiceError as error:
+            logger.error("history_not_whole reason=%r: the summary counts what this worker has seen", str(error))
+            return
+        if others:
+            own = {sample.step: sample for sample in self._read()}
+            every = {sample.step: sample for sample in others if sample.step <= max(own, default=-1)} | own
+            self._replace(every[step] for step in sorted(every))
+
+    def close(
+        self,
+        summary: dict[str, JsonValue] | None = None,
+        failure: Failure | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Close the history. The last word has files of its own (report.py, run_place.py)."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read(self) -> list[Sample]:
+        return read(self._folder.history) if self._folder.history.exists() else []
+
+    def _replace(self, samples: Iterable[Sample]) -> None:
+        content = b"".join(_line(sample) for sample in samples)
+        self.close()
+        write_whole(self._folder.history, content)
+
+    def _open(self) -> None:
+        """To add to it, without a torn last line."""
+        path = self._folder.history
         kept = _complete_lines(path) if path.exists() else b""
         if path.exists() and len(kept) != path.stat().st_size:
             write_whole(path, kept)
-        self._file: BinaryIO = path.open("ab", buffering=0)
-
-    def append(self, sample: Sample) -> None:
-        """Add one line. It survives the process; it reaches the disk when the system writes it out."""
-        self._file.write(_line(sample))
-
-    def truncate_after(self, step: int) -> None:
-        """Forget every sample after `step`, in one replacement of the file: a run resumes from there."""
-        self._file.close()
-        write_whole(self.path, b"".join(_line(sample) for sample in read(self.path) if sample.step <= step))
-        self._file = self.path.open("ab", buffering=0)
-
-    def fill(self, told: Iterable[Sample]) -> None:
-        """Add those of steps that it lacks, up to its last one, in one replacement of the file."""
-        own = {sample.step: sample for sample in read(self.path)}
-        last = max(own, default=-1)
-        every = {**{sample.step: sample for sample in told if sample.step <= last}, **own}
-        self._file.close()
-        write_whole(self.path, b"".join(_line(every[step]) for step in sorted(every)))
-        self._file = self.path.open("ab", buffering=0)
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._file = path.open("ab", buffering=0)
 
 
 def read(path: Path) -> list[Sample]:
@@ -79,15 +119,6 @@ def read(path: Path) -> list[Sample]:
     lines = _complete_lines(path).splitlines()
     by_step = {sample.step: sample for sample in (_parse(path, number, line) for number, line in enumerate(lines, 1))}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def keep_event(run_dir: Path, event: Event) -> None:
-    """Add a line to events.jsonl. A disk that refuses is logged."""
-    try:
-        with RunFolder(run_dir).events.open("a") as file:
-            file.write(event.model_dump_json() + "\n")
-    except OSError as error:
-        logger.error("event_unwritten kind=%s step=%d reason=%s", event.kind, event.step, error)
 
 
 def _complete_lines(path: Path) -> bytes:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from thinwire.contract.remote_run import LOG_PART_BYTES
-from thinwire.workers.telemetry.delivery import ServiceError
-from thinwire.workers.telemetry.remote import RemoteRun
+from thinwire.workers.telemetry.service_client import ServiceClient, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +26,19 @@ LAST_WORDS_S = 10.0
 class LogCopy:
     """Sends the file at `path` until it is closed."""
 
-    def __init__(self, path: Path, run: RemoteRun, look_s: float = LOOK_S) -> None:
-        self._path, self._run, self._look_s = path, run, look_s
+    def __init__(self, path: Path, service: ServiceClient, look_s: float = LOOK_S) -> None:
+        self._path, self._service, self._look_s = path, service, look_s
         self._offset, self._full = 0, False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="thinwire-log", daemon=True)
         self._thread.start()
 
     @classmethod
-    def of_this_process(cls, run: RemoteRun) -> Self | None:
+    def of_this_process(cls, service: ServiceClient) -> Self | None:
         """Of what this process writes to its standard output; None where that is no file."""
         if not stat.S_ISREG(os.fstat(1).st_mode):
             return None
-        return cls(Path(os.readlink("/proc/self/fd/1")), run)
+        return cls(Path(os.readlink("/proc/self/fd/1")), service)
 
     def close(self, timeout_s: float = LAST_WORDS_S) -> None:
         """Send what is there, for so long at most."""
@@ -64,7 +63,7 @@ class LogCopy:
                 if not part:
                     return
                 try:
-                    kept = self._run.add_log(self._offset, part)
-                except ServiceError:  # told by the client, once
+                    kept = self._service.add_log(self._offset, part)
+                except ServiceError:  # logged by the client, once
                     return
                 self._offset, self._full = kept.next_offset, kept.full

@@ -17,15 +17,12 @@ import re
 import socket
 import threading
 import time
-from pathlib import Path
 
 from thinwire.contract.reports import Event, EventKind
-from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Doing
 from thinwire.workers.membership.standstill import LONGEST, NEWCOMER_S
 from thinwire.workers.ranks import Ranks
-from thinwire.workers.telemetry.delivery import Poster, ServiceClient
-from thinwire.workers.telemetry.history import keep_event
+from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.whereabouts import START, Whereabouts
 
 logger = logging.getLogger(__name__)
@@ -64,15 +61,12 @@ class Stillness:
 
 
 class StillnessTeller:
-    """Looks in a thread, and tells: in the log, in the run folder and to the service. number: of the worker."""
+    """Looks in a thread, and says so: in the log, and through the reporter, which it does not close. number: of the
+    worker."""
 
-    def __init__(
-        self, run_dir: Path, number: int, attempt: int, ranks: Ranks, *, still: Stillness | None = None
-    ) -> None:
-        self._run_dir, self._number, self._attempt, self._ranks = run_dir, number, attempt, ranks
+    def __init__(self, reporter: Reporter, number: int, ranks: Ranks, *, still: Stillness | None = None) -> None:
+        self._reporter, self._number, self._ranks = reporter, number, ranks
         self._still = still or Stillness(ranks.where)
-        self._client: ServiceClient | None = None
-        self._poster: Poster | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-stillness", daemon=True)
         self._thread.start()
@@ -81,10 +75,6 @@ class StillnessTeller:
         """Look no more."""
         self._closing.set()
         self._thread.join(LAST_WORDS_S)
-        if self._poster is not None:
-            self._poster.close(timeout_s=LAST_WORDS_S)
-        if self._client is not None:
-            self._client.close()
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
@@ -116,12 +106,7 @@ class StillnessTeller:
                 "stack": list(doing.stack),
             },
         )
-        keep_event(self._run_dir, event)
-        if self._poster is None and RunFolder(self._run_dir).service_url.exists():
-            self._client = ServiceClient(self._run_dir, self._number, self._attempt)
-            self._poster = Poster(self._client)
-        if self._poster is not None:
-            self._poster.add_event(event)
+        self._reporter.publish(event)
 
 
 def _kind(what: str) -> str:

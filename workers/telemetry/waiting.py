@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.reports import Event, EventKind
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.telemetry.delivery import Poster, ServiceClient
-from thinwire.workers.telemetry.history import keep_event
+from thinwire.workers.run_place import Place
+from thinwire.workers.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -45,29 +44,27 @@ def waiting(snapshot: dict[str, Any], begun_s: float) -> Waiting | None:
     return Waiting(snapshot["joined"], snapshot["limits"]["min"], snapshot["last_step"])
 
 
-def given_up(snapshot: dict[str, Any]) -> list[Event]:
-    """Where others have gone on without members that had committed steps, as the membership's snapshot says."""
+KINDS = {
+    "minority": EventKind.MEMBERSHIP_MINORITY,
+    "gave_up": EventKind.MEMBERSHIP_GAVE_UP,
+    "waited_for": EventKind.WORKER_STUCK,
+    "stands_still": EventKind.STALLED,
+}
+"""Of what happens at the membership: others have gone on without members that had committed steps, or without any; a
+worker is waited for, or the whole job stands still (standstill.py)."""
+
+
+def happened(snapshot: dict[str, Any]) -> list[Event]:
+    """What the membership's snapshot says of that."""
     return [
         Event(
-            kind=EventKind.MEMBERSHIP_MINORITY if one["kind"] == "minority" else EventKind.MEMBERSHIP_GAVE_UP,
+            kind=KINDS[one["kind"]],
             step=one["fields"]["step"],
             time=one["time"],
             fields={"generation": one["generation"], **{k: v for k, v in one["fields"].items() if k != "step"}},
         )
-        for one in snapshot.get("given_up", ())  # missing where an earlier version has started the membership
-    ]
-
-
-def stood_still(snapshot: dict[str, Any]) -> list[Event]:
-    """Who was waited for, and when the whole job stood still, as the membership's snapshot says (standstill.py)."""
-    return [
-        Event(
-            kind=EventKind.WORKER_STUCK if one["kind"] == "waited_for" else EventKind.STALLED,
-            step=one["fields"]["step"],
-            time=one["time"],
-            fields={"generation": one["generation"], **{k: v for k, v in one["fields"].items() if k != "step"}},
-        )
-        for one in snapshot.get("still", ())  # missing as given_up may be
+        for name in ("given_up", "still")  # missing where an earlier version has started the membership
+        for one in snapshot.get(name, ())
     ]
 
 
@@ -78,13 +75,11 @@ class MembershipTeller:
     look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, look: Callable[[], dict[str, Any] | None]) -> None:
-        self._run_dir, self._look = run_dir, look
-        self._client = ServiceClient(run_dir, 0, attempt) if RunFolder(run_dir).service_url.exists() else None
+    def __init__(self, place: Place, look: Callable[[], dict[str, Any] | None]) -> None:
+        self._reporter, self._look = Reporter.in_place(place), look
         self._began = time.monotonic()
-        self._poster = None if self._client is None else Poster(self._client)
         self._told: Waiting | None = None
-        self._known = _told_before(run_dir)
+        self._known = _told_before(place.folder)
         self._unseen = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-waiting", daemon=True)
@@ -94,10 +89,7 @@ class MembershipTeller:
         """Look no more."""
         self._closing.set()
         self._thread.join(5.0)
-        if self._poster is not None:
-            self._poster.close(timeout_s=LAST_WORDS_S)
-        if self._client is not None:
-            self._client.close()
+        self._reporter.close(timeout_s=LAST_WORDS_S)
 
     def _run(self) -> None:
         while not self._closing.wait(MEMBERSHIP_LOOK_S):
@@ -115,31 +107,28 @@ class MembershipTeller:
             if now is not None and now != self._told:
                 self._tell(now)
             self._told = now
-            for event in (*given_up(snapshot), *stood_still(snapshot)):
+            for event in happened(snapshot):
                 if _key(event) not in self._known:
                     self._known.add(_key(event))
                     logger.warning("%s step=%d %s", event.kind, event.step, event.fields.get("told", event.fields))
-                    self._keep(event)
+                    self._reporter.publish(event)
 
     def _tell(self, now: Waiting) -> None:
         logger.warning("waiting_for_workers have=%d min=%d step=%d", now.have, now.least, now.step)
         fields: dict[str, JsonValue] = {"have": now.have, "min": now.least}
-        self._keep(Event(kind=EventKind.WAITING_FOR_WORKERS, step=now.step, time=time.time(), fields=fields))
-
-    def _keep(self, event: Event) -> None:
-        keep_event(self._run_dir, event)
-        if self._poster is not None:
-            self._poster.add_event(event)
+        self._reporter.publish(
+            Event(kind=EventKind.WAITING_FOR_WORKERS, step=now.step, time=time.time(), fields=fields)
+        )
 
 
 def _key(event: Event) -> tuple[str, float]:
     return event.kind, event.time
 
 
-def _told_before(run_dir: Path) -> set[tuple[str, float]]:
+def _told_before(folder: RunFolder) -> set[tuple[str, float]]:
     """Of events.jsonl, without a line that was torn. Empty where it cannot be read."""
     try:
-        lines = RunFolder(run_dir).events.read_text(errors="replace").splitlines()
+        lines = folder.events.read_text(errors="replace").splitlines()
     except OSError:
         return set()
     told = set()

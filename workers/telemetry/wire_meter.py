@@ -1,20 +1,25 @@
-"""Does the network carry what this job sends, and nothing else? The ledger's prediction beside the kernel's counters.
+"""What a worker puts on the network: the payload of each class of link, and frames as the kernel counts them.
 
-Asked for by naming the interface in the environment of the worker; nothing is measured else. One worker of each box
-measures, the one of the lowest rank: the interface counts what all workers of the box send together.
+LinkBytes   bytes inside of the box and between boxes, as the ledger says; of every worker
+WireMeter   the ledger's prediction beside the kernel's counters: does the network carry what this job sends, and
+            nothing else? Asked for by naming the interface in the environment of the worker; nothing is measured
+            else. One worker of each box measures, the one of the lowest rank: the interface counts what all
+            workers of the box send together
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.link_classes import Boxes
+from thinwire.comm.protocol import Call, Stats
+from thinwire.comm.wire.link_classes import Boxes, LinkClass
+from thinwire.contract.metric_names import LINKS
 from thinwire.workers.telemetry.interface_counters import InterfaceCounters, read_interface, read_mtu
-from thinwire.workers.telemetry.ledger import HeaderModel, Ledger, unexplained_ratio
+from thinwire.workers.telemetry.ledger import HeaderModel, Ledger, sends_among, unexplained_ratio
 
 logger = logging.getLogger(__name__)
 
@@ -78,3 +83,45 @@ def wire_meter(stats: Stats, boxes: Boxes, rank: int) -> WireMeter | None:
     except (OSError, ValueError) as error:
         logger.error("wire_meter_refused %s=%s reason=%r", WIRE_INTERFACE_VARIABLE, interface, str(error))
         return None
+
+
+LABELS = dict(zip((LinkClass.INSIDE, LinkClass.BETWEEN), LINKS, strict=True))
+
+
+class LinkBytes:
+    """What one worker has sent by link, over all groups that it has been in. Payload, as Stats counts it."""
+
+    def __init__(self) -> None:
+        self._before: Counter[str] = Counter(dict.fromkeys(LINKS, 0))
+        self._ledger: Ledger | None = None
+        self._rank = 0
+        self._of_call: dict[Call, Counter[str]] = {}
+
+    def seated(self, stats: Stats, boxes: Boxes, rank: int) -> None:
+        """From here on in this group, as this rank of it."""
+        self._before = self._so_far()
+        self._ledger, self._rank = Ledger(stats, boxes), rank
+        self._of_call = {}
+
+    def by_link(self) -> dict[str, int]:
+        """Bytes since the worker began. Each size of a collective is worked out once; then it costs a sum."""
+        return dict(self._so_far())
+
+    def _so_far(self) -> Counter[str]:
+        total = Counter(self._before)
+        if self._ledger is None:
+            return total
+        for call, times in self._ledger.calls().items():
+            if call not in self._of_call:
+                self._of_call[call] = self._of(call, self._ledger.boxes)
+            for link, num_bytes in self._of_call[call].items():
+                total[link] += times * num_bytes
+        return total
+
+    def _of(self, call: Call, boxes: Boxes) -> Counter[str]:
+        """What this rank sends in one such collective."""
+        found: Counter[str] = Counter()
+        for send in sends_among(call, boxes):
+            if send.src == self._rank:
+                found[LABELS[boxes.link(send.src, send.dst)]] += send.num_bytes
+        return found

@@ -105,7 +105,7 @@ def test_a_rank_that_alone_cannot_save_is_the_one_that_fails(tmp_path, monkeypat
     monkeypatch.setattr("thinwire.workers.saving.prove", proved)
 
     def work(group):
-        reporter = Recording(tmp_path, group.rank)
+        reporter = Recording(tmp_path)
         with pytest.raises((StoreRefused, PeerLost), match="a disk is full") as raised:
             train(small_spec(), Run(tmp_path, 0.0), FixedRanks(group), torch.device("cpu"), reporter)
         assert reporter.samples == []

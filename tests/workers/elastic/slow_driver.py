@@ -6,7 +6,7 @@ import time
 PAUSE_S = 0.25
 
 
-def train_slowly(config):
+def train_slowly(config, credentials=None):
     """workers.worker.train_worker with a pause."""
     from thinwire.workers import loop
     from thinwire.workers.worker import train_worker
@@ -18,7 +18,7 @@ def train_slowly(config):
         return plain(training, step, meter)
 
     loop.train_step = slow
-    return train_worker(config)
+    return train_worker(config, credentials)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from tests.forked import FORKSERVER
 from tests.tools.lab.inside import enter, inside
 from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
-from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, read_spec
 from thinwire.workers.forming import reach
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
@@ -33,29 +32,12 @@ class Telling(Recording):
     """Writes events and steps where the test can read them."""
 
     def __init__(self, run_dir: Path, slot: int, pause_s: float):
-        super().__init__(run_dir, -1)
+        super().__init__(run_dir)
         self._slot, self._pause_s, self._run_dir, self.rank = slot, pause_s, run_dir, None
 
     def seated(self, group, device):
-        from thinwire.workers.telemetry import history
-
+        super().seated(group, device)
         self.rank = group.rank
-        if group.rank == 0 and self._history is None:
-            path = RunFolder(self._run_dir).history
-            self._history = history.History(path)
-            told = {sample.step for sample in history.read(path)}
-            for sample in self.samples:  # as ServiceReporter: the rank 0 before may have died before it told them
-                if sample.step not in told:
-                    self._history.append(sample)
-
-    def went_back(self, step):
-        super().went_back(step)
-        if self._history is not None:
-            self._history.truncate_after(step)
-
-    def resumed(self, step):
-        super().resumed(step)
-        self.event("resumed", step)
 
     def steps(self, samples, num_samples, sent_bytes):
         super().steps(samples, num_samples, sent_bytes)

@@ -19,7 +19,7 @@ from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import ring_bytes, write_report
-from thinwire.workers.telemetry.reporter import RunSuperseded, Silent
+from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, refuse_non_finite
 
 
@@ -270,7 +270,7 @@ def test_an_attempt_ends_at_its_next_checkpoint_when_a_newer_one_has_gone_on_fro
     """Its service is dead, and nobody else can tell it."""
     spec = small_spec(steps=10**6, evaluation={"every_steps": 10**6, "windows": 9})
 
-    class Others(Silent):
+    class Others(Reporter):
         def event(self, kind, step, **fields):
             if kind == EventKind.CHECKPOINT_SAVED and step == 8:
                 CheckpointStore(tmp_path / "checkpoints", keep=2, attempt=lambda: 2).begin(None)

@@ -56,7 +56,7 @@ def test_what_was_computed_without_a_lease_is_not_reported_or_saved(tmp_path, mo
         return flush(log, step, *rest, **more)
 
     monkeypatch.setattr(StepLog, "flush", told)
-    ranks, reporter = Lapses(10, counted_out), Recording(tmp_path, 0)
+    ranks, reporter = Lapses(10, counted_out), Recording(tmp_path)
     run = later(lambda: train(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter))
     assert ranks.waits.wait(60.0)
     assert flushed == [5]
@@ -75,7 +75,7 @@ def test_a_look_without_a_lease_waits_until_the_member_is_heard_again_and_is_tol
     job.serve(1, 1)
     member = job.member(0)
     ranks = ElasticRanks(member, None, torch.device("cpu"))
-    course = Course(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter := Waits(tmp_path, 0))
+    course = Course(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter := Waits(tmp_path))
     ranks.form(0, False, {})
     course._look()
     assert reporter.waits == []

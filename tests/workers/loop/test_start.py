@@ -183,7 +183,7 @@ def refused(spec, tmp_path, size=1, match=""):
     found = []
 
     def work(group):
-        reporter = Recording(tmp_path, group.rank)
+        reporter = Recording(tmp_path)
         with pytest.raises(StartRefused, match=match) as told:
             train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, reporter)
         found.append(str(told.value))
@@ -332,7 +332,7 @@ def test_ranks_with_other_files_do_not_begin(tmp_path, weights):
     def work(group):
         spec = small_spec(start={"weights": str(tmp_path / f"{group.rank}.safetensors")})
         with pytest.raises(StartRefused, match=r"what rank 1 has read is not what rank 0 has"):
-            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path, group.rank))
+            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
 
     run_threads(2, work)
 
@@ -343,7 +343,7 @@ def test_a_rank_that_alone_cannot_read_it_is_the_one_that_fails(tmp_path, weight
         spec = small_spec(start={"weights": str(place)})
         words = "rank 1 cannot begin: .*none cannot be read" if group.rank == 0 else "none cannot be read"
         with pytest.raises(PeerLost if group.rank == 0 else StartRefused, match=words):
-            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path, group.rank))
+            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
 
     run_threads(2, work)
 

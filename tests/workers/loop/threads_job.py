@@ -15,12 +15,10 @@ from tests.workers.small_job import Recording
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.comm.groups.threads import ThreadGroup
-from thinwire.contract.run_folder import RunFolder
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers import loop
 from thinwire.workers.membership import Dismissed, Fenced, Identity
 from thinwire.workers.ranks import Stop
-from thinwire.workers.telemetry import history
 
 WAIT_S = 200.0
 """For whoever does not come; long, for on a busy machine all these threads take turns."""
@@ -213,26 +211,15 @@ class Worker:
 
 
 class Telling(Recording):
-    """Writes history where it is rank 0, and keeps the events of rank 0."""
+    """Keeps the events of rank 0."""
 
     def __init__(self, run_dir, events):
-        super().__init__(run_dir, -1)
-        self._run_dir, self._told, self._rank = run_dir, events, None
+        super().__init__(run_dir)
+        self._told, self._rank = events, None
 
     def seated(self, group, device):
+        super().seated(group, device)
         self._rank = group.rank
-        if group.rank == 0 and self._history is None:
-            path = RunFolder(self._run_dir).history
-            self._history = history.History(path)
-            told = {sample.step for sample in history.read(path)}
-            for sample in self.samples:  # as ServiceReporter: the rank 0 before may have been lost before it told them
-                if sample.step not in told:
-                    self._history.append(sample)
-
-    def went_back(self, step):
-        super().went_back(step)
-        if self._history is not None and self._rank == 0:
-            self._history.truncate_after(step)
 
     def event(self, kind, step, **fields):
         if self._rank == 0:

@@ -84,17 +84,6 @@ def test_a_lost_member_is_known_to_all_at_once_and_missing_in_the_next_generatio
     assert a.lost == {}
 
 
-def test_a_regroup_waits_for_a_survivor_that_is_late(job: Job):
-    job.serve(1, 3)
-    (a, b, c), seats = job.seated(0, 1, 2)
-    c.close()
-    early = later(lambda: a.join(standing(seats[0]), 5.0))
-    with pytest.raises(TimeoutError):
-        early.result(0.3)
-    b.join(standing(seats[1]), 5.0)
-    assert early.result(5.0).size == 2
-
-
 def test_a_member_that_fails_is_lost_with_its_reason_and_one_that_finishes_is_not(job: Job):
     job.serve(1, 3)
     (a, b, c), seats = job.seated(0, 1, 2)
@@ -126,17 +115,6 @@ def test_one_that_stops_for_a_regroup_on_its_own_ends_the_generation_for_all(job
     again = later(lambda: b.join(standing(seats[1]), 5.0))
     assert a.wait_over(1.0) == "rank 1 (w1) has stopped for a regroup"
     assert a.join(standing(seats[0]), 5.0).generation == again.result(5.0).generation == 2
-
-
-def test_who_does_not_come_to_the_regroup_is_fenced_and_named(job: Job):
-    job.serve(1, 3, join_timeout_s=0.3)
-    (a, b, c), seats = job.seated(0, 1, 2)
-    c.close()
-    seat = a.join(standing(seats[0]), 5.0)
-    assert seat.size == 1
-    assert seat.reason.endswith("worker w1 was lost: it did not come to the regroup within 0.3 s: it hangs")
-    with pytest.raises(Fenced, match="it hangs"):
-        b.join(standing(seats[1]), 5.0)
 
 
 def test_without_a_seat_there_is_no_group(job: Job):

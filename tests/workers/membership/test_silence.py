@@ -62,21 +62,6 @@ def formed(size: int, most: int | None = None) -> Told:
     return told
 
 
-def test_a_server_that_is_cut_off_fences_nobody_though_beats_are_not_simultaneous():
-    told = formed(5)
-    told.run(0.5, 20.0, {f"w{slot}": slot / 5 for slot in range(5)})
-    told.run(20.0, 50.0, {})
-    assert told.refusals == {}
-    told.run(50.0, 80.0, {f"w{slot}": slot / 5 for slot in range(5)})
-    assert told.refusals == {}
-
-
-def test_one_that_is_silent_is_fenced_while_the_others_are_heard():
-    told = formed(3)
-    told.run(0.5, 20.0, {"w0": 0.0, "w1": 0.3})
-    assert list(told.refusals) == ["w2"]
-
-
 def test_a_new_process_in_the_slot_of_the_only_member_is_seated_once_that_one_cannot_commit_any_more():
     told = formed(1)
     told.run(0.5, 12.0, {})

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.covering import parametrize
-from tests.workers.small_job import run_small, small_spec
+from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group
 from thinwire.contract import spec as contract
@@ -25,7 +25,6 @@ from thinwire.workers.session.course import Place
 from thinwire.workers.session.place import placed
 from thinwire.workers.step import accuracy, evaluate, train_step
 from thinwire.workers.telemetry.meter import Meter
-from thinwire.workers.telemetry.reporter import Silent
 from thinwire.workers.weights import fetch
 
 CPU = torch.device("cpu")
@@ -173,7 +172,7 @@ def test_a_script_that_trains_it_makes_the_steps_that_a_job_makes(name, size, tm
     ((_, told, _), *_) = run_small(tmp_path / "job", made, size)
 
     def work(group: Group) -> tuple[list[Sample], torch.Tensor]:
-        reporter = Silent()
+        reporter = Recording()
         place = Place(FixedRanks(group), CPU, Run(tmp_path / "script", 0.0), reporter, made.checkpoint, group)
         with placed(place):
             model = train(recipe_of(made))

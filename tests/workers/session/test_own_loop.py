@@ -28,7 +28,7 @@ from thinwire.workers.session.place import placed
 from thinwire.workers.session.script import run_script
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import Reporter
 
 STEPS, LOST = 18, 75
 
@@ -48,7 +48,7 @@ def work(run_dir, rank, size, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     run = Run(run_dir, time.time())
     try:
-        ranks, reporter = FixedRanks(TorchGroup()), Recording(run_dir, rank)
+        ranks, reporter = FixedRanks(TorchGroup()), Recording(run_dir)
         summary = run_script(spec_of(run_dir), run, ranks, torch.device("cpu"), reporter)
     except PeerLost:
         os._exit(LOST)
@@ -120,7 +120,7 @@ class Elastic(FixedRanks):
 def test_a_job_whose_workers_come_and_go_says_what_to_draw_from(tmp_path):
     group = SoloGroup()
     run = Run(tmp_path, 0.0)
-    place = Place(Elastic(group), torch.device("cpu"), run, Silent(), None, group, spec_of(tmp_path))
+    place = Place(Elastic(group), torch.device("cpu"), run, Reporter(), None, group, spec_of(tmp_path))
     with placed(place), session() as run:
         model = torch.nn.Linear(2, 1)
         optimizer = Adam(model.parameters(), group=run.group)
@@ -154,7 +154,7 @@ def test_a_step_that_a_gradient_scaler_leaves_out_is_none_of_the_history(tmp_pat
     (tmp_path / "train.py").write_text(SCALED)
     recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path)}
     spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
-    reporter = Recording(tmp_path / "run", 0)
+    reporter = Recording(tmp_path / "run")
     run = Run(tmp_path / "run", time.time())
     summary = run_script(spec, run, FixedRanks(SoloGroup()), torch.device("cpu"), reporter)
     assert summary.steps == 3

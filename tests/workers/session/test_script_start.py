@@ -18,7 +18,7 @@ from thinwire.workers.given import StartRefused
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.place import placed
 from thinwire.workers.session.session import Place
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.weights import fetch
 
 CPU, STEPS = torch.device("cpu"), 20
@@ -31,7 +31,7 @@ def run_script(folder, size=1, start=None, script=None):
 
     def work(group):
         origin = None if start is None else Start(**start)
-        place = Place(FixedRanks(group), CPU, Run(folder, 0.0), Silent(), checkpoint, group, None, origin)
+        place = Place(FixedRanks(group), CPU, Run(folder, 0.0), Reporter(), checkpoint, group, None, origin)
         with placed(place), session() as run:
             return (script or train)(run)
 

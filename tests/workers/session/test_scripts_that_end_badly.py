@@ -46,7 +46,7 @@ def run(tmp_path, text, **recipe):
     ranks = FixedRanks(SoloGroup())
     place = os.getcwd()
     try:
-        summary = run_script(spec, Run(run_dir, time.time()), ranks, torch.device("cpu"), Recording(run_dir, 0))
+        summary = run_script(spec, Run(run_dir, time.time()), ranks, torch.device("cpu"), Recording(run_dir))
         assert summary.steps == 3
         return None
     except BaseException as error:  # noqa: BLE001 - told to the test

@@ -7,6 +7,7 @@ from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Limits
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.waiting import MembershipTeller
 
 SERVER = {"stuck_s": 1.5, "still_s": 4.0}
@@ -37,7 +38,7 @@ def test_one_worker_that_hangs_and_all_that_hang_are_told_by_the_line_of_the_scr
     folder = tmp_path / "driver"
     folder.mkdir()
     with ScriptJob(tmp_path / "job", Limits(2, 2), "hangs.py", STEPS, steps=STEPS, server=SERVER) as job:
-        teller = MembershipTeller(folder, 1, lambda: job.server.snapshot().model_dump(mode="json"))
+        teller = MembershipTeller(Place(folder), lambda: job.server.snapshot().model_dump(mode="json"))
         with contextlib.closing(teller):
             driver = Driver(folder)
             for rank in range(2):

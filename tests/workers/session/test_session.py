@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.small_job import Recording
 from thinwire.comm import run_threads
 from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
@@ -26,7 +27,7 @@ from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Place, ScriptError
 from thinwire.workers.session.place import placed
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.telemetry.reporter import Silent
+from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]
 
@@ -93,7 +94,7 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
     samples = [torch.tensor([float(2**i)]) for i in range(5)]
 
     def work(group):
-        reporter = Silent()
+        reporter = Recording()
         place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(1, 1, bias=False)
@@ -118,7 +119,7 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
 
 def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_first_too(tmp_path):
     def work(group):
-        reporter = Silent()
+        reporter = Recording()
         place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(4, 1)
@@ -180,7 +181,7 @@ def on_threads(tmp_path, size, script):
 
     def work(group):
         checkpoint = Checkpoint(every_steps=100, keep=9)
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Silent(), checkpoint, group)
+        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), checkpoint, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(4, 1)
             optimizer = Adam(model.parameters(), lr=0.01, group=run.group)
@@ -609,7 +610,7 @@ def test_a_run_takes_so_many_names_and_says_once_which_it_leaves_out(tmp_path, c
     """Ranks report different names; what they take is the same, and a later name finds no place."""
 
     def work(group):
-        reporter = Silent()
+        reporter = Recording()
         place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(1, 1)

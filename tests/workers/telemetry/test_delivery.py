@@ -8,7 +8,9 @@ import pytest
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.workers.telemetry import delivery as telemetry
-from thinwire.workers.telemetry.delivery import Heartbeat, Poster, ServiceClient
+from thinwire.workers.telemetry.delivery import Poster
+from thinwire.workers.telemetry.exporter import Heartbeat
+from thinwire.workers.telemetry.service_client import ServiceClient
 
 
 @pytest.fixture
@@ -72,8 +74,8 @@ def test_closing_a_heartbeat_does_not_wait_for_a_dead_service(service: Service, 
 
 def test_everything_arrives_once_and_in_order(service: Service, poster: Poster) -> None:
     for step in range(500):
-        poster.add_sample(sample(step))
-    poster.add_event(event(3))
+        poster.samples([sample(step)])
+    poster.event(event(3))
     assert poster.close()
     assert service.steps() == list(range(500))
     assert [one for batch in service.accepted() for one in batch.events] == [event(3)]
@@ -81,16 +83,16 @@ def test_everything_arrives_once_and_in_order(service: Service, poster: Poster) 
 
 
 def test_samples_are_posted_while_training_goes_on(service: Service, poster: Poster) -> None:
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: service.steps() == [0])
-    poster.add_event(event(1))
+    poster.event(event(1))
     until(lambda: sum(len(batch.events) for batch in service.accepted()) == 1)
 
 
 def test_many_samples_are_posted_before_the_interval_is_over(service: Service, client: ServiceClient) -> None:
     poster = Poster(client, interval_s=3600.0)
     for step in range(telemetry.POST_AT_SAMPLES):
-        poster.add_sample(sample(step))
+        poster.samples([sample(step)])
     until(lambda: len(service.steps()) == telemetry.POST_AT_SAMPLES)
     assert poster.close()
 
@@ -99,12 +101,12 @@ def test_an_outage_loses_nothing_and_blocks_nobody(
     service: Service, client: ServiceClient, poster: Poster, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "thinwire"):
-        poster.add_sample(sample(0))
+        poster.samples([sample(0)])
         until(lambda: service.steps() == [0])
         service.stop()
         start = time.monotonic()
         for step in range(1, 3000):
-            poster.add_sample(sample(step))
+            poster.samples([sample(step)])
         assert time.monotonic() - start < 10.0
         until(lambda: client.num_failures >= 3)
         service.start()
@@ -117,7 +119,7 @@ def test_failing_service_is_asked_again_until_it_recovers(
     service: Service, client: ServiceClient, poster: Poster
 ) -> None:
     service.status = 503
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: client.num_failures >= 2)
     service.status = 204
     service.requests.clear()
@@ -131,7 +133,7 @@ def test_last_word_comes_last_also_through_an_outage(service: Service, poster: P
         service.stop()
         threading.Timer(0.2, service.start).start()
     for step in range(5):
-        poster.add_sample(sample(step))
+        poster.samples([sample(step)])
     assert poster.close(summary={"state": "SUCCEEDED"})
     assert service.steps() == list(range(5))
     assert [batch.summary for batch in service.accepted()][-1] == {"state": "SUCCEEDED"}
@@ -149,8 +151,8 @@ def test_close_gives_up_in_time_and_says_what_is_missing(
 ) -> None:
     service.stop()
     for step in range(7):
-        poster.add_sample(sample(step))
-    poster.add_event(event(1))
+        poster.samples([sample(step)])
+    poster.event(event(1))
     until(lambda: client.num_failures >= 1)
     start = time.monotonic()
     assert not poster.close(summary={"state": "SUCCEEDED"}, timeout_s=0.3)
@@ -161,12 +163,12 @@ def test_close_gives_up_in_time_and_says_what_is_missing(
 
 def test_older_attempt_stops_posting(service: Service, poster: Poster) -> None:
     service.status = 409
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: poster.superseded)
     until(lambda: not poster.running)
     service.status = 204
     service.requests.clear()
-    poster.add_sample(sample(1))
+    poster.samples([sample(1)])
     assert not poster.close(summary={"state": "SUCCEEDED"})
     assert service.requests == []
 
@@ -175,11 +177,11 @@ def test_refused_batch_is_counted_and_does_not_hold_up_the_rest(
     service: Service, poster: Poster, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.status = 422
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: poster.num_lost == 1)
     service.status = 204
     service.requests.clear()
-    poster.add_sample(sample(1))
+    poster.samples([sample(1)])
     assert not poster.close(summary={"state": "SUCCEEDED"})
     assert service.steps() == [1]
     assert service.accepted()[-1].summary == {"state": "SUCCEEDED"}
@@ -191,10 +193,10 @@ def test_memory_is_bounded_and_the_oldest_go_first(
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_PENDING", 10)
     service.status = 503
-    poster.add_sample(sample(0))
+    poster.samples([sample(0)])
     until(lambda: client.num_failures >= 1)  # step 0 is on its way, the others wait
     for step in range(1, 16):
-        poster.add_sample(sample(step))
+        poster.samples([sample(step)])
     service.status = 204
     service.requests.clear()
     assert not poster.close()

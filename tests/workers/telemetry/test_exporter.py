@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -8,15 +9,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.contract.metric_names import METRICS, PHASES, STEP_PARTS, Scope
-from thinwire.contract.reports import MOST_REPORTED, Health
+from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample
 from thinwire.workers.telemetry.exporter import WorkerMetrics
+from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.wire_meter import WireAccount
 
 
 @pytest.fixture
 def metrics() -> Iterator[WorkerMetrics]:
     metrics = WorkerMetrics("j-1", 3)
-    metrics.start_http_server()
+    metrics.serve()
     yield metrics
     metrics.close()
 
@@ -35,38 +37,37 @@ HEALTH = Health(
 
 
 def update(metrics: WorkerMetrics, step: int = 7, phase: str = "compressed", **changes: Any) -> None:
-    known: dict[str, Any] = {
-        "step": step,
-        "phase": phase,
-        "world_size": 4,
-        "loss": 2.5,
-        "step_seconds": 0.25,
-        "predicted_step_seconds": 0.24,
-        "samples_per_second": 128.0,
-        "compression_ratio": 31.7,
-        "samples_total": 8 * step,
-        "wire_bytes_total": {"gradient": 1000 * step, "control": 10},
-        "rounds_skipped_total": 2,
-        "validation_loss": 2.75,
-        "health": HEALTH,
-        "reported": {"accuracy": 0.5},
-        "wire": WireAccount(1000 * step, 990.0 * step),
-        "link_bytes_total": {"inside_box": 10 * step, "between_boxes": 20 * step},
-        "committed_step_seconds_total": 0.25 * step,
-    }
-    metrics.update(**{**known, **changes})
+    known = Sample(
+        step=step,
+        phase=phase,
+        world_size=4,
+        loss=2.5,
+        step_seconds=0.25,
+        predicted_step_seconds=0.24,
+        samples_per_second=128.0,
+        payload_bytes=500,
+        compression_ratio=31.7,
+        validation_loss=2.75,
+        health=HEALTH,
+        reported={"accuracy": 0.5},
+        time=1000.0 + step,
+    )
+    metrics.take([known.model_copy(update=changes)], 8 * step, {"gradient": 1000 * step, "control": 10})
 
 
 def everything(metrics: WorkerMetrics) -> None:
-    """All that there is, told by the worker that leads."""
-    update(metrics)
+    """All that there is, of the worker that leads."""
+    metrics._wire = SimpleNamespace(account=lambda: WireAccount(1000, 990.0))  # type: ignore[assignment]
+    metrics._links = SimpleNamespace(by_link=lambda: {"inside_box": 10, "between_boxes": 20})  # type: ignore[assignment]
     metrics.leads(leads=True)
-    metrics.regrouped(generation=2, seconds=0.3, lost_norm=0.0)
-    metrics.waits_for_membership(waits=True)
-    metrics.waits(0.5, 0.1, (1, 0.75))
-    metrics.step_parts(dict.fromkeys(STEP_PARTS, 1.5))
-    metrics.saves_every(100)
-    metrics.checkpoint_saved()
+    reporter = Reporter(metrics=metrics)
+    update(metrics)
+    reporter.regrouped(7, generation=2, seconds=0.3, lost_norm=0.0)
+    reporter.waits_for_membership(7, waits=True)
+    reporter.waits(0.5, 0.1, (1, 0.75))
+    reporter.step_parts(dict.fromkeys(STEP_PARTS, 1.5))
+    reporter.saves_every(100)
+    reporter.event(EventKind.CHECKPOINT_SAVED, 7)
 
 
 def scrape(metrics: WorkerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -114,12 +115,13 @@ def test_values_are_those_of_the_last_update(metrics: WorkerMetrics) -> None:
 
 
 def test_steps_that_were_given_up_add_up_and_a_wait_ends(metrics: WorkerMetrics) -> None:
+    reporter = Reporter(metrics=metrics)
     for generation, steps in ((2, 0), (3, 2), (4, 5)):
-        metrics.gave_up(steps)
-        metrics.regrouped(generation=generation, seconds=0.3, lost_norm=0.0)
+        reporter.gave_up(steps)
+        reporter.regrouped(7, generation=generation, seconds=0.3, lost_norm=0.0)
     assert scrape(metrics)["thinwire_steps_given_up_total"] == {(): 7.0}
     for waits in (True, False):
-        metrics.waits_for_membership(waits=waits)
+        reporter.waits_for_membership(7, waits=waits)
         assert scrape(metrics)["thinwire_waits_for_membership"] == {(): float(waits)}
 
 
@@ -156,6 +158,17 @@ def test_what_is_not_known_yet_is_absent_not_zero(metrics: WorkerMetrics) -> Non
     assert scrape(metrics) == {}
 
 
+def test_what_no_sample_knows_yet_is_absent_and_stands_once_one_does(metrics: WorkerMetrics) -> None:
+    metrics.leads(leads=True)
+    unknown = ("loss", "validation_loss", "compression_ratio", "predicted_step_seconds")
+    names = {f"thinwire_{name}" for name in unknown}
+    update(metrics, **dict.fromkeys(unknown))
+    assert not names & set(scrape(metrics))
+    update(metrics)
+    update(metrics, **dict.fromkeys(unknown))
+    assert names <= set(scrape(metrics))
+
+
 def test_global_registry_is_left_alone(metrics: WorkerMetrics) -> None:
     update(metrics)
     assert b"thinwire" not in prometheus_client.generate_latest()
@@ -164,7 +177,7 @@ def test_global_registry_is_left_alone(metrics: WorkerMetrics) -> None:
 def test_two_workers_of_one_process_do_not_mix(metrics: WorkerMetrics) -> None:
     other = WorkerMetrics("j-1", 4)
     update(other)
-    other.start_http_server()
+    other.serve()
     assert other.address != metrics.address
     assert scrape(metrics) == {}
     other.close()
@@ -179,7 +192,7 @@ def test_server_listens_on_loopback_and_is_gone_after_close(metrics: WorkerMetri
 
 
 def test_address_before_the_server_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="call start_http_server first"):
+    with pytest.raises(RuntimeError, match="call serve first"):
         _ = WorkerMetrics("j-1", 0).address
 
 
@@ -235,7 +248,7 @@ def test_numbers_of_health_that_are_not_known_keep_their_last_value(metrics: Wor
 
 def test_a_step_that_sent_nothing_leaves_the_ratio_of_the_last_exchange(metrics: WorkerMetrics) -> None:
     update(metrics)
-    update(metrics, compression_ratio=None, rounds_skipped_total=4)
+    update(metrics, compression_ratio=None, payload_bytes=0)
     values = scrape(metrics)
     assert values["thinwire_compression_ratio"] == {(): 31.7}
-    assert values["thinwire_rounds_skipped_total"] == {(): 4.0}
+    assert values["thinwire_rounds_skipped_total"] == {(): 1.0}

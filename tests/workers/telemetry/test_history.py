@@ -1,24 +1,28 @@
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from thinwire.contract.reports import Sample
-from thinwire.workers.telemetry.history import History, HistoryError, read
+from thinwire.workers.telemetry.history import HistoryError, RunFiles, read
 
 
 def sample(step: int) -> Sample:
     return Sample(step=step, phase="warmup", loss=1.0 / (step + 1), time=1000.0 + step)
 
 
+def append(path: Path, samples: Sequence[Sample]) -> None:
+    files = RunFiles(path.parent)
+    files.samples(samples)
+    files.close()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A history of steps 0 to 9."""
-    path = tmp_path / "history.jsonl"
-    with History(path) as history:
-        for step in range(10):
-            history.append(sample(step))
-    return path
+    append(tmp_path / "history.jsonl", [sample(step) for step in range(10)])
+    return tmp_path / "history.jsonl"
 
 
 def test_what_is_appended_is_read_back_in_order(path: Path) -> None:
@@ -27,17 +31,19 @@ def test_what_is_appended_is_read_back_in_order(path: Path) -> None:
 
 
 def test_opening_again_appends(path: Path) -> None:
-    with History(path) as history:
-        history.append(sample(10))
-        assert read(path)[-1] == sample(10)  # readable while open
+    files = RunFiles(path.parent)
+    files.samples([sample(10)])
+    assert read(path)[-1] == sample(10)  # readable while open
+    files.close()
     assert len(read(path)) == 11
 
 
 def test_resume_forgets_the_steps_that_are_done_again(path: Path) -> None:
-    with History(path) as history:
-        history.truncate_after(4)
-        assert read(path) == [sample(step) for step in range(5)]
-        history.append(sample(5))
+    files = RunFiles(path.parent)
+    files.forget_after(4)
+    assert read(path) == [sample(step) for step in range(5)]
+    files.samples([sample(5)])
+    files.close()
     assert [each.step for each in read(path)] == [0, 1, 2, 3, 4, 5]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -45,24 +51,21 @@ def test_resume_forgets_the_steps_that_are_done_again(path: Path) -> None:
 def test_a_step_that_is_done_again_replaces_the_first_time(path: Path) -> None:
     """A run that dies before its first checkpoint begins again at step 0."""
     again = sample(0).model_copy(update={"time": 5000.0})
-    with History(path) as history:
-        history.truncate_after(0)
-        history.append(again)
-        history.append(sample(1))
+    files = RunFiles(path.parent)
+    files.forget_after(0)
+    files.samples([again, sample(1)])
     assert read(path) == [again, sample(1)]
 
 
-def test_truncating_before_the_first_step_empties_it(path: Path) -> None:
-    with History(path) as history:
-        history.truncate_after(-1)
+def test_forgetting_before_the_first_step_empties_it(path: Path) -> None:
+    RunFiles(path.parent).forget_after(-1)
     assert read(path) == []
 
 
 @pytest.mark.parametrize("step", [9, 100])
-def test_truncating_after_the_last_step_changes_nothing(path: Path, step: int) -> None:
+def test_forgetting_after_the_last_step_changes_nothing(path: Path, step: int) -> None:
     before = path.read_bytes()
-    with History(path) as history:
-        history.truncate_after(step)
+    RunFiles(path.parent).forget_after(step)
     assert path.read_bytes() == before
 
 
@@ -72,16 +75,14 @@ def test_torn_last_line_is_dropped_and_logged(path: Path, cut: int, caplog: pyte
     with caplog.at_level(logging.WARNING):
         assert [each.step for each in read(path)] == list(range(9))
     assert "history_torn" in caplog.text
-    with History(path) as history:
-        history.append(sample(9))
+    append(path, [sample(9)])
     assert read(path) == [sample(step) for step in range(10)]
 
 
 def test_zeros_that_a_dead_machine_left_are_dropped(path: Path) -> None:
     path.write_bytes(path.read_bytes() + bytes(50) + b"\n")
     assert len(read(path)) == 10
-    with History(path) as history:
-        history.append(sample(10))
+    append(path, [sample(10)])
     assert len(read(path)) == 11
 
 
@@ -96,8 +97,7 @@ def test_empty_or_wholly_torn_file_is_an_empty_history(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(b'{"step": 0')
     assert read(path) == []
-    with History(path) as history:
-        history.append(sample(0))
+    append(path, [sample(0)])
     assert read(path) == [sample(0)]
 
 
@@ -105,5 +105,14 @@ def test_absent_file_is_an_error_to_read_and_made_to_write(tmp_path: Path) -> No
     path = tmp_path / "history.jsonl"
     with pytest.raises(FileNotFoundError):
         read(path)
-    History(path).close()
+    append(path, [])
     assert read(path) == []
+
+
+def test_a_history_is_completed_with_what_others_have_reported_up_to_its_last_step(tmp_path: Path) -> None:
+    mine = sample(3).model_copy(update={"loss": 9.0})
+    files = RunFiles(tmp_path, lambda: [sample(1), sample(2), sample(3), sample(7)])
+    files.samples([mine, sample(4)])
+    files.complete()
+    files.samples([sample(5)])
+    assert read(tmp_path / "history.jsonl") == [sample(1), sample(2), mine, sample(4), sample(5)]

@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.workers.small_job import Recording, run_small, small_spec
 from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry import lateness, step_log
 from thinwire.workers.telemetry.lateness import LEAST_KNOWN, RECENT, Last, Recent, Waits, last_of
-from thinwire.workers.telemetry.reporter import ServiceReporter
+from thinwire.workers.telemetry.reporter import Reporter
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,14 @@ class Exporting(Recording):
 
     made: ClassVar[list["Exporting"]] = []
 
-    def __init__(self, run_dir, rank):
-        super().__init__(run_dir, rank)
-        self.rank, self.shares, self.told = rank, [], []
+    def __init__(self, run_dir):
+        super().__init__(run_dir)
+        self.shares, self.told = [], []
         Exporting.made.append(self)
+
+    def seated(self, group, device):
+        super().seated(group, device)
+        self.rank = group.rank
 
     def waits(self, last_share, mean_s, slowest=None):
         self.shares.append((last_share, mean_s))
@@ -143,11 +148,12 @@ def test_with_ties_or_alone_nothing_is_said(tmp_path, monkeypatch, size, planted
 
 
 def test_the_metric_is_of_this_worker_alone_and_goes_when_it_is_not_known(service: Service):
-    reporter = ServiceReporter(service.run_dir, "j-1", 2, attempt=2, address="127.0.0.1")
+    reporter = Reporter.in_place(Place(service.run_dir, 2), 2)
+    reporter.serve("j-1", 2, "127.0.0.1")
     reporter.seated(SoloGroup(), torch.device("cpu"))
 
     def exported():
-        text = httpx.get(f"http://{reporter._metrics.address}/metrics", trust_env=False).text
+        text = httpx.get(f"http://{reporter.metrics.address}/metrics", trust_env=False).text
         found = [one for family in text_string_to_metric_families(text) for one in family.samples]
         values = {(one.name, one.labels["rank"]): one.value for one in found}
         assert values.pop(("thinwire_checkpoint_age_seconds", "2")) >= 0  # moves by itself

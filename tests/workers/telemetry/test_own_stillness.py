@@ -17,13 +17,14 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
 from thinwire.train import session
-from thinwire.workers import whereabouts
+from thinwire.workers import run_place, whereabouts
 from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session import course
 from thinwire.workers.session.place import placed
 from thinwire.workers.telemetry import own_stillness
 from thinwire.workers.telemetry.own_stillness import STILL_S, UNKNOWN_S, Stillness, StillnessTeller
+from thinwire.workers.telemetry.reporter import Reporter
 
 
 class Clock:
@@ -93,7 +94,7 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     ranks = FixedRanks(group)
     recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path)}
     spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
-    place = course.Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path, 0), None, group, spec)
+    place = course.Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group, spec)
 
     def told():
         return [event for batch in service.accepted() for event in batch.events]
@@ -104,9 +105,10 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
         goes_on.set()
 
     still = Stillness(ranks.where, still_s=0.3, unknown_s=1000.0)
-    teller = StillnessTeller(tmp_path, 3, 1, ranks, still=still)
+    reporter = Reporter.in_place(run_place.Place(tmp_path), 3)
+    teller = StillnessTeller(reporter, 3, ranks, still=still)
     threading.Thread(target=release, daemon=True).start()
-    with contextlib.closing(teller), placed(place), session() as run:
+    with contextlib.closing(reporter), contextlib.closing(teller), placed(place), session() as run:
         model = torch.nn.Linear(2, 1)
         optimizer = Adam(model.parameters(), group=run.group)
         run.register(optimizer=optimizer)

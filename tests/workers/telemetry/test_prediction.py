@@ -12,7 +12,6 @@ from thinwire.comm.wire.network import all_reduce
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import OneBitAdam
-from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.prediction import Prediction, held
 
 ELEMENTS = 800_000
@@ -101,18 +100,3 @@ def test_a_whole_run_tells_it_in_history_and_summary(tmp_path):
     assert predicted_s > 0
     assert measured_s > 0
     assert summary["prediction_error"] == pytest.approx(predicted_s / measured_s - 1, abs=0.01)
-
-
-def test_the_gauge_is_there_when_it_is_known():
-    metrics = WorkerMetrics("job", 0)
-    metrics.leads(leads=True)
-    known = {"step": 1, "phase": "dense", "world_size": 1, "loss": None, "step_seconds": 0.5}
-    known |= {"samples_per_second": 1.0, "compression_ratio": None, "samples_total": 1}
-    known |= {"wire_bytes_total": {}, "rounds_skipped_total": 0}
-    value = lambda: metrics.registry.get_sample_value(  # noqa: E731 - one line of labels
-        "thinwire_predicted_step_seconds", {"job_id": "job", "rank": "0"}
-    )
-    metrics.update(**known)
-    assert value() is None
-    metrics.update(**known, predicted_step_seconds=0.25)
-    assert value() == 0.25

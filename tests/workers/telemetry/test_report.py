@@ -11,7 +11,7 @@ from tests.covering import parametrize
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import report
-from thinwire.workers.telemetry.history import History, HistoryError
+from thinwire.workers.telemetry.history import HistoryError, RunFiles
 from thinwire.workers.telemetry.report import ring_bytes, summarise, write_report
 
 PARAMETERS = 1_000_000
@@ -57,9 +57,7 @@ def made(samples: list[Sample], frozen_at: int | None = 5) -> Summary:
 
 
 def write(folder: Path, samples: list[Sample], frozen_at: int | None = 5) -> dict[str, Any]:
-    with History(folder / "history.jsonl") as history:
-        for sample in samples:
-            history.append(sample)
+    RunFiles(folder).samples(samples)
     summary = made(samples, frozen_at)
     write_report(folder, summary)
     return summary.as_json()

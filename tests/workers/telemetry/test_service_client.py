@@ -6,7 +6,7 @@ import pytest
 
 from tests.workers.telemetry.stub_service import TOKEN, Service
 from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
-from thinwire.workers.telemetry.delivery import Refused, ServiceClient, ServiceUnavailable, Superseded
+from thinwire.workers.telemetry.service_client import Refused, ServiceClient, ServiceUnavailable, Superseded
 
 BATCH = Telemetry(attempt=2, samples=[Sample(step=1, phase="warmup", loss=2.0, time=1000.0)])
 

@@ -11,8 +11,8 @@ from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.metric_names import LINKS, STEP_PARTS
 from thinwire.workers import loop
-from thinwire.workers.telemetry.link_bytes import LinkBytes
 from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
+from thinwire.workers.telemetry.wire_meter import LinkBytes
 
 LATE, LATE_S = 2, 0.05
 
@@ -22,10 +22,13 @@ class Keeping(Recording):
 
     made: dict[int, "Keeping"] = {}  # noqa: RUF012 - of one test, by rank
 
-    def __init__(self, run_dir, rank):
-        super().__init__(run_dir, rank)
+    def __init__(self, run_dir):
+        super().__init__(run_dir)
         self.parts, self.slowest, self.interval = {}, None, None
-        Keeping.made[rank] = self
+
+    def seated(self, group, device):
+        super().seated(group, device)
+        Keeping.made[group.rank] = self
 
     def step_parts(self, seconds):
         self.parts = dict(seconds)

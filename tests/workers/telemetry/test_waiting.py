@@ -11,6 +11,7 @@ from tests.workers.membership.test_standstill import HANGS, STILL_S, WAITS, Job
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry import waiting as telemetry_waiting
 from thinwire.workers.telemetry.waiting import START_S, MembershipTeller, Waiting, waiting
 
@@ -51,7 +52,7 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
             raise answer
         return answer
 
-    teller = MembershipTeller(tmp_path, 1, look)
+    teller = MembershipTeller(Place(tmp_path), look)
     assert all_seen.wait(30)
     teller.close()
     told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
@@ -76,7 +77,7 @@ def test_what_the_membership_gave_up_is_told_once_and_not_again_by_the_next_driv
             seen.set()
             return None
 
-        teller = MembershipTeller(tmp_path, 1, look)
+        teller = MembershipTeller(Place(tmp_path), look)
         assert seen.wait(30)
         teller.close()
     minority, all_of_it = (json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines())
@@ -104,7 +105,7 @@ def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_
         return None
 
     with caplog.at_level(logging.WARNING, "thinwire"):
-        teller = MembershipTeller(tmp_path, 1, look)
+        teller = MembershipTeller(Place(tmp_path), look)
         assert seen.wait(30)
         teller.close()
     told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
@@ -117,7 +118,7 @@ def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_
 def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
     url = (service.run_dir / "service_url").read_text()
     service.stop()
-    teller = MembershipTeller(service.run_dir, 1, snapshot)
+    teller = MembershipTeller(Place(service.run_dir), snapshot)
     until(RunFolder(service.run_dir).events.exists)
     assert not service.requests
     service.start()
@@ -142,7 +143,7 @@ def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, cap
         return answer
 
     with caplog.at_level(logging.INFO, "thinwire"):
-        teller = MembershipTeller(tmp_path, 1, look)
+        teller = MembershipTeller(Place(tmp_path), look)
         assert all_seen.wait(30)
         teller.close()
     assert caplog.text.count("membership_unseen") == 2

@@ -12,10 +12,11 @@ from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.reports import Sample
+from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry import wire_meter as module
 from thinwire.workers.telemetry.interface_counters import InterfaceCounters
 from thinwire.workers.telemetry.ledger import Ledger
-from thinwire.workers.telemetry.reporter import ServiceReporter
+from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE, WireAccount, WireMeter, wire_meter
 
 TWO_BOXES = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
@@ -107,13 +108,14 @@ def test_a_worker_that_measures_exports_all_three_and_another_none(
     meter = WireMeter(Ledger(stats, TWO_BOXES), "aa", "eth0", interface.read)
     found = []
     for wire in (meter, None):
-        reporter = ServiceReporter(service.run_dir, "j-1", 1, attempt=2, address="127.0.0.1")
-        monkeypatch.setattr("thinwire.workers.telemetry.reporter.wire_meter", lambda *asked, wire=wire: wire)
+        reporter = Reporter.in_place(Place(service.run_dir, 2), 1)
+        reporter.serve("j-1", 1, "127.0.0.1")
+        monkeypatch.setattr(module, "wire_meter", lambda *asked, wire=wire: wire)
         reporter.seated(SoloGroup(), torch.device("cpu"))
         stats.count("all_to_all", 1_000_000)
         interface.sent_bytes += 500_000
         reporter.steps([Sample(step=1, phase="compressed", world_size=3, time=1.0)], 1, {"optimizer": 1})
-        text = httpx.get(f"http://{reporter._metrics.address}/metrics", trust_env=False).text
+        text = httpx.get(f"http://{reporter.metrics.address}/metrics", trust_env=False).text
         values = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
         found.append({name: value for name, value in values.items() if name in WIRE_METRICS})
         reporter.close()
