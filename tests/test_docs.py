@@ -127,6 +127,29 @@ def test_the_readme_opens_with_the_two_commands():
     ]
 
 
+def test_the_readme_is_short_and_has_what_a_first_reader_looks_for():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == 1
+    assert (ROOT / pictures[0]).read_text().startswith("<svg")
+    for part in (
+        "\n## Speed\n",
+        "\n## Who it is for\n",
+        "**Do not compress**",
+        "\n## Install\n",
+        "docs/claims.md#limits",
+    ):
+        assert part in text
+
+
+def test_the_picture_can_be_read_on_light_and_on_dark_pages():
+    picture = (ROOT / "docs/overview.svg").read_text()
+    assert "prefers-color-scheme: dark" in picture
+    first = re.findall(r"<rect [^>]*>", picture)[0]
+    assert 'class="page"' in first, "what is drawn has a background of its own"
+
+
 def test_the_readme_shows_the_change_that_the_example_makes():
     shown = re.findall(r"^([-+] (?:model|optimizer) = .*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     example = (ROOT / "examples/two_line_change.py").read_text()
